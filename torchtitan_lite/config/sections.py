@@ -1,0 +1,232 @@
+"""The TOML surface: one frozen section per table, one documented field per key. Table and key names are torchtitan's.
+
+The string under a field is its one-line documentation: it is what `--help` and the README's config table print.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+AllOrCount = Annotated[int, Field(ge=-1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], Strict(False)]
+"""A TOML array of strings; kept as a tuple, because a section is frozen."""
+
+
+class Section(BaseModel):
+    """A TOML table: unknown keys are refused, values are not converted, fields cannot be reassigned."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class JobConfig(Section):
+    dump_folder: Name = "./outputs"
+    """Run folder: everything that the run leaves behind is under it."""
+    description: str = ""
+    """Free text, printed at start and kept in the run folder."""
+    print_config: bool = False
+    """Print the resolved config at start."""
+
+
+class ModelConfig(Section):
+    name: Literal["llama3"] = "llama3"
+    """Model family."""
+    flavor: Name = "debugmodel"
+    """Dimensions of the model: debugmodel, 8B, 70B or 405B."""
+    tokenizer_path: str = ""
+    """sentencepiece model file; "" is the small one shipped with the project (2256 ids)."""
+
+
+class OptimizerConfig(Section):
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer."""
+    lr: Positive = 8e-4
+    """Peak learning rate."""
+    beta1: Share = 0.9
+    """Decay of the first moment."""
+    beta2: Share = 0.95
+    """Decay of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay, on every parameter."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
+
+
+class LRSchedulerConfig(Section):
+    warmup_steps: Whole = 200
+    """Steps of linear warm-up from near 0 to optimizer.lr."""
+    total_steps: Count | None = None
+    """Steps that the schedule spans; unset: training.steps."""
+    decay_ratio: Fraction | None = None
+    """Share of total_steps that decays at the end, after a constant phase; unset: all steps after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
+
+
+class TrainingConfig(Section):
+    dataset: Literal["pystdlib"] = "pystdlib"
+    """Corpus when dataset_path is unset: pystdlib is the source text of the running Python's standard library."""
+    dataset_path: Name | None = None
+    """Directory of text files, one .txt file or one .jsonl file to train on; unset: training.dataset."""
+    text_field: Name = "text"
+    """Field of each .jsonl row that holds the text."""
+    local_batch_size: Count = 8
+    """Sequences in one forward pass of one data-parallel rank."""
+    global_batch_size: AllOrCount = -1
+    """Sequences in an optimizer step over all ranks; -1: local_batch_size times the data-parallel degree."""
+    seq_len: Count = 2048
+    """Tokens in a sequence."""
+    max_norm: Positive = 1.0
+    """Gradients are scaled down to this global norm."""
+    steps: Count = 1000
+    """Optimizer steps to train."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type of the gathered parameters and of the compute; the sharded weights stay float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are reduced."""
+    enable_cpu_offload: bool = False
+    """Keep the sharded parameters, gradients and optimizer states in CPU memory (GPU runs)."""
+    gc_freq: Count = 50
+    """Steps between runs of Python's garbage collector, at the same step on every rank."""
+
+
+class ParallelismConfig(Section):
+    data_parallel_replicate_degree: Count = 1
+    """Replicas of the sharded model (HSDP); 1: none."""
+    data_parallel_shard_degree: AllOrCount = -1
+    """Ranks that share one copy of the parameters (FSDP2); -1: all that the other degrees leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free a block's gathered parameters after its forward; default: always."""
+    tensor_parallel_degree: Count = 1
+    """Ranks that share each matrix multiplication; 1: none."""
+    disable_loss_parallel: bool = False
+    """Under tensor parallelism, gather the logits before the loss instead of computing it on vocabulary shards."""
+    context_parallel_degree: Count = 1
+    """Only 1: context parallelism is not implemented."""
+    pipeline_parallel_degree: Count = 1
+    """Only 1: pipeline parallelism is not implemented."""
+
+
+class ActivationCheckpointConfig(Section):
+    mode: Literal["selective", "full", "none"] = "selective"
+    """What is recomputed in the backward pass: by selective_ac_option, every block, or nothing."""
+    selective_ac_option: Name = "op"
+    """Under selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block, "3" every 3rd."""
+
+
+class CompileConfig(Section):
+    enable: bool = False
+    """Use torch.compile."""
+    components: Annotated[tuple[Literal["model", "loss"], ...], Strict(False)] = ("model", "loss")
+    """What is compiled: the transformer blocks (one full graph each), the loss."""
+
+
+class Float8Config(Section):
+    enable_float8_linear: bool = False
+    """Train with torchao's Float8Linear on wq, wk, wv, wo, w1, w2 and w3."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Scaling: one scale a tensor; one a row; or one a row with the weight gradient's matmul in high precision."""
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP gathers float8 weights, 1 byte an element (tensorwise only)."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """One all-reduce a step for all weight scales; needs enable_fsdp_float8_all_gather."""
+    filter_fqns: Names = ("output",)
+    """Modules kept in high precision: dotted name parts, * allowed ("wk", "layers.0"); `output` is always kept."""
+    emulate: bool = False
+    """Emulate float8 matmuls in float32, for GPUs without them; automatic on CPU."""
+
+
+class CheckpointConfig(Section):
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the run folder."""
+    folder: Name = "checkpoint"
+    """Folder of the checkpoints, within job.dump_folder."""
+    interval: Count = 500
+    """Steps between saves; the last step is always saved."""
+    keep_latest_k: Whole = 10
+    """Checkpoints kept; 0: all."""
+    load_step: AllOrCount = -1
+    """Step to resume from; -1: the newest; 0: start anew, which asks for a folder without checkpoints."""
+
+
+class ValidationConfig(Section):
+    enable: bool = False
+    """Report the loss on held-out data."""
+    freq: Count = 100
+    """Steps between validations; the last step always validates."""
+    steps: Count = 16
+    """Batches of local_batch_size sequences in one validation, shared out over the data-parallel ranks."""
+    dataset: Literal["pystdlib"] | None = None
+    """Corpus to validate on; unset, with dataset_path unset too: windows held out from the training corpus."""
+    dataset_path: Name | None = None
+    """Text to validate on, in a form that training.dataset_path takes."""
+
+
+class MetricsConfig(Section):
+    log_freq: Count = 1
+    """Steps between logged lines and points; rates are averages over those steps."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard curves."""
+    save_tb_folder: Name = "tb"
+    """Folder of the TensorBoard files, within job.dump_folder."""
+    disable_color_printing: bool = False
+    """Print the step lines without colour; without a terminal, or with NO_COLOR set, there is none anyway."""
+
+
+class ProfilingConfig(Section):
+    enable_profiling: bool = False
+    """Write torch.profiler traces."""
+    save_traces_folder: Name = "profile_traces"
+    """Folder of the traces, within job.dump_folder."""
+    profile_freq: Count = 10
+    """Steps between traces; the last step of each period is the one traced."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of CUDA memory every profile_freq steps and when memory runs out (GPU runs)."""
+    save_memory_snapshot_folder: Name = "memory_snapshot"
+    """Folder of the memory snapshots, within job.dump_folder."""
+
+
+class CommConfig(Section):
+    init_timeout_seconds: Count = 300
+    """Seconds that a collective may take up to the first step, which compiles."""
+    train_timeout_seconds: Count = 100
+    """Seconds that a collective may take after the first step."""
+    trace_buf_size: Whole = 20000
+    """Collectives that the flight recorder keeps for a report after a time-out (NCCL); 0: off."""
+
+
+class DebugConfig(Section):
+    seed: Whole = 0
+    """Seed of the weights and of the order of the data."""
+    deterministic: bool = False
+    """Use deterministic algorithms only, at some cost in speed."""
+
+
+class Config(Section):
+    """A whole run, resolved: what the TOML file, its bases and the command line say, defaults filled in."""
+
+    job: JobConfig = JobConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
+    training: TrainingConfig = TrainingConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    compile: CompileConfig = CompileConfig()
+    float8: Float8Config = Float8Config()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profiling: ProfilingConfig = ProfilingConfig()
+    comm: CommConfig = CommConfig()
+    debug: DebugConfig = DebugConfig()

@@ -1,0 +1,37 @@
+"""What can end a run other than a fault of ours, and the exit code that each cause gets.
+
+A message reads: `[table] key = value`, the rule, every number in it, and the fix.
+"""
+
+STOPPED_EXIT_CODE = 75
+"""A signal stopped the run at a step's end, saved where checkpoints are on (EX_TEMPFAIL of sysexits.h)."""
+
+
+class RunError(ValueError):
+    """A cause that a user can mend, reported without a traceback. Subclasses set `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(RunError):
+    """The config, or what it asks of the model, the float8 recipe, the layout or the run folder, is not possible."""
+
+    exit_code = 2
+
+
+class DataError(RunError):
+    """A tokenizer or training text is missing, broken or too small."""
+
+    exit_code = 3
+
+
+class CheckpointError(RunError):
+    """A checkpoint asked for is missing, broken or of another model."""
+
+    exit_code = 4
+
+
+class NumericError(RunError):
+    """The loss or the gradient is no longer a finite number."""
+
+    exit_code = 5

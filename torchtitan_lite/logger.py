@@ -1,0 +1,21 @@
+"""One logger for the package, on standard output."""
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger("torchtitan_lite")
+
+
+def init_logger() -> None:
+    """Print time and message of each record. The local ranks listed in LOG_RANK (default "0") print everything, the
+    others warnings and errors. The rank leads the line unless torchrun already puts it there."""
+    env = os.environ
+    prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
+    prefix = f"[rank{env['RANK']}] " if prefixed else ""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger.handlers[:] = [handler]
+    talks = env.get("LOCAL_RANK", "0") in env.get("LOG_RANK", "0").split(",")
+    logger.setLevel(logging.INFO if talks else logging.WARNING)
+    logger.propagate = False
