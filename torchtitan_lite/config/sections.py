@@ -62,7 +62,7 @@ class OptimizerConfig(Section):
 
 class LRSchedulerConfig(Section):
     warmup_steps: Whole = 200
-    """Steps of linear warm-up from near 0 to optimizer.lr."""
+    """Steps of linear warm-up from near 0 to optimizer.lr; a schedule shorter than that only warms up."""
     total_steps: Count | None = None
     """Steps that the schedule spans; unset: training.steps."""
     decay_ratio: Fraction | None = None
@@ -156,7 +156,7 @@ class CheckpointConfig(Section):
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
     load_step: AllOrCount = -1
-    """Step to resume from; -1: the newest; 0: start anew, which asks for a folder without checkpoints."""
+    """Step to resume from; -1: the newest, if any; 0: none, start anew."""
 
 
 class ValidationConfig(Section):

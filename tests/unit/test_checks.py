@@ -1,0 +1,241 @@
+import dataclasses
+import re
+
+import pytest
+
+from torchtitan_lite.config import Config, ParallelismConfig, TrainingConfig
+from torchtitan_lite.config.checks import BatchSizes, ParallelDegrees, check_config, resolve_batch, resolve_degrees
+from torchtitan_lite.errors import ConfigError
+
+
+def check(world_size: int = 1, unsound: tuple[str, ...] = (), **tables: dict[str, object]) -> list[str]:
+    return check_config(Config.model_validate(tables), world_size=world_size, unsound=unsound)
+
+
+def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
+    return ParallelismConfig(
+        data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard, tensor_parallel_degree=tp
+    )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "resolved"),
+    [
+        ((1, -1, 1), 1, (1, 1, 1)),
+        ((1, -1, 1), 8, (1, 8, 1)),
+        ((2, -1, 2), 8, (2, 2, 2)),
+        ((2, 2, 2), 8, (2, 2, 2)),
+        ((1, 1, 8), 8, (1, 1, 8)),
+    ],
+)
+def test_resolve_degrees(degrees: tuple[int, int, int], world_size: int, resolved: tuple[int, int, int]) -> None:
+    result = resolve_degrees(parallelism(*degrees), world_size=world_size)
+    assert dataclasses.astuple(result) == resolved
+    assert result.world_size == world_size
+
+
+def test_data_parallel_degree_is_replicas_times_shards() -> None:
+    assert ParallelDegrees(dp_replicate=2, dp_shard=3, tp=5).dp == 6
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "message"),
+    [
+        (
+            (1, 3, 2),
+            4,
+            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * tensor_parallel_degree = "
+            "1 * 3 * 2 = 6, but the run has 4 processes; set data_parallel_shard_degree to 2 or -1",
+        ),
+        ((1, 0, 1), 4, "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or -1"),
+        (
+            (2, -1, 4),
+            12,
+            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 2 * 4 = 8 does not divide the "
+            "world size, 12; run 8 or 16 processes",
+        ),
+        ((1, 3, 2), 5, "= 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes"),
+        ((1, -1, 8), 1, "= 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes"),
+    ],
+)
+def test_degrees_that_do_not_fit(degrees: tuple[int, int, int], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_degrees(parallelism(*degrees), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("local", "total", "dp", "resolved"),
+    [
+        (8, -1, 1, BatchSizes(8, 8, 1)),
+        (8, -1, 4, BatchSizes(8, 32, 1)),
+        (8, 32, 4, BatchSizes(8, 32, 1)),
+        (4, 64, 2, BatchSizes(4, 64, 8)),
+    ],
+)
+def test_resolve_batch(local: int, total: int, dp: int, resolved: BatchSizes) -> None:
+    assert resolve_batch(TrainingConfig(local_batch_size=local, global_batch_size=total), dp_degree=dp) == resolved
+
+
+@pytest.mark.parametrize(
+    ("total", "fix"), [(30, "use 32 or 64"), (63, "use 32 or 64"), (65, "use 64 or 96"), (0, "use 32 or 64")]
+)
+def test_batch_that_does_not_divide(total: int, fix: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"\[training\] global_batch_size = {total} is not a multiple of local_batch_size \* dp_degree = "
+        rf"4 \* 8 = 32; {fix}$",
+    ):
+        resolve_batch(TrainingConfig(local_batch_size=4, global_batch_size=total), dp_degree=8)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"model": {"flavor": "405B"}, "training": {"seq_len": 131072}},
+        {"training": {"steps": 20}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.1}},
+        {"training": {"steps": 250}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.2}},
+        {"activation_checkpoint": {"selective_ac_option": "6"}},
+        {"activation_checkpoint": {"mode": "full", "selective_ac_option": "7"}},
+        {"compile": {"components": []}},
+        {"float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"}},
+        {"float8": {"precompute_float8_dynamic_scale_for_fsdp": True}},
+        {"validation": {"dataset_path": "held_out.txt"}, "training": {"dataset": "pystdlib", "dataset_path": "x.txt"}},
+        {"profiling": {"save_traces_folder": "profiling/traces", "save_memory_snapshot_folder": "profiling/memory"}},
+    ],
+)
+def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
+    assert check(**tables) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tables", "message"),
+    [
+        (
+            2,
+            {"parallelism": {"context_parallel_degree": 2}},
+            "[parallelism] context_parallel_degree = 2: context parallelism is not implemented; set it to 1",
+        ),
+        (
+            2,
+            {"parallelism": {"pipeline_parallel_degree": 2}},
+            "[parallelism] pipeline_parallel_degree = 2: pipeline parallelism is not implemented; set it to 1",
+        ),
+        (
+            3,
+            {"parallelism": {"tensor_parallel_degree": 2}},
+            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 1 * 2 = 2 does not divide the "
+            "world size, 3; run 2 or 4 processes",
+        ),
+        (
+            2,
+            {"training": {"global_batch_size": 24}},
+            "[training] global_batch_size = 24 is not a multiple of local_batch_size * dp_degree = 8 * 2 = 16; "
+            "use 16 or 32",
+        ),
+        (
+            1,
+            {"model": {"flavor": "8b"}},
+            '[model] flavor = "8b" must be one of "debugmodel", "8B", "70B", "405B"; did you mean "8B"?',
+        ),
+        (
+            16,
+            {"model": {"flavor": "8B"}, "parallelism": {"tensor_parallel_degree": 16}},
+            "[parallelism] tensor_parallel_degree = 16 must divide n_heads = 32, n_kv_heads = 8, dim = 4096 and "
+            'ffn_dim = 14336 of [model] flavor = "8B"; use one of 1, 2, 4, 8',
+        ),
+        (
+            2,
+            {"training": {"seq_len": 2047}, "parallelism": {"tensor_parallel_degree": 2}},
+            "[training] seq_len = 2047 is not a multiple of [parallelism] tensor_parallel_degree = 2, which shards the "
+            "sequence too; use 2046 or 2048",
+        ),
+        (
+            1,
+            {"model": {"flavor": "8B"}, "training": {"seq_len": 16384}},
+            '[training] seq_len = 16384 is above max_seq_len = 8192 of [model] flavor = "8B"; use at most 8192',
+        ),
+        *(
+            (
+                1,
+                {"activation_checkpoint": {"selective_ac_option": option}},
+                f'[activation_checkpoint] selective_ac_option = "{option}" must be "op", or a number from "1" to "6", '
+                'the n_layers of [model] flavor = "debugmodel"',
+            )
+            for option in ("0", "7", "-1", "2.0", "ops", "٣")
+        ),
+        (
+            1,
+            {"training": {"steps": 250}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.5}},
+            "[lr_scheduler] decay_ratio = 0.5 of 250 steps = 125 steps, but warmup_steps = 200 leaves 50; "
+            "use decay_ratio <= 0.2 or warmup_steps <= 125",
+        ),
+        (
+            1,
+            {"lr_scheduler": {"total_steps": 3, "warmup_steps": 1, "decay_ratio": 1.0}},
+            "[lr_scheduler] decay_ratio = 1.0 of 3 steps = 3 steps, but warmup_steps = 1 leaves 2; "
+            "use decay_ratio <= 0.666 or warmup_steps <= 0",
+        ),
+        (
+            1,
+            {"compile": {"enable": True, "components": []}},
+            '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set enable to false',
+        ),
+        (
+            1,
+            {
+                "float8": {
+                    "enable_float8_linear": True,
+                    "recipe_name": "rowwise",
+                    "enable_fsdp_float8_all_gather": True,
+                }
+            },
+            '[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "tensorwise", not "rowwise"; '
+            "set it to false, or change the recipe",
+        ),
+        (
+            1,
+            {"float8": {"enable_float8_linear": True, "precompute_float8_dynamic_scale_for_fsdp": True}},
+            "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs enable_fsdp_float8_all_gather = true; "
+            "set both to the same",
+        ),
+        (
+            1,
+            {"validation": {"dataset": "pystdlib", "dataset_path": "held_out.txt"}},
+            '[validation] dataset = "pystdlib" and dataset_path = "held_out.txt" are both set; unset one',
+        ),
+        *(
+            (
+                1,
+                {"checkpoint": {"folder": folder}},
+                f'[checkpoint] folder = "{folder}" must be a folder within [job] dump_folder, like "traces"',
+            )
+            for folder in ("/tmp/x", "../x", "a/../../x", ".")
+        ),
+        (
+            1,
+            {"metrics": {"save_tb_folder": "logs/tb"}},
+            '[metrics] save_tb_folder = "logs/tb" is a name that every run uses for its own; choose another',
+        ),
+        (
+            1,
+            {"profiling": {"save_traces_folder": "./tb/"}},
+            '[profiling] save_traces_folder = "./tb/" is the folder of [metrics] save_tb_folder too; choose another',
+        ),
+    ],
+)
+def test_broken_rule(world_size: int, tables: dict[str, dict[str, object]], message: str) -> None:
+    assert check(world_size, **tables) == [message]
+
+
+def test_all_broken_rules_are_named_together() -> None:
+    messages = check(
+        3, model={"flavor": "7B"}, training={"global_batch_size": 25}, compile={"enable": True, "components": []}
+    )
+    assert [message.split("]")[0] for message in messages] == ["[training", "[model", "[compile"]
+
+
+def test_rules_on_unsound_tables_are_left_out() -> None:
+    broken = {"model": {"flavor": "7B"}, "compile": {"enable": True, "components": []}}
+    assert len(check(**broken)) == 2
+    assert [message.split("]")[0] for message in check(unsound=("model",), **broken)] == ["[compile"]

@@ -1,0 +1,30 @@
+from torchtitan_lite.config.help import format_config_table, format_help
+from torchtitan_lite.config.keys import KEYS
+
+
+def test_help_documents_every_key() -> None:
+    page = format_help()
+    assert [line.split()[0] for line in page.splitlines() if line.startswith("  --")] == [f"--{name}" for name in KEYS]
+    assert (
+        '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape of the decay.\n' in page
+    )
+    assert "\n[training]\n  --training.dataset " in page
+    assert "  --training.dataset_path str (default: unset)\n" in page
+
+
+def test_help_documents_the_file_and_its_base() -> None:
+    page = format_help()
+    assert "--job.config_file names the TOML file of the run" in page
+    assert 'base = "other.toml"' in page
+
+
+def test_help_fits_a_terminal_of_120_columns() -> None:
+    assert max(map(len, format_help().splitlines())) <= 120
+
+
+def test_config_table_has_a_row_for_every_key() -> None:
+    header, rule, *rows = format_config_table().splitlines()
+    assert header == "| key | type | default | meaning |"
+    assert rule == "| --- | --- | --- | --- |"
+    assert [row.split("`")[1] for row in rows] == list(KEYS)
+    assert r'| `lr_scheduler.decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape of the decay. |' in rows

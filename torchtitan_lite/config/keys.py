@@ -1,0 +1,104 @@
+"""The keys of the TOML surface as data, derived from the sections, and the words in which messages speak of them."""
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from torchtitan_lite.config.sections import Config
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of one table. `kind` is bool, int, float, str or list; `optional` keys may be unset (None)."""
+
+    table: str
+    name: str
+    kind: str
+    choices: tuple[str, ...]
+    optional: bool
+    default: object
+    doc: str
+
+    @property
+    def type_text(self) -> str:
+        """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`."""
+        choices = "|".join(show(choice) for choice in self.choices)
+        if self.kind == "list" and choices:
+            return f"list of {choices}"
+        return choices or self.kind
+
+
+def _unwrap(annotation: Any) -> Any:
+    """The bare type inside Annotated[...] and ... | None."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _unwrap(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return _unwrap(next(arg for arg in args if arg is not types.NoneType))
+    return annotation
+
+
+def _build_key(table: str, name: str, field: FieldInfo) -> Key:
+    bare = _unwrap(field.annotation)
+    is_list = typing.get_origin(bare) is tuple
+    element = _unwrap(typing.get_args(bare)[0]) if is_list else bare
+    choices = typing.get_args(element) if typing.get_origin(element) is Literal else ()
+    kind = "list" if is_list else "str" if choices else bare.__name__
+    optional = types.NoneType in typing.get_args(field.annotation)
+    return Key(table, name, kind, choices, optional, field.default, field.description or "")
+
+
+KEYS: dict[str, Key] = {
+    f"{table}.{name}": _build_key(table, name, field)
+    for table, section in Config.model_fields.items()
+    for name, field in type(section.default).model_fields.items()
+}
+"""By dotted name, "training.steps", in the order of the sections."""
+
+TABLES = tuple(Config.model_fields)
+
+
+def show(value: object) -> str:
+    """The value nearly as TOML writes it, on one line; `unset` for None."""
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def show_key(name: str) -> str:
+    """`[training] steps` for "training.steps", and plain `steps` for a name outside every table."""
+    table, _, key = name.rpartition(".")
+    return f"[{table}] {key}" if table else key
+
+
+def closest(word: str, options: Iterable[str]) -> str | None:
+    """The option nearest to a misspelt word, whatever the case of its letters; None when none is near."""
+    by_folded = {option.lower(): option for option in options}
+    matches = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.65)
+    return by_folded[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest option, or nothing."""
+    option = closest(word, options)
+    return f"; did you mean {show(option)}?" if option else ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value as it was written, not checked yet, and where it was written."""
+
+    value: object
+    source: str
+
+    def cite(self, name: str) -> str:
+        """`[training] steps = 0 (from run.toml)`, the start of a message about this setting."""
+        return f"{show_key(name)} = {show(self.value)} (from {self.source})"
+
+
+Layer = dict[str, Setting]
+"""The settings of one source by dotted name."""

@@ -1,0 +1,116 @@
+"""A Config from a TOML file and the command line, with everything that is wrong in them said at once; and back."""
+
+import re
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from torchtitan_lite.config.aliases import resolve_aliases
+from torchtitan_lite.config.checks import check_config
+from torchtitan_lite.config.keys import KEYS, TABLES, Layer, closest, did_you_mean, show
+from torchtitan_lite.config.layers import read_command_line, read_files
+from torchtitan_lite.config.sections import Config
+from torchtitan_lite.errors import ConfigError
+
+RULES = {
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string, in quotes",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list, in brackets",
+    "greater_than": "must be above {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+}
+"""What to say of each kind of pydantic error; the braces hold its limit."""
+
+
+def load_config(argv: list[str], *, world_size: int) -> Config:
+    """The config that `--job.config_file FILE` and the overrides on a command line describe, for a run of `world_size`
+    processes. Raises one ConfigError with all that is wrong, a line each."""
+    path, overrides, problems = read_command_line(argv)
+    settings: Layer = {}
+    for layer in (*read_files(path), overrides):
+        resolved, alias_problems = resolve_aliases(layer)
+        settings |= resolved
+        problems += alias_problems
+    known = {name: setting for name, setting in settings.items() if name in KEYS}
+    unknown = {name: setting for name, setting in settings.items() if name not in KEYS}
+    problems += _describe_unknown(unknown)
+    unsound = {name.split(".")[0] for name in unknown}
+    try:
+        config = _validate(known)
+    except ValidationError as error:
+        problems += [_describe_invalid(detail, known) for detail in error.errors()]
+        unsound |= {str(detail["loc"][0]) for detail in error.errors()}
+        config = _validate({name: setting for name, setting in known.items() if KEYS[name].table not in unsound})
+    problems += [
+        _name_sources(message, known) for message in check_config(config, world_size=world_size, unsound=unsound)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The config as TOML that loads to an equal Config; keys that are unset are left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def _validate(settings: Layer) -> Config:
+    tables: dict[str, dict[str, object]] = {}
+    for name, setting in settings.items():
+        tables.setdefault(KEYS[name].table, {})[KEYS[name].name] = setting.value
+    return Config.model_validate(tables)
+
+
+def _describe_unknown(unknown: Layer) -> list[str]:
+    """A message for each unknown key, but one only for all keys of an unknown table."""
+    messages: dict[str, str] = {}
+    for name, setting in unknown.items():
+        table, _, key = name.rpartition(".")
+        if name in TABLES:
+            messages[name] = f"{setting.cite(name)}: is a table, not a key"
+        elif table and table not in TABLES:
+            hint = f"; did you mean [{near}]?" if (near := closest(table, TABLES)) else ""
+            messages[table] = f"[{table}] (from {setting.source}): unknown table{hint}"
+        else:
+            messages[name] = f"{setting.cite(name)}: unknown key{_suggest_key(table, key)}"
+    return list(messages.values())
+
+
+def _suggest_key(table: str, key: str) -> str:
+    """The nearest key of the table, else of another one."""
+    everywhere = list(KEYS.values())
+    for known in ([each for each in everywhere if each.table == table], everywhere):
+        if near := closest(key, [each.name for each in known]):
+            homes = [f"[{each.table}] {near}" for each in known if each.name == near]
+            return f"; did you mean {' or '.join(homes)}?"
+    return "; --help lists every key"
+
+
+def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
+    table, key, *_ = detail["loc"]
+    name = f"{table}.{key}"
+    if detail["type"] == "literal_error":
+        choices = KEYS[name].choices
+        rule = f"must be {' or '.join(map(show, choices))}{did_you_mean(str(detail['input']), choices)}"
+    else:
+        rule = RULES[detail["type"]].format(**detail.get("ctx", {}))
+    return f"{settings[name].cite(name)}: {rule}"
+
+
+def _name_sources(message: str, settings: Layer) -> str:
+    """The message, followed by where each key that it names was set: `key` counts after its `[table]`."""
+    table = ""
+    sources = {}
+    for word in re.findall(r"\[\w+\]|\w+", message):
+        if word.startswith("["):
+            table = word[1:-1]
+        elif setting := settings.get(f"{table}.{word}"):
+            sources[table, word] = f"{word} from {setting.source}"
+    return f"{message} ({', '.join(sources.values())})" if sources else message
