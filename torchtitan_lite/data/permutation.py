@@ -1,0 +1,65 @@
+"""Random order without a list: a keyed bijection on [0, n), which gives any place of the order by itself."""
+
+import math
+from hashlib import shake_256
+
+import numpy as np
+
+ROUNDS = 6
+CHUNK = 2**14  # indices worked on at a time, so that their arrays stay in the processor's cache
+MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
+HALF = np.uint64(32)
+
+
+class Permutation:
+    """A pseudo-random bijection on [0, n), chosen by the text `key`, in constant memory.
+
+    A Feistel network on a grid (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is row and
+    column of a grid of ceil(sqrt(n)) rows that just holds n cells, and each round shifts one coordinate, around, by a
+    keyed hash of the other. The few indices that land on cells past n go through again until they do not.
+    """
+
+    def __init__(self, n: int, *, key: str) -> None:
+        assert 1 <= n <= 2**62, f"no permutation of {n} indices"
+        self.n = n
+        rows = math.isqrt(n - 1) + 1
+        self._rows, self._columns = np.uint64(rows), np.uint64(-(-n // rows))
+        self._round_keys = np.frombuffer(shake_256(key.encode()).digest(ROUNDS * 16), "<u8").reshape(ROUNDS, 2)
+
+    def __call__(self, indices: np.ndarray) -> np.ndarray:
+        """The images of indices, both int64 [any length]."""
+        images = indices.astype(np.uint64)
+        for start in range(0, len(images), CHUNK):
+            chunk = images[start : start + CHUNK]
+            chunk[:] = self._pass(chunk)
+            while (outside := np.flatnonzero(chunk >= self.n)).size:
+                chunk[outside] = self._pass(chunk[outside])
+        return images.astype(np.int64)
+
+    def _pass(self, cells: np.ndarray) -> np.ndarray:
+        row = cells // self._columns
+        column = cells - row * self._columns
+        moved, fixed = (row, self._rows), (column, self._columns)
+        for factor, summand in self._round_keys:
+            _shift(moved[0], moved[1], _hash(fixed[0], factor, summand))
+            moved, fixed = fixed, moved
+        return row * self._columns + column
+
+
+def _hash(values: np.ndarray, factor: np.uint64, summand: np.uint64) -> np.ndarray:
+    """32 mixed bits of each value."""
+    bits = values * (factor | np.uint64(1))
+    bits += summand
+    bits ^= bits >> HALF
+    bits *= MIXER
+    bits >>= HALF
+    return bits
+
+
+def _shift(coordinate: np.ndarray, size: np.uint64, bits: np.ndarray) -> None:
+    """Add a share bits / 2^32 of the size to the coordinate, modulo the size, in place."""
+    bits *= size
+    bits >>= HALF
+    coordinate += bits
+    # Where there is nothing to take off, the unsigned difference wraps around to a number that is larger.
+    np.minimum(coordinate, coordinate - size, out=coordinate)
