@@ -1,0 +1,92 @@
+"""The ledger against published counts, and against PyTorch's own counter. B batch, S seq_len, V vocab_size."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops, count_flops
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
+
+SMALL = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64)
+
+
+def build_model(args: ModelArgs, recipe: str | None = None, *, emulate: bool = False) -> nn.Module:
+    with torch.device("meta"):
+        model = Transformer(args)
+    if recipe is not None:
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "output")
+    return model
+
+
+def ledger_of(
+    args: ModelArgs, recipe: str | None = None, *, emulate: bool = False, seq_len: int = 64, dtype=torch.bfloat16
+) -> FlopsLedger:
+    return count_flops(
+        build_model(args, recipe, emulate=emulate),
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=seq_len,
+        high_precision=dtype,
+    )
+
+
+def test_8b_counts():
+    ledger = ledger_of(FLAVORS["8B"], seq_len=8192)
+    assert ledger.total == 57_912_852_480
+    assert ledger.total - ledger.output - ledger.attention == 41_875_931_136
+    assert ledger.output == 3_152_019_456
+    assert ledger.attention == 12_884_901_888
+    assert ledger.by_precision == {"fp8": 0, "bf16": 57_912_852_480, "fp32": 0}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"), [("tensorwise", 72.31), ("rowwise", 72.31), ("rowwise_with_gw_hp", 48.21)]
+)
+def test_8b_fp8_share(recipe, share):
+    ledger = ledger_of(FLAVORS["8B"], recipe, seq_len=8192)
+    assert round(100 * ledger.by_precision["fp8"] / ledger.total, 2) == share
+    assert sum(ledger.by_precision.values()) == ledger.total == 57_912_852_480
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(("batch", "seq_len"), [(1, 64), (3, 17)])
+def test_equals_flop_counter(recipe, batch, seq_len):
+    model = build_model(SMALL, recipe, emulate=True)
+    tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()  # logits [B, S, V]
+    assert ledger_of(SMALL, recipe, seq_len=seq_len).total * batch * seq_len == counter.get_total_flops()
+
+
+def test_rows_name_each_linear_and_its_precisions():
+    rows = {row.name: row for row in ledger_of(SMALL, "rowwise_with_gw_hp").linears}
+    assert len(rows) == 7 * SMALL.n_layers + 1
+    assert rows["layers.1.feed_forward.w2"] == LinearFlops(
+        "layers.1.feed_forward.w2", in_features=96, out_features=64, output="fp8", grad_input="fp8", grad_weight="bf16"
+    )
+    assert rows["layers.1.feed_forward.w2"].flops_per_matmul == 2 * 96 * 64
+    assert rows["output"] == LinearFlops("output", 64, 80, output="bf16", grad_input="bf16", grad_weight="bf16")
+
+
+def test_emulated_fp8_counts_as_fp32():
+    real, emulated = ledger_of(SMALL, "tensorwise"), ledger_of(SMALL, "tensorwise", emulate=True)
+    assert (real.emulated, emulated.emulated) == (False, True)
+    assert real.by_precision["fp8"] > 0
+    assert emulated.by_precision == {
+        "fp8": 0,
+        "bf16": real.by_precision["bf16"],
+        "fp32": real.by_precision["fp8"],
+    }
+
+
+def test_high_precision_is_the_compute_dtype():
+    ledger = ledger_of(SMALL, "rowwise_with_gw_hp", dtype=torch.float32)
+    assert ledger.by_precision["bf16"] == 0
+    assert ledger.by_precision["fp32"] == ledger.total - ledger.by_precision["fp8"]

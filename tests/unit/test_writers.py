@@ -1,0 +1,218 @@
+import json
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.metrics.writers import (
+    ConsoleWriter,
+    JsonlWriter,
+    Record,
+    TensorBoardWriter,
+    build_writers,
+    wants_color,
+)
+
+RECORD = Record(
+    step=12,
+    tokens=49152,
+    loss=5.43211,
+    loss_max=5.9,
+    grad_norm=1.2345,
+    lr=8e-4,
+    tps=2345.4,
+    tflops=0.0812,
+    mfu=41.24,
+    mfu_bf16_peak=8.1,
+    mfu_fp8_peak=None,
+    step_time_s=1.25,
+    data_time_s=0.0025,
+    memory_gib=0.93,
+    time=1.7e9,
+)
+LINE = (
+    "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  time 1.250s (data 0.2%)  "
+)
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("torchtitan_lite"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    return caplog
+
+
+def read_curves(folder) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read_lines(path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def write_steps(writer, steps) -> None:
+    for step in steps:
+        writer.write(replace(RECORD, step=step, loss=float(step)))
+    writer.close()
+
+
+def test_console_line(log):
+    writer = ConsoleWriter(total_steps=30, color=False)
+    writer.write(RECORD)
+    writer.write(RECORD)
+    writer.write(replace(RECORD, step=9, mfu=None))
+    writer.write_scalars(9, {"validation_loss": 5.5, "validation_s": 1.23456})
+    writer.close()
+    assert log.messages == [
+        LINE + "warm-up",
+        LINE + "eta 0:00:22",  # 18 steps of 1.25 s
+        LINE.replace("step 12", "step  9").replace("41.2%", "n/a") + "eta 0:00:26",
+        "step  9/30  validation_loss 5.5000  validation_s 1.2346",
+    ]
+
+
+def test_coloured_console_line_has_the_same_text(log):
+    ConsoleWriter(total_steps=30, color=True).write(RECORD)
+    (line,) = log.messages
+    assert line.startswith("\033[31mstep 12/30\033[0m  \033[32mloss 5.4321\033[0m  ")
+    for code in (0, *range(31, 37)):
+        line = line.replace(f"\033[{code}m", "")
+    assert line == LINE + "warm-up"
+
+
+@pytest.mark.parametrize(
+    ("disabled", "terminal", "env", "colored"),
+    [
+        (False, True, {}, True),
+        (False, False, {}, False),
+        (False, False, {"FORCE_COLOR": "1"}, True),
+        (False, False, {"FORCE_COLOR": ""}, False),
+        (False, True, {"NO_COLOR": "1"}, False),
+        (False, True, {"NO_COLOR": ""}, True),
+        (False, True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (True, True, {"FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_color(monkeypatch, disabled, terminal, env, colored):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    assert wants_color(disabled=disabled) is colored
+
+
+def test_tensorboard_tags(tmp_path):
+    writer = TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=None)
+    writer.write(RECORD)
+    writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0})
+    writer.close()
+    expected = {
+        "n_tokens_seen": 49152,
+        "loss_metrics/global_avg_loss": 5.43211,
+        "loss_metrics/global_max_loss": 5.9,
+        "grad_norm": 1.2345,
+        "lr": 8e-4,
+        "throughput(tps)": 2345.4,
+        "tflops": 0.0812,
+        "mfu(%)": 41.24,
+        "mfu_bf16_peak(%)": 8.1,  # and no mfu_fp8_peak(%), which is unknown
+        "time_metrics/end_to_end(s)": 1.25,
+        "time_metrics/data_loading(s)": 0.0025,
+        "time_metrics/data_loading(%)": 0.2,
+        "memory/max_reserved(GiB)": 0.93,
+        "validation_metrics/global_avg_loss": 5.5,
+        "time_metrics/validation_s": 2.0,
+        "time_metrics/checkpoint_s": 3.0,
+    }
+    assert read_curves(tmp_path) == {tag: [(12, pytest.approx(value))] for tag, value in expected.items()}
+
+
+def test_tensorboard_gives_the_share_of_a_gpus_memory(tmp_path):
+    write_steps(TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=9.3), [1])
+    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(1, pytest.approx(10.0))]
+
+
+def test_tensorboard_is_on_disk_before_it_is_closed(tmp_path):
+    writer = TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=None)
+    for step in (1, 2, 3):
+        writer.write(replace(RECORD, step=step))
+    assert [step for step, _ in read_curves(tmp_path)["lr"]] == [1, 2, 3]
+    writer.close()
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
+    write_steps(TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=None), range(1, 11))
+    write_steps(TensorBoardWriter(tmp_path, resume_step=6, total_memory_gib=None), range(7, 9))
+    assert read_curves(tmp_path)["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
+
+
+def test_jsonl_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path, resume_step=0)
+    writer.write(RECORD)
+    writer.write_scalars(12, {"validation_loss": 5.5})
+    assert path.read_text() == (  # before it is closed
+        '{"step": 12, "tokens": 49152, "loss": 5.43211, "loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
+        '"tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, "mfu_bf16_peak": 8.1, "mfu_fp8_peak": null, '
+        '"step_time_s": 1.25, "data_time_s": 0.0025, "memory_gib": 0.93, "time": 1700000000.0}\n'
+    )
+    writer.close()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_jsonl_of_a_loss_that_is_not_finite_is_null(tmp_path, loss):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
+    writer.write(replace(RECORD, loss=loss, grad_norm=0.0))
+    writer.close()
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["loss"], line["loss_max"], line["grad_norm"]) == (None, 5.9, 0.0)
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "tok', "\0" * 20, "\udcff"])
+def test_jsonl_has_each_step_once_after_a_crash(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonlWriter(path, resume_step=0), range(1, 11))
+    with path.open("a", errors="surrogateescape") as file:
+        file.write(torn)
+    write_steps(JsonlWriter(path, resume_step=6), range(7, 9))
+    assert [(line["step"], line["loss"]) for line in read_lines(path)] == [(step, step) for step in range(1, 9)]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(JsonlWriter(path, resume_step=0), range(1, 11))
+    before = path.read_text()
+
+    def crash(self, target):
+        raise OSError("no more power")
+
+    monkeypatch.setattr(type(path), "replace", crash)
+    with pytest.raises(OSError, match="no more power"):
+        JsonlWriter(path, resume_step=6)
+    assert path.read_text() == before
+
+
+def test_build_writers(tmp_path):
+    where = {"dump_folder": tmp_path, "total_steps": 30, "resume_step": 0, "total_memory_gib": None}
+    writers = build_writers(MetricsConfig(save_tb_folder="curves"), **where)
+    for writer in writers:
+        write_steps(writer, [1, 2])
+    assert [type(writer) for writer in writers] == [ConsoleWriter, JsonlWriter, TensorBoardWriter]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [step for step, _ in read_curves(tmp_path / "curves")["lr"]] == [1, 2]
+
+
+def test_build_writers_without_tensorboard(tmp_path):
+    where = {"dump_folder": tmp_path, "total_steps": 30, "resume_step": 0, "total_memory_gib": None}
+    for writer in build_writers(MetricsConfig(enable_tensorboard=False), **where):
+        writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

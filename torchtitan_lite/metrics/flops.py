@@ -1,0 +1,99 @@
+"""The FLOPs of training one token, counted matmul by matmul from the converted model.
+
+Counted are the three matmuls of every linear and the two of attention with their gradients. The embedding look-up,
+norms, rotary embeddings, softmax and the loss are not; nor is what activation checkpointing recomputes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torchao.float8.config import ScalingType
+from torchao.float8.float8_linear import Float8Linear
+
+Precision = Literal["fp8", "bf16", "fp32"]
+
+_PRECISION_OF: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class LinearFlops:
+    """One linear's matmuls: its global shape, and the precision that its recipe gives each of the three."""
+
+    name: str
+    in_features: int
+    out_features: int
+    output: Precision
+    grad_input: Precision
+    grad_weight: Precision
+
+    @property
+    def flops_per_matmul(self) -> int:
+        """FLOPs per token of `output`, and the same again of `grad_input` and of `grad_weight`."""
+        return 2 * self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class FlopsLedger:
+    """FLOPs per trained token, forward and backward, of a whole model."""
+
+    linears: tuple[LinearFlops, ...]
+    attention: int
+    """Scores and values in every layer, with their gradients."""
+    high_precision: Precision
+    """Of attention, and of the linears that are not converted."""
+    emulated: bool
+    """The fp8 matmuls run in fp32, and count as such in `by_precision`."""
+
+    @property
+    def total(self) -> int:
+        """All FLOPs per token."""
+        return self.attention + sum(3 * linear.flops_per_matmul for linear in self.linears)
+
+    @property
+    def output(self) -> int:
+        """FLOPs per token of the `output` linear, the projection to the vocabulary."""
+        return sum(3 * linear.flops_per_matmul for linear in self.linears if linear.name == "output")
+
+    @property
+    def by_precision(self) -> dict[Precision, int]:
+        """FLOPs per token that the device computes in each precision; they add up to `total`."""
+        flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
+        flops[self.high_precision] += self.attention
+        for linear in self.linears:
+            for precision in (linear.output, linear.grad_input, linear.grad_weight):
+                flops["fp32" if self.emulated and precision == "fp8" else precision] += linear.flops_per_matmul
+        return flops
+
+
+def count_flops(
+    model: nn.Module, *, n_layers: int, n_heads: int, head_dim: int, seq_len: int, high_precision: torch.dtype
+) -> FlopsLedger:
+    """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes, not how much.
+
+    Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token (PaLM, arXiv
+    2204.02311, appendix B): two matmuls forward and four backward."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    precision = _PRECISION_OF[high_precision]
+    return FlopsLedger(
+        linears=tuple(_linear_flops(name, linear, high_precision=precision) for name, linear in linears.items()),
+        attention=12 * n_layers * n_heads * head_dim * seq_len,
+        high_precision=precision,
+        emulated=any(isinstance(linear, Float8Linear) and linear.config.emulate for linear in linears.values()),
+    )
+
+
+def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision) -> LinearFlops:
+    """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or neither."""
+    output = grad_input = grad_weight = high_precision
+    if isinstance(linear, Float8Linear):
+        output, grad_input, grad_weight = (
+            high_precision if cast.scaling_type is ScalingType.DISABLED else "fp8"
+            for cast in (
+                linear.config.cast_config_input,
+                linear.config.cast_config_grad_output,
+                linear.config.cast_config_input_for_grad_weight,
+            )
+        )
+    return LinearFlops(name, linear.in_features, linear.out_features, output, grad_input, grad_weight)

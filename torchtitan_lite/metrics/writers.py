@@ -1,0 +1,211 @@
+"""Where a run's records go: the console, TensorBoard, and a file with a line of JSON a step."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.logger import logger
+
+_RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN = range(31, 37)  # ANSI codes of the foreground colours
+
+
+@dataclass(frozen=True)
+class Record:
+    """The figures of one logged step. Rates and times are averages over the steps since the record before."""
+
+    step: int
+    """1-based."""
+    tokens: int
+    """Trained on by all ranks since step 1."""
+    loss: float
+    """Mean over all ranks' tokens, nat."""
+    loss_max: float
+    """The largest of the ranks' own losses, nat."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tps: float
+    """Tokens per second per device."""
+    tflops: float
+    """TFLOPS per device."""
+    mfu: float | None
+    """Percent of every matmul at its own precision's peak; None, here and below, where a peak is unknown."""
+    mfu_bf16_peak: float | None
+    """Percent of the bf16 peak."""
+    mfu_fp8_peak: float | None
+    """Percent of the fp8 peak."""
+    step_time_s: float
+    data_time_s: float
+    """The wait for data, which is part of step_time_s."""
+    memory_gib: float
+    """The peak so far."""
+    time: float
+    """Unix seconds."""
+
+    @property
+    def data_time_pct(self) -> float:
+        """Percent of the step's time that was a wait for data."""
+        return 100 * self.data_time_s / self.step_time_s
+
+
+class Writer(Protocol):
+    """What takes a run's records."""
+
+    def write(self, record: Record) -> None:
+        """Take the record of a step."""
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take figures that belong to no step's record, such as a validation's, by name. Seconds end in `_s`."""
+
+    def close(self) -> None:
+        """Have all that was taken on disk."""
+
+
+class ConsoleWriter:
+    """One line of the log a step. The first holds compilation and warm-up, so it foretells nothing, and says so."""
+
+    def __init__(self, *, total_steps: int, color: bool) -> None:
+        self._total_steps = total_steps
+        self._color = color
+        self._warm_up = True
+
+    def write(self, record: Record) -> None:
+        """Log the step's line."""
+        remaining_s = (self._total_steps - record.step) * record.step_time_s
+        fields = (
+            (_RED, self._step(record.step)),
+            (_GREEN, f"loss {record.loss:.4f}"),
+            (_YELLOW, f"grad_norm {record.grad_norm:.3g}"),
+            (_BLUE, f"tps {record.tps:,.0f}"),
+            (_CYAN, f"tflops {record.tflops:,.2f}"),
+            (_MAGENTA, "mfu n/a" if record.mfu is None else f"mfu {record.mfu:.1f}%"),
+            (_YELLOW, f"mem {record.memory_gib:.1f}GiB"),
+            (_BLUE, f"time {record.step_time_s:.3f}s (data {record.data_time_pct:.1f}%)"),
+            (_GREEN, "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}"),
+        )
+        self._warm_up = False
+        logger.info("  ".join(self._paint(color, text) for color, text in fields))
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log a line of their own."""
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
+        logger.info(f"{self._paint(_RED, self._step(step))}  {figures}")
+
+    def close(self) -> None:
+        """Nothing is left to do: the log writes each line at once."""
+
+    def _step(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def _paint(self, color: int, text: str) -> str:
+        return f"\033[{color}m{text}\033[0m" if self._color else text
+
+
+def wants_color(*, disabled: bool) -> bool:
+    """Whether the log is coloured: on a terminal or with FORCE_COLOR set, unless `disabled` or with NO_COLOR set."""
+    if disabled or os.environ.get("NO_COLOR"):
+        return False
+    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+class TensorBoardWriter:
+    """TensorBoard curves under torchtitan's tags where it has one. An unknown figure leaves no point."""
+
+    TAGS = {
+        "tokens": "n_tokens_seen",
+        "loss": "loss_metrics/global_avg_loss",
+        "loss_max": "loss_metrics/global_max_loss",
+        "grad_norm": "grad_norm",
+        "lr": "lr",
+        "tps": "throughput(tps)",
+        "tflops": "tflops",
+        "mfu": "mfu(%)",
+        "mfu_bf16_peak": "mfu_bf16_peak(%)",
+        "mfu_fp8_peak": "mfu_fp8_peak(%)",
+        "step_time_s": "time_metrics/end_to_end(s)",
+        "data_time_s": "time_metrics/data_loading(s)",
+        "data_time_pct": "time_metrics/data_loading(%)",
+        "memory_gib": "memory/max_reserved(GiB)",
+        "memory_pct": "memory/max_reserved(%)",
+        "validation_loss": "validation_metrics/global_avg_loss",
+    }
+    """Tag of each figure; one that is not here is a time, under time_metrics/."""
+
+    def __init__(self, folder: Path, *, resume_step: int, total_memory_gib: float | None) -> None:
+        # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
+        self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self._total_memory_gib = total_memory_gib
+
+    def write(self, record: Record) -> None:
+        """Add a point to each curve."""
+        figures = {name: value for name, value in asdict(record).items() if name in self.TAGS and value is not None}
+        figures["data_time_pct"] = record.data_time_pct
+        if self._total_memory_gib is not None:
+            figures["memory_pct"] = 100 * record.memory_gib / self._total_memory_gib
+        self.write_scalars(record.step, figures)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a point to each of their curves, and have it on disk."""
+        for name, value in scalars.items():
+            self._events.add_scalar(self.TAGS.get(name, f"time_metrics/{name}"), value, step)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._events.close()
+
+
+class JsonlWriter:
+    """A file with one line of JSON for each record, in strict JSON: a figure that is not finite is null."""
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        """Open `path` to go on after step `resume_step`. Later lines of an earlier process, and one that it left
+        torn, are dropped; the file is replaced in one move, so that a crash meanwhile loses nothing."""
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        kept = path.with_suffix(".tmp")
+        kept.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= resume_step))
+        kept.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: Record) -> None:
+        """Append the record's line; it is with the operating system when this returns."""
+        finite = {name: value if math.isfinite(value or 0) else None for name, value in asdict(record).items()}
+        self._file.write(json.dumps(finite) + "\n")
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """They are left out: every line of the file has the same keys, and every step one line."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def build_writers(
+    metrics: MetricsConfig, *, dump_folder: Path, total_steps: int, resume_step: int, total_memory_gib: float | None
+) -> list[Writer]:
+    """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in `dump_folder`."""
+    writers: list[Writer] = [
+        ConsoleWriter(total_steps=total_steps, color=wants_color(disabled=metrics.disable_color_printing)),
+        JsonlWriter(dump_folder / "metrics.jsonl", resume_step=resume_step),
+    ]
+    if metrics.enable_tensorboard:
+        folder = dump_folder / metrics.save_tb_folder
+        writers.append(TensorBoardWriter(folder, resume_step=resume_step, total_memory_gib=total_memory_gib))
+    return writers
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of the file; past every step if the line is not whole."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
