@@ -1,0 +1,99 @@
+"""Initial values: the counter-based generator against Python integers, their distribution, and nothing left out."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan_lite.models import init
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.init import init_std, init_weights, local_window, truncated_normal
+from torchtitan_lite.models.llama3 import Transformer
+
+ARGS = ModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=40, max_seq_len=16)
+MASK = (1 << 64) - 1
+
+
+def reference_uniform(index: int, key: int) -> float:
+    """splitmix64 of key + index in Python's integers, its top 53 bits as a number within (0, 1)."""
+    z = (index + key) * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return ((z ^ z >> 31) >> 11) / 2**53 + 2**-54
+
+
+def test_values_are_truncated_normals_of_splitmix64s_uniform_numbers() -> None:
+    indices, key = [0, 1, 77, 2**31, 10**12], -(2**62) + 5
+    values = truncated_normal(torch.tensor(indices), key=key, std=0.5)
+    for index, value in zip(indices, values.tolist(), strict=True):
+        below = 0.5 * (1 + math.erf(value / 0.5 / math.sqrt(2)))  # the share of an untruncated normal below it
+        tail = 0.5 * (1 - math.erf(3 / math.sqrt(2)))
+        assert (below - tail) / (1 - 2 * tail) == pytest.approx(reference_uniform(index, key), abs=1e-6)
+
+
+def test_values_have_the_moments_and_bounds_of_the_truncated_normal() -> None:
+    values = truncated_normal(torch.arange(1_000_000), key=3, std=2.0)
+    assert values.abs().max() <= 6.0
+    assert values.mean().abs() < 0.01
+    # Variance of a normal truncated at +-c: 1 - 2 c phi(c) / (2 Phi(c) - 1).
+    c = 3.0
+    shrunk = 1 - 2 * c * math.exp(-c * c / 2) / math.sqrt(2 * math.pi) / math.erf(c / math.sqrt(2))
+    assert values.std().item() == pytest.approx(2 * math.sqrt(shrunk), rel=0.005)
+    lagged = torch.corrcoef(torch.stack((values[1:], values[:-1])))[0, 1]
+    assert lagged.abs() < 0.005
+
+
+def make_model(seed: int) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+    model.to_empty(device="cpu")
+    init_weights(model, seed=seed)
+    return model
+
+
+def test_weights_depend_on_seed_and_name_only() -> None:
+    one, same, other = make_model(0), make_model(0), make_model(1)
+    for name, weight in one.named_parameters():
+        assert torch.equal(weight, same.get_parameter(name))
+        assert weight.ndim == 1 or not torch.equal(weight, other.get_parameter(name))
+    assert not torch.equal(one.layers[0].feed_forward.w1.weight, one.layers[0].feed_forward.w3.weight)
+    assert torch.equal(one.norm.weight, torch.ones(64))
+
+
+def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_model(0).output.weight
+    monkeypatch.setattr(init, "CHUNK", 64 * 7)  # rows made 7 at a time
+    assert torch.equal(make_model(0).output.weight, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("tok_embeddings.weight", 1.0),
+        ("layers.2.attention.wq.weight", 0.02),
+        ("layers.2.feed_forward.w1.weight", 0.02),
+        ("layers.2.attention.wo.weight", 0.02 / math.sqrt(6)),
+        ("layers.0.feed_forward.w2.weight", 0.02 / math.sqrt(2)),
+        ("output.weight", 0.125),
+    ],
+)
+def test_standard_deviations(name: str, std: float) -> None:
+    assert init_std(name, dim=64) == pytest.approx(std)
+    weight = make_model(0).get_parameter(name)
+    assert weight.std().item() == pytest.approx(0.9866 * std, rel=0.05)
+
+
+def test_a_plain_tensor_is_its_own_window() -> None:
+    assert local_window(torch.empty(3, 5)) == ([0, 0], [3, 5])
+
+
+def test_what_is_not_initialised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = init._fill
+
+    def forgetful(param: torch.Tensor, *, key: int, std: float) -> None:
+        if param.shape != (40, 64):
+            fill(param, key=key, std=std)
+
+    monkeypatch.setattr(init, "_fill", forgetful)
+    with pytest.raises(AssertionError, match=r"not finite: tok_embeddings\.weight, output\.weight"):
+        make_model(0)

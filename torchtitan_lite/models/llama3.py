@@ -1,0 +1,127 @@
+"""Llama 3 as Meta published it: RMSNorm, grouped-query attention, rotary embeddings, SwiGLU, untied output.
+
+Shapes: B batch, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size. Under tensor
+parallelism H, K and F are this rank's share.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+from .flavors import ModelArgs
+
+
+def rope_frequencies(args: ModelArgs) -> Tensor:
+    """Rotation in radians per position of each pair of a head's dimensions, [Q/2] float32.
+
+    RoFormer (arXiv 2104.09864), and for Llama 3.1 the scaling of its reference implementation: wavelengths longer than
+    the old context are stretched by `factor`, short ones kept, those between blended."""
+    frequencies = args.rope_theta ** -(torch.arange(0, args.head_dim, 2).double() / args.head_dim)
+    if (scaling := args.rope_scaling) is not None:
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies.float()
+
+
+def rope_table(args: ModelArgs) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's rotation, each [max_seq_len, Q/2] float32."""
+    angles = torch.outer(torch.arange(args.max_seq_len).float(), rope_frequencies(args))
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's angles, computed in
+    float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2]."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # [B, S, H, Q/2] each
+    cos, sin = cos[:, None], sin[:, None]  # [S, 1, Q/2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which each key-value head serves H/K query heads."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        kv_dim = args.n_kv_heads * args.head_dim
+        self.wq = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention over `x` [B, S, D]; `cos` and `sin` are [S, Q/2]."""
+        heads = (-1, self.head_dim)
+        q = apply_rope(self.wq(x).unflatten(-1, heads), cos, sin)  # [B, S, H, Q]
+        k = apply_rope(self.wk(x).unflatten(-1, heads), cos, sin)  # [B, S, K, Q]
+        v = self.wv(x).unflatten(-1, heads)  # [B, S, K, Q]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H or K, S, Q]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, S, D]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The feed-forward of `x` [B, S, D]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = FeedForward(args)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The block's output for `x` [B, S, D]; `cos` and `sin` are [S, Q/2]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """A Llama 3 language model. Build it under `torch.device("meta")`, then materialise it and call `init_weights`."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        cos, sin = rope_table(args)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, S, V] of the token after each of `tokens` [B, S]."""
+        cos, sin = self.rope_cos[: tokens.shape[1]], self.rope_sin[: tokens.shape[1]]
+        x = self.tok_embeddings(tokens)  # [B, S, D]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.output(self.norm(x))
+
+
+def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Name of the SDPA backend that PyTorch chooses for this rank's attention, such as FLASH_ATTENTION."""
+    q, k = (
+        torch.empty(1, heads // tp_degree, args.max_seq_len, args.head_dim, dtype=dtype, device=device).requires_grad_()
+        for heads in (args.n_heads, args.n_kv_heads)
+    )
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True)).name
