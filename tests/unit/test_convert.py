@@ -1,0 +1,93 @@
+"""The swap to Float8Linear: the recipe asked for, emulated with that recipe, and only what was chosen."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.float8.config import ScalingGranularity, ScalingType
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+from torchtitan_lite.config import Float8Config
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8 import convert
+from torchtitan_lite.float8.convert import build_scale_hook, convert_linears, float8_linear_config, resolve_emulate
+from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
+
+ARGS = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16)
+CUDA = torch.device("cuda", 0)
+
+
+def converted(float8: Float8Config) -> nn.Module:
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+    choices = select_linears(model, filter_fqns=float8.filter_fqns, sharded_dims={}, tp_degree=1, tokens=64)
+    convert_linears(model, choices, float8=float8, emulate=True)
+    return model
+
+
+def test_the_chosen_linears_and_no_others_are_converted_and_emulate() -> None:
+    model = converted(Float8Config(filter_fqns=("wk", "output")))
+    swapped = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    parts = ("attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    assert swapped == {f"layers.{i}.{part}" for i in range(2) for part in parts}
+    assert type(model.output) is nn.Linear
+    assert all(model.get_submodule(name).config.emulate for name in swapped)
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_recipes_keep_their_scaling_with_and_without_emulation(emulate: bool) -> None:
+    configs = {
+        name: float8_linear_config(Float8Config(recipe_name=name), emulate=emulate)
+        for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    }
+    assert all(config.emulate is emulate for config in configs.values())
+    granularity = {name: config.cast_config_input.scaling_granularity for name, config in configs.items()}
+    assert granularity["tensorwise"] is ScalingGranularity.TENSORWISE
+    assert granularity["rowwise"] is granularity["rowwise_with_gw_hp"] is ScalingGranularity.AXISWISE
+    high = {
+        name: c.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED for name, c in configs.items()
+    }
+    assert high == {"tensorwise": False, "rowwise": False, "rowwise_with_gw_hp": True}
+
+
+@pytest.mark.parametrize("all_gather", [True, False])
+def test_weights_are_wrapped_for_the_float8_all_gather_only_where_asked_for(all_gather: bool) -> None:
+    model = converted(Float8Config(enable_fsdp_float8_all_gather=all_gather))
+    wrapped = isinstance(model.layers[0].attention.wq.weight, WeightWithDynamicFloat8CastTensor)
+    assert wrapped is all_gather
+    assert not isinstance(model.output.weight, WeightWithDynamicFloat8CastTensor)
+
+
+def test_float8_is_emulated_on_cpu_and_on_a_gpu_where_asked_for() -> None:
+    assert resolve_emulate(Float8Config(), device=torch.device("cpu"))
+    assert resolve_emulate(Float8Config(emulate=True), device=CUDA)
+
+
+def test_a_gpu_without_float8_is_refused_by_name_and_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    with pytest.raises(
+        ConfigError, match=r"capability 8\.9 or newer, and NVIDIA A100-SXM4-80GB has 8\.0; set \[float8\] em"
+    ):
+        resolve_emulate(Float8Config(), device=CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not resolve_emulate(Float8Config(), device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("float8", "calls"),
+    [
+        ({"enable_float8_linear": True}, 0),
+        ({"enable_float8_linear": False, "precompute_float8_dynamic_scale_for_fsdp": True}, 0),
+        ({"enable_float8_linear": True, "precompute_float8_dynamic_scale_for_fsdp": True}, 1),
+    ],
+)
+def test_scales_are_precomputed_only_where_asked_for(
+    float8: dict[str, bool], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[nn.Module] = []
+    monkeypatch.setattr(convert, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
+    build_scale_hook(nn.Linear(1, 1), float8=Float8Config(**float8))()
+    assert len(seen) == calls

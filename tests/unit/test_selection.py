@@ -1,0 +1,117 @@
+"""Which linears are converted, and the messages for what cannot be."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.selection import LinearChoice, format_choices, matches, select_linears
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
+
+ARGS = ModelArgs(dim=64, n_layers=12, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16)
+SPLITS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1, "output": 0}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return Transformer(ARGS)
+
+
+def select(
+    model: nn.Module, *filters: str, tp_degree: int = 1, tokens: int = 64, sharded_dims: dict[str, int] = SPLITS
+) -> list[LinearChoice]:
+    return select_linears(model, filter_fqns=filters, sharded_dims=sharded_dims, tp_degree=tp_degree, tokens=tokens)
+
+
+def test_all_seven_linears_of_every_block_are_converted_and_output_is_not(model: nn.Module) -> None:
+    choices = select(model, "output")
+    assert sum(choice.converted for choice in choices) == 7 * 12
+    assert [choice.name for choice in choices if not choice.converted] == ["output"]
+
+
+def test_output_is_kept_also_without_a_filter_for_it(model: nn.Module) -> None:
+    kept = [choice for choice in select(model) if not choice.converted]
+    assert [choice.name for choice in kept] == ["output"]
+    assert "high precision" in kept[0].kept_because
+
+
+def test_filters_keep_what_they_name(model: nn.Module) -> None:
+    kept = {choice.name: choice.kept_because for choice in select(model, "wk", "layers.1") if not choice.converted}
+    assert kept["layers.5.attention.wk"] == "filter_fqns 'wk'"
+    assert kept["layers.1.attention.wq"] == "filter_fqns 'layers.1'"
+    assert "layers.11.attention.wq" not in kept
+    assert len(kept) == 12 + 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("wk", "layers.0.attention.wk", True),
+        ("attention.wk", "layers.0.attention.wk", True),
+        ("layers.1", "layers.11.attention.wk", False),
+        ("w*", "layers.0.attention.wk", True),
+        ("layers.*.attention", "layers.3.attention.wk", True),
+        ("attention.layers", "layers.3.attention.wk", False),
+        ("a.b.c.d.e", "layers.3.attention.wk", False),
+    ],
+)
+def test_patterns_are_matched_part_by_part(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+def test_local_shapes_are_those_after_tensor_parallelism(model: nn.Module) -> None:
+    local = {choice.kind: choice.local_shape for choice in select(model, tp_degree=2)}
+    assert local["attention.wq"] == (32, 64)
+    assert local["attention.wk"] == (16, 64)
+    assert local["feed_forward.w2"] == (64, 48)
+    assert local["output"] == (25, 64)
+
+
+def test_a_filter_that_matches_nothing_is_an_error(model: nn.Module) -> None:
+    with pytest.raises(
+        ConfigError, match=r"\[float8\] filter_fqns holds 'lm_head', which matches no linear.*output, w"
+    ):
+        select(model, "lm_head", "output")
+
+
+def test_a_filter_that_keeps_everything_is_an_error(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"keeps all 85 linears in high precision.*enable_float8_linear = false"):
+        select(model, "layers")
+
+
+def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(model: nn.Module) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(model, tp_degree=4)
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 5  # wk, wv, and with 96 / 4 = 24 also w1, w2, w3
+    assert re.search(
+        r"\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\) on each rank, not a multiple of "
+        r'16.*add "wk" to \[float8\] filter_fqns',
+        lines[0],
+    )
+    assert "feed_forward.w2: in_features 24 (96 over tensor_parallel_degree 4)" in str(caught.value)
+
+
+def test_what_is_kept_need_not_be_a_multiple_of_16(model: nn.Module) -> None:
+    choices = select(model, "wk", "wv", "feed_forward", tp_degree=4)
+    assert sum(choice.converted for choice in choices) == 2 * 12
+
+
+def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_are(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"local_batch_size \* seq_len = 40 tokens.* 32 or 48"):
+        select(model, tokens=40)
+    with pytest.raises(ConfigError, match=r"= 9 tokens.* 16 or 16|= 9 tokens.* is 16\."):
+        select(model, tokens=9)
+
+
+def test_the_table_has_a_row_for_each_kind_with_count_shapes_and_reason(model: nn.Module) -> None:
+    table = format_choices(select(model, "layers.0", "output", tp_degree=2)).split("\n")
+    assert table[0].split() == ["linear", "count", "out", "x", "in", "per", "rank", "trained", "in", "why"]
+    rows = [re.split(r"  +", line) for line in table[1:]]
+    assert ["attention.wk", "11", "32 x 64", "16 x 64", "float8"] in rows
+    assert ["attention.wk", "1", "32 x 64", "16 x 64", "high precision", "filter_fqns 'layers.0'"] in rows
+    assert rows[-1][0] == "output"

@@ -1,0 +1,37 @@
+"""FSDP2, always applied, also on one process: it keeps float32 weights and gradients and computes in lower precision."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from torchtitan_lite.config import TrainingConfig
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str) -> None:
+    """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate: a group each for the embedding,
+    every block, and the last norm with the output projection.
+
+    `reshard_after_forward` is "default", "always" or "never"; by default all but the last group, which the backward pass
+    needs first, are freed after their forward."""
+    # Floating inputs of a block are the residual stream, which already has the compute type, and the rotary tables,
+    # which stay float32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,
+    )
+    replicated = mesh["dp_replicate"].size() > 1
+    dp_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
+    on_gpu = mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if training.enable_cpu_offload else OffloadPolicy()
+
+    def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
+        fully_shard(modules, mesh=dp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+
+    reshard = reshard_after_forward != "never"
+    shard(model.tok_embeddings, reshard=reshard)  # type: ignore[arg-type]
+    for block in model.layers:  # type: ignore[union-attr]
+        shard(block, reshard=reshard)
+    shard([model.norm, model.output], reshard=reshard_after_forward == "always")  # type: ignore[list-item]
+    shard(model, reshard=reshard)

@@ -1,0 +1,106 @@
+"""Tensor parallelism with sequence parallelism: the plan as data, and its float8 variant.
+
+Between blocks the residual stream is split along the sequence; a block gathers it once before its column-split linears
+and scatters the sum after the row-split ones. Where all linears that read a gathered activation are tensorwise
+Float8Linears, it is cast before the gather, which then moves 1 byte an element.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchao.float8 import float8_ops
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
+"""By module of a block: the linears that read its gathered input and are split along out_features."""
+ROW_SPLIT = {"attention": "wo", "feed_forward": "w2"}
+"""By module of a block: the linear that is split along in_features and whose outputs are summed."""
+SHARDED_DIMS = (
+    {name: 0 for names in COLUMN_SPLIT.values() for name in names}
+    | {name: 1 for name in ROW_SPLIT.values()}
+    | {"output": 0}
+)
+"""The weight dimension that is split, by the last part of a linear's name."""
+
+
+def gathers_float8(module: nn.Module) -> bool:
+    """True for a Float8Linear whose input has one scale a tensor, so that shards of it can be gathered."""
+    if not isinstance(module, Float8Linear):
+        return False
+    return module.config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
+
+
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+    """Split `model` over `tp_mesh` in place. With `loss_parallel` the logits stay DTensors, split over the
+    vocabulary; without, each rank gets all of them."""
+    if tp_mesh.device_type == "cpu":
+        _gather_float8_as_bytes()
+    parallelize_module(
+        model,
+        tp_mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1) if loss_parallel else Replicate(),
+                use_local_output=not loss_parallel,
+            ),
+        },
+    )
+    for block in model.layers:  # type: ignore[union-attr]  # a ModuleList
+        parallelize_module(block, tp_mesh, _block_plan(block))
+
+
+def _block_plan(block: nn.Module) -> dict[str, Any]:
+    plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    for part, names in COLUMN_SPLIT.items():
+        float8 = {name: gathers_float8(block.get_submodule(f"{part}.{name}")) for name in (*names, ROW_SPLIT[part])}
+        prepare = PrepareFloat8ModuleInput if all(float8[name] for name in names) else PrepareModuleInput
+        # Attention is also handed the rotary tables, which every rank has whole.
+        others = (None, None) if part == "attention" else ()
+        plan[part] = prepare(input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others))
+        for name in names:
+            plan[f"{part}.{name}"] = Float8ColwiseParallel() if float8[name] else ColwiseParallel()
+        summed = ROW_SPLIT[part]
+        row_style = Float8RowwiseParallel if float8[summed] else RowwiseParallel
+        plan[f"{part}.{summed}"] = row_style(output_layouts=Shard(1))
+    return plan
+
+
+def _gather_float8_as_bytes() -> None:
+    """Make torchao's all-gather of a float8 activation move its bytes as uint8: gloo has no float8 type."""
+    ops = (
+        torch.ops.c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+    )
+
+    def gather(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Float8TrainingTensor:
+        shard: Float8TrainingTensor = args[0]
+        gathered = op(shard._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+        return Float8TrainingTensor(
+            gathered.view(shard._data.dtype),
+            shard._scale,
+            shard._orig_dtype,
+            shard._linear_mm_config,
+            shard._gemm_input_role,
+        )
+
+    float8_ops.FLOAT8_OPS_TABLE.update(dict.fromkeys(ops, gather))
