@@ -1,4 +1,4 @@
-"""Saving and resuming with torch.distributed.checkpoint: a folder a step, which appears under its name when complete."""
+"""Saving and resuming with torch.distributed.checkpoint: a folder a step, named once it is complete."""
 
 import json
 import re
@@ -46,8 +46,8 @@ def find_resume_step(checkpoint: CheckpointConfig, *, folder: Path) -> int:
     if checkpoint.load_step not in steps:
         have = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(
-            f"[checkpoint] load_step = {checkpoint.load_step}: {folder} has no checkpoint of that step (it has: {have}); "
-            "use one of these, or -1 for the newest."
+            f"[checkpoint] load_step = {checkpoint.load_step}: {folder} has no checkpoint of that step "
+            f"(it has: {have}); use one of these, or -1 for the newest."
         )
     return checkpoint.load_step
 

@@ -23,10 +23,11 @@ def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig)
 
 
 def lr_factor(step: int, *, schedule: LRSchedulerConfig, training_steps: int) -> float:
-    """Learning rate of `step` (1-based) as a share of the peak: warm-up, stable, decay (arXiv 2404.06395).
+    """Learning rate of `step` (1-based) as a share of the peak: warm-up, stable phase, decay
+    (arXiv 2404.06395).
 
-    The warm-up rises linearly and the step after it has the peak; the decay falls to min_lr_factor, which the step after
-    total_steps would have, so that no step is wasted on a learning rate of 0."""
+    The warm-up rises linearly, and the step after it has the peak. The decay falls to min_lr_factor, which the step
+    after total_steps would have, so that no step is wasted on a learning rate of 0."""
     total = schedule.total_steps or training_steps
     warmup = min(schedule.warmup_steps, total)
     if step <= warmup:

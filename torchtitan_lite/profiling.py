@@ -48,7 +48,8 @@ def profile(
     if profiling.enable_memory_snapshot:
         if device.type != "cuda":
             raise ConfigError(
-                "[profiling] enable_memory_snapshot = true records CUDA memory, and this run is on CPU; set it to false."
+                "[profiling] enable_memory_snapshot = true records CUDA memory, and this run is on CPU; "
+                "set it to false."
             )
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         snapshots = run_folder / profiling.save_memory_snapshot_folder

@@ -23,7 +23,7 @@ def small_args(**changes: object) -> ModelArgs:
 
 
 def halves_from_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Meta's weight, whose rotated dimensions are neighbours, in transformers' order: first all evens, then all odds."""
+    """Meta's weight, whose rotated dimensions are neighbours, in transformers' order: all evens, then all odds."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

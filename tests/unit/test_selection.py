@@ -89,8 +89,8 @@ def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(mod
     lines = str(caught.value).split("\n")
     assert len(lines) == 5  # wk, wv, and with 96 / 4 = 24 also w1, w2, w3
     assert re.search(
-        r"\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\) on each rank, not a multiple of "
-        r'16.*add "wk" to \[float8\] filter_fqns',
+        r"\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\) on each rank, not a multiple "
+        r'of 16.*add "wk" to \[float8\] filter_fqns',
         lines[0],
     )
     assert "feed_forward.w2: in_features 24 (96 over tensor_parallel_degree 4)" in str(caught.value)

@@ -101,8 +101,8 @@ def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int) ->
         ]
         if choice.converted and wrong:
             errors[choice.kind] = (
-                f"[float8] {choice.kind}: {' and '.join(wrong)} on each rank, not a multiple of {MULTIPLE}, which float8 "
-                f"matmuls need; lower [parallelism] tensor_parallel_degree, or add "
+                f"[float8] {choice.kind}: {' and '.join(wrong)} on each rank, not a multiple of {MULTIPLE}, which "
+                f"float8 matmuls need; lower [parallelism] tensor_parallel_degree, or add "
                 f'"{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns.'
             )
     if tokens % MULTIPLE and any(choice.converted for choice in choices):
@@ -115,7 +115,7 @@ def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int) ->
 
 
 def format_choices(choices: list[LinearChoice]) -> str:
-    """A table with a row for every kind of linear and reason: how many, global and per-rank shape, where trained and why."""
+    """A table with a row for each kind of linear and reason: count, global and per-rank shape, precision and why."""
     rows: dict[tuple[str, ...], int] = {}
     for choice in choices:
         shape, local = (f"{out} x {in_}" for out, in_ in (choice.shape, choice.local_shape))

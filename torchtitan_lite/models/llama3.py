@@ -101,6 +101,8 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
+        self.rope_cos: Tensor
+        self.rope_sin: Tensor
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         cos, sin = rope_table(args)
         self.register_buffer("rope_cos", cos, persistent=False)

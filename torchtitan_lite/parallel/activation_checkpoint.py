@@ -1,7 +1,6 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping."""
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,8 +47,8 @@ def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointCon
         return
     by_op = ac.mode == "selective" and ac.selective_ac_option == "op"
     every = int(ac.selective_ac_option) if ac.mode == "selective" and not by_op else 1
-    contexts: dict[str, Callable[[], Any]] = {"context_fn": _op_contexts} if by_op else {}
-    layers = model.layers
+    contexts: dict[str, Any] = {"context_fn": _op_contexts} if by_op else {}
+    layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"
     for i, block in enumerate(layers):
         if i % every == 0:

@@ -1,4 +1,4 @@
-"""FSDP2, always applied, also on one process: it keeps float32 weights and gradients and computes in lower precision."""
+"""FSDP2, always applied, also on one process: float32 weights and gradients, lower precision in between."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
     """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate: a group each for the embedding,
     every block, and the last norm with the output projection.
 
-    `reshard_after_forward` is "default", "always" or "never"; by default all but the last group, which the backward pass
+    `reshard_after_forward` is "default", "always" or "never"; by default all but the last group, which the backward
     needs first, are freed after their forward."""
     # Floating inputs of a block are the residual stream, which already has the compute type, and the rotary tables,
     # which stay float32.
@@ -30,8 +30,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
         fully_shard(modules, mesh=dp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
 
     reshard = reshard_after_forward != "never"
-    shard(model.tok_embeddings, reshard=reshard)  # type: ignore[arg-type]
-    for block in model.layers:  # type: ignore[union-attr]
+    shard(model.get_submodule("tok_embeddings"), reshard=reshard)
+    for block in model.get_submodule("layers").children():
         shard(block, reshard=reshard)
-    shard([model.norm, model.output], reshard=reshard_after_forward == "always")  # type: ignore[list-item]
+    last = [model.get_submodule("norm"), model.get_submodule("output")]
+    shard(last, reshard=reshard_after_forward == "always")
     shard(model, reshard=reshard)

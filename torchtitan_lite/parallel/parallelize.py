@@ -18,7 +18,7 @@ from .tensor_parallel import apply_tensor_parallel
 def apply_compile(model: nn.Module, compile: CompileConfig) -> None:
     """Compile each block of `model` in place, as one full graph that equal blocks share."""
     if compile.enable and "model" in compile.components:
-        for block in model.layers:  # type: ignore[union-attr]
+        for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
 
 

@@ -34,7 +34,7 @@ ROW_SPLIT = {"attention": "wo", "feed_forward": "w2"}
 """By module of a block: the linear that is split along in_features and whose outputs are summed."""
 SHARDED_DIMS = (
     {name: 0 for names in COLUMN_SPLIT.values() for name in names}
-    | {name: 1 for name in ROW_SPLIT.values()}
+    | dict.fromkeys(ROW_SPLIT.values(), 1)
     | {"output": 0}
 )
 """The weight dimension that is split, by the last part of a linear's name."""
@@ -65,7 +65,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
             ),
         },
     )
-    for block in model.layers:  # type: ignore[union-attr]  # a ModuleList
+    for block in model.get_submodule("layers").children():
         parallelize_module(block, tp_mesh, _block_plan(block))
 
 

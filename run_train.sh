@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Train from a TOML file: set up on first use, check the config, run torchrun, and exit with what ended the run.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+usage() {
+    cat <<'END'
+usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
+
+  CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml)
+  NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
+  LOG_RANK       comma-separated local ranks that print everything; the others print warnings and errors (0)
+  NNODES         nodes (1); for more, start this script on each of them with the next two:
+  NODE_RANK      number of this node, from 0
+  RDZV_ENDPOINT  host:port of node 0
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that a stopped run may take to save (600)
+
+exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage, 1 unexpected,
+75 stopped on a signal, and saved where checkpoints are on
+
+END
+}
+
+fail() {
+    echo "run_train.sh: $*" >&2
+    exit 2
+}
+
+require_count() { # NAME MINIMUM
+    [[ ${!1:-} =~ ^(0|[1-9][0-9]{0,5})$ ]] && ((${!1} >= $2)) || fail "$1=${!1:-} is not a whole number of $2 or more."
+}
+
+default_ngpu() {
+    local devices
+    if [[ -v CUDA_VISIBLE_DEVICES ]]; then
+        devices=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]') || true # 0, GPU-..., MIG-...; not -1
+    else
+        devices=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
+    fi
+    echo $((devices > 0 ? devices : 2))
+}
+
+python=$("$root/scripts/setup.sh")
+if [[ " $* " =~ \ (--help|-h)\  ]]; then
+    usage
+    exec "$python" -m torchtitan_lite.config --help
+fi
+
+: "${CONFIG_FILE:=$root/train_configs/debug_model.toml}" "${NGPU:=$(default_ngpu)}" "${NNODES:=1}"
+require_count NGPU 1
+require_count NNODES 1
+if ((NNODES == 1)); then
+    rendezvous=(--standalone)
+else
+    require_count NODE_RANK 0
+    ((NODE_RANK < NNODES)) || fail "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES; nodes count from 0."
+    [[ ${RDZV_ENDPOINT:-} == *:* ]] || fail "RDZV_ENDPOINT=${RDZV_ENDPOINT:-} must be host:port of node 0."
+    rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
+fi
+
+overrides=(--job.config_file "$CONFIG_FILE" "$@")
+world_size=$((NNODES * NGPU))
+dump_folder=$("$python" -m torchtitan_lite.config --world-size "$world_size" --get job.dump_folder "${overrides[@]}")
+log_dir=$dump_folder/logs/$(date +%Y-%m-%dT%H-%M-%S)-${HOSTNAME:-node}
+{ mkdir -p "$log_dir" && : >"$log_dir/torchrun.log"; } ||
+    fail "[job] dump_folder = \"$dump_folder\" cannot be written (see above); name a folder that can."
+
+export LOG_RANK=${LOG_RANK:-0} PYTHONUNBUFFERED=1 TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}] '
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
+if [[ -t 1 && -z ${NO_COLOR:-} ]]; then export FORCE_COLOR=1; fi # workers write to a pipe, whatever we write to
+
+stop() {
+    if [[ -z $signalled ]]; then
+        signalled=--signalled
+        echo "run_train.sh: stopping after this step; a second signal kills the run" >&2
+        kill -TERM "$torchrun"
+    else
+        pkill -KILL -P "$torchrun"
+    fi
+}
+
+# With job control each job has a process group of its own: Ctrl-C reaches this script only, which passes it on once,
+# because further signals make torchrun leave its workers behind. torchrun's stderr holds the workers' lines, shown
+# at once, and its own report, which is a traceback also for a plain user error and so is kept for the end.
+started=$(date +%s) signalled=
+set -m
+"$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" --log-dir "$log_dir" --tee 3 \
+    -m torchtitan_lite.train "${overrides[@]}" 2>"$log_dir/torchrun.log" &
+torchrun=$!
+trap 'stop || true' INT TERM HUP
+tail -n +1 -f -s 0.1 --pid "$torchrun" "$log_dir/torchrun.log" | grep --line-buffered '^\[rank' >&2 &
+shown=$!
+set +m
+exit_code=0
+wait "$torchrun" 2>/dev/null || exit_code=$?
+while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" 2>/dev/null || exit_code=$?; done # a signal ends a wait
+wait "$shown" || true
+((exit_code == 0)) ||
+    exec "$python" -m torchtitan_lite.run_folder "$dump_folder" --log-dir "$log_dir" --since "$started" $signalled

@@ -1,0 +1,68 @@
+"""Builds the model of a config on every process, and tells as a line of JSON what it is and what it sends:
+`weights` (sha256 of each full weight) and `traffic` (of one forward and backward: collective, type, elements sent)."""
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from torchtitan_lite.build import build_model, resolve_model_args
+from torchtitan_lite.checkpoint import plain_tensors
+from torchtitan_lite.config import load_config, resolve_degrees
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.models.loss import cross_entropy_sum
+from torchtitan_lite.parallel.distributed import init_distributed
+from torchtitan_lite.parallel.mesh import build_mesh
+
+
+class Traffic(TorchDispatchMode):
+    """Notes every collective with its smallest plain tensor, which for a gather is what this rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Float8TrainingTensor in types:
+            return NotImplemented  # let it take the operator apart, and see what it sends
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            if tensors:
+                least = min(tensors, key=torch.Tensor.numel)
+                self.sent.append((func.overloadpacket.__name__, str(least.dtype), least.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def digest(weight: torch.Tensor) -> str:
+    full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return hashlib.sha256(full.detach().numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
+    device = init_distributed(config.comm)
+    degrees = resolve_degrees(config.parallelism, world_size=dist.get_world_size())
+    mesh = build_mesh(degrees, device_type=device.type)
+    args = resolve_model_args(config, build_tokenizer(""))
+    model, _ = build_model(config, args, mesh=mesh, device=device)
+    weights = {name: digest(weight) for name, weight in plain_tensors(dict(model.state_dict())).items()}
+    tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % args.vocab_size
+    with Traffic() as traffic, loss_parallel() if degrees.tp > 1 else contextlib.nullcontext():
+        cross_entropy_sum(model(tokens), tokens).backward()
+    if dist.get_rank() == 0:
+        print(json.dumps({"weights": weights, "traffic": traffic.sent}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

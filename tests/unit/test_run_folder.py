@@ -1,0 +1,256 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite import run_folder
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.run_folder import (
+    RunFolder,
+    Status,
+    StorageError,
+    find_outcome,
+    open_run_folder,
+    read_status,
+    report_failure,
+)
+
+ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
+REPORT = """W1120 21:04:07.582000 torch/elastic/multiprocessing/api.py:1028] Sending process 4475 closing signal SIGTERM
+============================================================
+torchtitan_lite.train FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-20_21:04:10
+  host      : localhost
+  rank      : 8 (local_rank: 0)
+  exitcode  : {other} (pid: {pid})
+  error_file: <N/A>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-20_21:04:07
+  host      : localhost
+  rank      : 9 (local_rank: 1)
+  exitcode  : {code} (pid: 4474)  (SIGKILL)
+  error_file: <N/A>
+============================================================
+"""
+
+
+def report(code: int, *, other: int = -15, pid: int = 4475) -> str:
+    """torchrun's report where rank 9 ended first, with `code`, and then rank 8, process `pid`, with `other`."""
+    return REPORT.format(code=code, other=other, pid=pid)
+
+
+def open_folder(path: Path, *, resume: bool = False) -> RunFolder:
+    return open_run_folder(path, resume=resume, entries=ENTRIES)
+
+
+def status_on_file(path: Path) -> dict:
+    return json.loads((path / "status.json").read_text())
+
+
+def leave_a_run(path: Path) -> None:
+    """A finished run's files, the run started at a fixed time."""
+    folder = open_folder(path)
+    folder.write_config("steps = 1\n")
+    (path / "checkpoint" / "step-00000001").mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("{}\n")
+    folder.done()
+    folder.close()
+    status = status_on_file(path) | {"started": 1795208000.5}
+    (path / "status.json").write_text(json.dumps(status))
+
+
+def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "new" / "run")
+    start = status_on_file(folder.path)
+    assert start == {
+        "state": "running",
+        "started": start["time"],
+        "time": start["time"],
+        "step": 0,
+        "last_checkpoint": None,
+        "cause": None,
+        "exit_code": None,
+    }
+    folder.running(step=7, last_checkpoint="step-00000005")
+    folder.done()
+    end = status_on_file(folder.path)
+    assert end["time"] >= start["time"]
+    assert end == start | {
+        "state": "done",
+        "step": 7,
+        "last_checkpoint": "step-00000005",
+        "exit_code": 0,
+        "time": end["time"],
+    }
+
+
+def test_a_stopped_run_exits_with_75(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    folder.stopped(cause="SIGTERM after step 3")
+    status = status_on_file(tmp_path)
+    assert (status["state"], status["cause"], status["exit_code"]) == ("stopped", "SIGTERM after step 3", 75)
+
+
+def test_the_first_cause_stays(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=2, last_checkpoint=None)
+    report_failure(tmp_path, cause="the text ended", exit_code=3)
+    first = status_on_file(tmp_path)
+    assert (first["state"], first["step"], first["cause"], first["exit_code"]) == ("failed", 2, "the text ended", 3)
+    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6)
+    folder.running(step=3, last_checkpoint=None)
+    folder.stopped(cause="SIGTERM")
+    assert status_on_file(tmp_path) == first
+
+
+def test_a_failure_without_a_status_is_written(tmp_path: Path) -> None:
+    report_failure(tmp_path, cause="no space", exit_code=7)
+    assert status_on_file(tmp_path)["cause"] == "no space"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"state": "running"}', '{"other": 1}'])
+def test_a_status_of_another_form_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "status.json").write_text(content)
+    assert read_status(tmp_path) is None
+
+
+def test_config_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder(tmp_path)
+    folder.write_config("a = 1\n")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(StorageError, match=r'\[job\] dump_folder = ".*" cannot be written: .*No space left on device'):
+        folder.write_config("a = 2\n")
+    assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+
+
+def test_an_earlier_run_moves_aside_and_other_files_stay(tmp_path: Path) -> None:
+    leave_a_run(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "logs").mkdir()
+    open_folder(tmp_path)
+    previous = tmp_path / "previous" / run_folder._time_name(1795208000.5)
+    assert sorted(path.name for path in previous.iterdir()) == [
+        "checkpoint",
+        "config.toml",
+        "metrics.jsonl",
+        "status.json",
+    ]
+    assert (previous / "checkpoint" / "step-00000001").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "logs",
+        "notes.txt",
+        "previous",
+        "status.json",
+    ]
+
+
+def test_runs_with_the_same_start_time_get_numbers(tmp_path: Path) -> None:
+    name = run_folder._time_name(1795208000.5)
+    for names in ([], [name], [name, f"{name}-2"]):
+        leave_a_run(tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("previous/*")) == names
+    (tmp_path / "status.json").unlink()
+    open_folder(tmp_path)
+    assert (tmp_path / "previous" / "unknown-time" / "config.toml").is_file()
+
+
+def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
+    leave_a_run(tmp_path)
+    open_folder(tmp_path, resume=True)
+    assert not (tmp_path / "previous").exists()
+    assert (tmp_path / "checkpoint" / "step-00000001").is_dir()
+    assert status_on_file(tmp_path)["state"] == "running"
+
+
+def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    open_folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", "status.json"]
+
+
+def test_a_live_run_keeps_others_out_until_it_closes(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=4, last_checkpoint=None)
+    with pytest.raises(
+        ConfigError, match=rf'\[job\] dump_folder = ".*" belongs to a live run: process {os.getpid()} on .* since 20'
+    ):
+        open_folder(tmp_path)
+    assert status_on_file(tmp_path)["step"] == 4
+    folder.close()
+    open_folder(tmp_path).close()
+
+
+def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from torchtitan_lite.run_folder import open_run_folder\n"
+        "folder = open_run_folder(Path(sys.argv[1]), resume=False, entries=()); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == -9
+    assert status_on_file(tmp_path)["state"] == "running"
+    open_folder(tmp_path).close()
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .*; make room or mend'):
+        open_folder(tmp_path / place)
+
+
+@pytest.mark.parametrize(
+    ("status", "report", "signalled", "outcome"),
+    [
+        (Status("failed", 0, 0, cause="bad text", exit_code=3), report(2), False, ("bad text", 3)),
+        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), "", True, ("SIGTERM", 75)),
+        (Status("done", 0, 0, exit_code=0), "", True, ("done", 0)),
+        (Status("running", 0, 0), report(-9), False, ("rank 9 was killed by SIGKILL", 6)),
+        (Status("failed", 0, 0, cause="no peer", exit_code=1), report(-11), False, ("rank 9 was killed by SIGSEGV", 6)),
+        (Status("running", 0, 0), report(1, other=-9, pid=1), False, ("rank 8 was killed by SIGKILL", 6)),
+        (Status("running", 0, 0), "", True, ("killed before it could stop at a step's end", 6)),
+        (None, report(2), False, ("rank 9 ended with exit code 2", 2)),
+        (None, "", True, ("stopped by a signal before the first step", 75)),
+        (None, "", False, ("torchrun failed", 1)),
+    ],
+)
+def test_outcome(status: Status | None, report: str, signalled: bool, outcome: tuple[str, int]) -> None:
+    assert find_outcome(status, report=report, signalled=signalled) == outcome
+
+
+def run_main(path: Path, *, since: float, text: str) -> subprocess.CompletedProcess:
+    (path / "torchrun.log").write_text(text)
+    command = [sys.executable, "-m", "torchtitan_lite.run_folder", path, "--log-dir", path, "--since", str(since)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    report_failure(tmp_path, cause="connection reset", exit_code=1)
+    result = run_main(tmp_path, since=0, text=report(-9))
+    assert result.returncode == 6
+    assert result.stderr == (f"exit code 6: rank 9 was killed by SIGKILL\nrun folder: {tmp_path}\nlogs: {tmp_path}\n")
+    status = status_on_file(tmp_path)
+    assert (status["state"], status["cause"], status["exit_code"]) == ("failed", "rank 9 was killed by SIGKILL", 6)
+
+
+def test_main_ignores_the_status_of_an_earlier_run(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    folder.done()
+    before = status_on_file(tmp_path)
+    result = run_main(tmp_path, since=before["started"] + 1, text="No module named torch\n")
+    assert result.returncode == 1
+    assert result.stderr.startswith("No module named torch\nexit code 1: torchrun failed\n")
+    assert status_on_file(tmp_path) == before

@@ -1,0 +1,169 @@
+"""A run's parts, built from the whole config: its batches, its model, its metrics. A hub, like those that call it."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
+from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.token_store import TokenStore, open_token_store
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.float8.convert import convert_linears, resolve_emulate
+from torchtitan_lite.float8.selection import format_choices, select_linears
+from torchtitan_lite.logger import logger
+from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
+from torchtitan_lite.metrics.hardware import resolve_peaks, total_memory_gib
+from torchtitan_lite.metrics.metrics import MetricsProcessor
+from torchtitan_lite.metrics.writers import build_writers
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer, attention_backend
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
+
+
+def build_batches(
+    config: Config, tokenizer: Tokenizer, *, dp_rank: int, dp_degree: int, grad_accum_steps: int
+) -> tuple[TokenStore, TrainingBatches, ValidationBatches | None]:
+    """The training tokens, their batches, and where validation is on its batches. Without a corpus of its own,
+    validation holds windows out of the training tokens. Raises DataError where ranks have different tokens."""
+    training, validation = config.training, config.validation
+    shape = {
+        "seq_len": training.seq_len,
+        "local_batch_size": training.local_batch_size,
+        "dp_rank": dp_rank,
+        "dp_degree": dp_degree,
+    }
+    source = build_source(training.dataset, training.dataset_path, text_field=training.text_field)
+    store = open_token_store(source, tokenizer)
+    check_same_tokens(store, source.name)
+    held_out, validation_batches = 0, None
+    if validation.enable:
+        validation_store = store
+        if validation.dataset or validation.dataset_path:
+            source = build_source(
+                validation.dataset or training.dataset,
+                validation.dataset_path,
+                text_field=training.text_field,
+                key="[validation] dataset_path",
+            )
+            validation_store = open_token_store(source, tokenizer)
+            check_same_tokens(validation_store, source.name)
+        else:
+            held_out = validation.steps * training.local_batch_size
+        validation_batches = ValidationBatches(validation_store, steps=validation.steps, **shape)
+    batches = TrainingBatches(
+        store, grad_accum_steps=grad_accum_steps, seed=config.debug.seed, held_out=held_out, **shape
+    )
+    logger.info(
+        f"{source.name}: {store.documents:,} documents, {len(store.tokens):,} tokens, an epoch is "
+        f"{batches.epoch_size:,} windows of {training.seq_len}; {held_out:,} held out for validation"
+    )
+    return store, batches, validation_batches
+
+
+def check_same_tokens(store: TokenStore, source: str) -> None:
+    """Raise DataError, on every rank, unless all ranks have the same tokens. A collective call."""
+    fingerprints = [""] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, store.fingerprint)
+    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if others:
+        raise DataError(
+            f"{source}: rank 0 has other tokens than {len(others)} of {len(fingerprints)} ranks, the first of them "
+            f"{others[0]}; train on one copy of the text, and for pystdlib with the same Python on every node."
+        )
+
+
+def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
+    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of seq_len positions.
+
+    Raises ConfigError for a tokenizer with more ids than the model's vocabulary."""
+    flavor = FLAVORS[config.model.flavor]
+    vocab_size = flavor.vocab_size or tokenizer.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"[model] tokenizer_path = {str(tokenizer.path)!r} has {tokenizer.vocab_size} ids, more than the "
+            f"{vocab_size} of flavor {config.model.flavor}; use a tokenizer with at most that many, or another flavor."
+        )
+    return dataclasses.replace(flavor, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
+
+
+def build_model(
+    config: Config, args: ModelArgs, *, mesh: DeviceMesh, device: torch.device
+) -> tuple[Transformer, FlopsLedger]:
+    """The model, converted, sharded and initialised, and the FLOPs of a token counted before it was sharded."""
+    training, tp = config.training, mesh["tp"].size()
+    with torch.device("meta"):
+        model = Transformer(args)
+    logger.info(
+        f"Llama 3 {config.model.flavor}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"vocabulary {args.vocab_size}"
+    )
+    if config.float8.enable_float8_linear:
+        emulate = resolve_emulate(config.float8, device=device)
+        choices = select_linears(
+            model,
+            filter_fqns=config.float8.filter_fqns,
+            sharded_dims=SHARDED_DIMS,
+            tp_degree=tp,
+            tokens=training.local_batch_size * training.seq_len,
+        )
+        convert_linears(model, choices, float8=config.float8, emulate=emulate)
+        logger.info(f"float8, {config.float8.recipe_name}:\n{format_choices(choices)}")
+    dtype = getattr(torch, training.mixed_precision_param)
+    ledger = count_flops(
+        model,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=training.seq_len,
+        high_precision=dtype,
+    )
+    parts = ", ".join(f"{count / ledger.total:.2%} {name}" for name, count in ledger.by_precision.items() if count)
+    emulated = " (float8, emulated, counts as fp32)" if ledger.emulated else ""
+    logger.info(f"{ledger.total:,} FLOPs per token: {parts}{emulated}")
+    logger.info(f"attention by {attention_backend(args, tp_degree=tp, dtype=dtype, device=device)}")
+    parallelize(
+        model,
+        mesh,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        training=training,
+    )
+    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    init_weights(model, seed=config.debug.seed)
+    return model, ledger
+
+
+def build_metrics(
+    config: Config, ledger: FlopsLedger, *, device: torch.device, resume_step: int, start_tokens: int
+) -> MetricsProcessor:
+    """The metrics of a run that goes on after `resume_step` and `start_tokens`; rank 0 alone writes. On CPU all ranks
+    measure their peaks here, at the same time."""
+    dist.barrier()
+    peaks = resolve_peaks(device)
+    logger.info(f"{peaks}")
+    writers = []
+    if dist.get_rank() == 0:
+        writers = build_writers(
+            config.metrics,
+            dump_folder=Path(config.job.dump_folder),
+            total_steps=config.training.steps,
+            resume_step=resume_step,
+            total_memory_gib=total_memory_gib(device),
+        )
+    return MetricsProcessor(
+        log_freq=config.metrics.log_freq,
+        ledger=ledger,
+        peaks=peaks,
+        device=device,
+        n_devices=dist.get_world_size(),
+        writers=writers,
+        start_tokens=start_tokens,
+    )

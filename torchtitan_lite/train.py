@@ -1,0 +1,287 @@
+"""The main job: builds everything in order from a config, steps, and closes. Started by torchrun on every process."""
+
+import contextlib
+import gc
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from torchtitan_lite.build import build_batches, build_metrics, build_model, resolve_model_args
+from torchtitan_lite.checkpoint import Checkpointer, find_resume_step, step_folder
+from torchtitan_lite.config import (
+    Config,
+    DebugConfig,
+    dump_config,
+    format_help,
+    load_config,
+    resolve_batch,
+    resolve_degrees,
+)
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
+from torchtitan_lite.float8.convert import build_scale_hook
+from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.metrics.metrics import StepValues, summary_lines
+from torchtitan_lite.models.loss import IGNORED, cross_entropy_sum
+from torchtitan_lite.optim import build_optimizer, lr_factor
+from torchtitan_lite.parallel.distributed import StopSignal, init_distributed, on_rank0, set_timeouts
+from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
+from torchtitan_lite.profiling import profile
+from torchtitan_lite.run_folder import RunFolder, open_run_folder, report_failure
+
+
+class Trainer:
+    """A run from step `resume_step` + 1 on: made ready by the constructor, trained by `train`."""
+
+    def __init__(self, config: Config, *, device: torch.device, run_folder: RunFolder | None, resume_step: int) -> None:
+        """Rank 0 alone has the `run_folder`."""
+        self.config, self.device, self.run_folder = config, device, run_folder
+        self.stop_signal = StopSignal()
+        set_determinism(config.debug)
+        training, world_size = config.training, dist.get_world_size()
+        degrees = resolve_degrees(config.parallelism, world_size=world_size)
+        mesh = build_mesh(degrees, device_type=device.type)
+        self.dp_mesh = flatten_data_parallel(mesh)
+        self.batch = resolve_batch(training, dp_degree=degrees.dp)
+        logger.info(
+            f"{world_size} processes on {device.type}: dp_replicate {degrees.dp_replicate} x dp_shard "
+            f"{degrees.dp_shard} x tp {degrees.tp}; global batch {self.batch.global_batch_size} x {training.seq_len} "
+            f"tokens in {self.batch.grad_accum_steps} microbatches a rank"
+        )
+        tokenizer = build_tokenizer(config.model.tokenizer_path)
+        args = resolve_model_args(config, tokenizer)
+        self.store, self.batches, self.validation_batches = build_batches(
+            config,
+            tokenizer,
+            dp_rank=self.dp_mesh.get_local_rank(),
+            dp_degree=degrees.dp,
+            grad_accum_steps=self.batch.grad_accum_steps,
+        )
+        self.model, ledger = build_model(config, args, mesh=mesh, device=device)
+        self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        if config.compile.enable and "loss" in config.compile.components:
+            self.loss_fn = torch.compile(cross_entropy_sum)
+        self.splits_logits = degrees.tp > 1 and not config.parallelism.disable_loss_parallel
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.scale_hook = build_scale_hook(self.model, float8=config.float8)
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, config.checkpoint, folder=self.path / config.checkpoint.folder
+        )
+        self.step, self.first_step = resume_step, resume_step + 1
+        self.tokens = self.checkpointer.load(resume_step) if resume_step else 0
+        self.last_checkpoint = str(step_folder(self.checkpointer.folder, resume_step)) if resume_step else None
+        self.metrics = build_metrics(config, ledger, device=device, resume_step=resume_step, start_tokens=self.tokens)
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.config.job.dump_folder)
+
+    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float = 0.0) -> Tensor:
+        """Summed cross-entropy of one microbatch, [] float32; times `backward_scale`, unless 0, it goes backward."""
+        tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
+        with loss_parallel() if self.splits_logits else contextlib.nullcontext():
+            total = self.loss_fn(self.model(tokens), labels)
+            if backward_scale:
+                (total * backward_scale).backward()
+        total = total.detach()
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def train_step(self, step: int) -> StepValues:
+        """Train on the global batch of `step`."""
+        training, accum_steps = self.config.training, self.batch.grad_accum_steps
+        schedule = lr_factor(step, schedule=self.config.lr_scheduler, training_steps=training.steps)
+        lr = self.config.optimizer.lr * schedule
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # FSDP averages gradients over the data-parallel ranks; each sums its microbatches' share of the mean here.
+        scale = 1 / (accum_steps * training.local_batch_size * training.seq_len)
+        losses = []
+        for accum_step in range(accum_steps):
+            with self.metrics.data_wait():
+                tokens, labels = self.batches.batch(step, accum_step)
+            last = accum_step == accum_steps - 1
+            cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+            losses.append(self.loss(tokens, labels, backward_scale=scale))
+        loss = torch.stack(losses).sum() * scale
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
+        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scale_hook()
+        gathered = [torch.empty_like(loss) for _ in range(self.dp_mesh.size())]
+        dist.all_gather(gathered, loss, group=self.dp_mesh.get_group())
+        rank_losses = torch.stack(gathered)
+        self.tokens += self.batch.global_batch_size * training.seq_len
+        return StepValues(
+            tokens=self.tokens, loss=rank_losses.mean(), loss_max=rank_losses.max(), grad_norm=grad_norm, lr=lr
+        )
+
+    @torch.no_grad()
+    def validate(self, step: int) -> None:
+        """Log the mean loss over the validation windows."""
+        assert self.validation_batches is not None
+        with self.metrics.outside_step("validation", step=step):
+            total = torch.zeros(2, device=self.device)
+            for tokens, labels in self.validation_batches:
+                count = (labels != IGNORED).sum().to(self.device)
+                total += torch.stack((self.loss(tokens, labels), count))
+            dist.all_reduce(total, group=self.dp_mesh.get_group())
+            loss, count = total.tolist()
+        self.metrics.log_validation(step, loss / count)
+
+    def train(self) -> int:
+        """The run's exit code, after the last step or the step at whose end a signal stopped it."""
+        config, steps = self.config, self.config.training.steps
+        gc.disable()  # it would run at different moments on different ranks, each time stopping all of them
+        stopped_by = None
+        self.report_progress()
+        with profile(
+            config.profiling, run_folder=self.path, rank=dist.get_rank(), device=self.device, done_steps=self.step
+        ) as profiler:
+            for step in range(self.first_step, steps + 1):
+                values = self.train_step(step)
+                stopped_by = self.stop_signal.agreed()
+                last = step == steps or stopped_by is not None
+                record = self.metrics.end_step(step, values, last=last)
+                if record is not None:
+                    check_finite(step, loss=record.loss, grad_norm=record.grad_norm)
+                self.step = step
+                self.after_step(last=last)
+                profiler.end_step(step)
+                if last:
+                    break
+        early = stopped_by.name if stopped_by and self.step < steps else None
+        self.finish(stopped_by=early)
+        return STOPPED_EXIT_CODE if early else 0
+
+    def after_step(self, *, last: bool) -> None:
+        """What comes between steps and is in none's time: validation, checkpoint, garbage collection, time-outs."""
+        config, step = self.config, self.step
+        validation_due = step % config.validation.freq == 0 or step == config.training.steps
+        if self.validation_batches is not None and validation_due:
+            self.validate(step)
+        if self.checkpointer.due(step, last=last):
+            with self.metrics.outside_step("checkpoint", step=step):
+                self.last_checkpoint = self.checkpointer.save(step, tokens=self.tokens)
+        self.report_progress()
+        if step % config.training.gc_freq == 0:
+            gc.collect(1)
+        if step == self.first_step:
+            set_timeouts(config.comm.train_timeout_seconds)
+
+    def report_progress(self) -> None:
+        """Write into status.json how far the run is."""
+        if self.run_folder is not None:
+            self.run_folder.running(step=self.step, last_checkpoint=self.last_checkpoint)
+
+    def finish(self, *, stopped_by: str | None) -> None:
+        """Say how the run went, and write how it ended."""
+        self.metrics.close()
+        if self.run_folder is None:
+            return
+        if (summary := self.metrics.summary()) is not None:
+            for line in summary_lines(summary, unigram_entropy=self.store.unigram_entropy()):
+                logger.info(line)
+        if self.config.metrics.enable_tensorboard:
+            logger.info(f"curves: tensorboard --logdir {self.path / self.config.metrics.save_tb_folder}")
+        logger.info(f"run folder: {self.path}")
+        if stopped_by is None:
+            self.run_folder.done()
+        else:
+            self.run_folder.stopped(cause=f"stopped by {stopped_by} after step {self.step}")
+
+
+def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
+    """Raise NumericError if the loss or the gradient norm of `step` is not a finite number."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise NumericError(
+            f"step {step}: loss = {loss}, grad_norm = {grad_norm}; a finite number is needed to go on. Lower "
+            "[optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data of this step."
+        )
+
+
+def set_determinism(debug: DebugConfig) -> None:
+    """Seed torch, and where asked for have it use deterministic algorithms only."""
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def run_entries(config: Config) -> list[str]:
+    """Names of what this run writes within its folder."""
+    return [
+        "metrics.jsonl",
+        config.checkpoint.folder,
+        config.metrics.save_tb_folder,
+        config.profiling.save_traces_folder,
+        config.profiling.save_memory_snapshot_folder,
+    ]
+
+
+def open_folder(config: Config) -> tuple[RunFolder | None, int]:
+    """The run folder, on rank 0, and the step to resume from, on all ranks. What an earlier run left there is moved
+    aside where nothing is resumed."""
+    path = Path(config.job.dump_folder)
+    folder: RunFolder | None = None
+
+    def open_it() -> int:
+        nonlocal folder
+        resume_step = find_resume_step(config.checkpoint, folder=path / config.checkpoint.folder)
+        folder = open_run_folder(path, resume=resume_step > 0, entries=run_entries(config))
+        folder.write_config(dump_config(config))
+        return resume_step
+
+    resume_step = on_rank0(open_it)
+    return folder, resume_step
+
+
+def run(config: Config) -> int:
+    """The exit code of the run that `config` describes, on this process."""
+    device = init_distributed(config.comm)
+    folder, resume_step = open_folder(config)
+    logger.info(f"run folder: {config.job.dump_folder}")
+    if config.job.description:
+        logger.info(config.job.description)
+    if config.job.print_config:
+        logger.info(f"config:\n{dump_config(config)}")
+    try:
+        return Trainer(config, device=device, run_folder=folder, resume_step=resume_step).train()
+    except Exception as error:
+        cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        exit_code = error.exit_code if isinstance(error, RunError) else 1
+        report_failure(Path(config.job.dump_folder), cause=cause, exit_code=exit_code)
+        raise
+
+
+@record
+def main() -> None:
+    """Train as the command line says; a RunError is reported without a traceback."""
+    init_logger()
+    if {"-h", "--help"} & set(sys.argv):
+        print(format_help())
+        return
+    try:
+        exit_code = run(load_config(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1"))))
+        dist.destroy_process_group()
+    except RunError as error:
+        logger.info(f"error:\n{error}")  # most errors are every rank's: one of them tells
+        exit_code = error.exit_code
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()
