@@ -3,4 +3,19 @@
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--layout-steps", type=int, default=6, help="steps of the runs that compare layouts")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU of compute capability 8.9 or newer"))

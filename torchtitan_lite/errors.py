@@ -35,3 +35,9 @@ class NumericError(RunError):
     """The loss or the gradient is no longer a finite number."""
 
     exit_code = 5
+
+
+class StorageError(RunError):
+    """The run folder cannot be written: no space left, or a broken disk."""
+
+    exit_code = 7

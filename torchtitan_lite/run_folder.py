@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, StorageError
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
@@ -30,12 +30,6 @@ RANK_LOST_EXIT_CODE = 6
 # that torchrun itself ended, because another one had failed, are told of before.
 FAILURE = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+) +\(pid: (\d+)\)", re.MULTILINE)
 CLOSED = re.compile(r"Sending process (\d+) closing signal")
-
-
-class StorageError(RunError):
-    """The run folder cannot be written: no space left, or a broken disk."""
-
-    exit_code = 7
 
 
 @dataclass(frozen=True)
@@ -113,8 +107,8 @@ def report_failure(path: Path, *, cause: str, exit_code: int) -> None:
 
 
 def find_outcome(status: Status | None, *, report: str, signalled: bool) -> tuple[str, int]:
-    """(cause, exit code) of a run that did not finish: from its status, None if it ended before it opened its folder, and
-    torchrun's `report`. `signalled`: it was asked to stop. A killed rank counts before what the others made of it."""
+    """(cause, exit code) of a run that did not finish, from its status, None if it ended before it opened its folder,
+    and torchrun's `report`. `signalled`: it was asked to stop. A killed rank counts before what others made of it."""
     failures = FAILURE.findall(report)
     closed = set(CLOSED.findall(report))
     for rank, code, pid in failures:

@@ -159,6 +159,8 @@ class Trainer:
                     check_finite(step, loss=record.loss, grad_norm=record.grad_norm)
                 self.step = step
                 self.after_step(last=last)
+                if record is not None or last:
+                    self.report_progress()
                 profiler.end_step(step)
                 if last:
                     break
@@ -175,7 +177,6 @@ class Trainer:
         if self.checkpointer.due(step, last=last):
             with self.metrics.outside_step("checkpoint", step=step):
                 self.last_checkpoint = self.checkpointer.save(step, tokens=self.tokens)
-        self.report_progress()
         if step % config.training.gc_freq == 0:
             gc.collect(1)
         if step == self.first_step:

@@ -77,7 +77,7 @@ class TrainingConfig(Section):
     dataset: Literal["pystdlib"] = "pystdlib"
     """Corpus when dataset_path is unset: pystdlib is the source text of the running Python's standard library."""
     dataset_path: Name | None = None
-    """Directory of text files, one .txt file or one .jsonl file to train on; unset: training.dataset."""
+    """Folder of .txt, .md, .rst, .py and .jsonl files, or one such file; unset: training.dataset."""
     text_field: Name = "text"
     """Field of each .jsonl row that holds the text."""
     local_batch_size: Count = 8

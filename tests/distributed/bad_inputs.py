@@ -1,0 +1,132 @@
+"""Bad inputs and what each is told: `python tests/distributed/bad_inputs.py > docs/errors.md` writes the page."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from launching import ENV, ROOT
+
+FLOAT8 = "--float8.enable_float8_linear"
+BEFORE_START = [
+    "--job.config_file missing.toml",
+    "--job.config_file syntax.toml",
+    "--job.config_file cycle.toml",
+    "--training.steps ten",
+    "--training.steps 10.5",
+    "--training.steps true",
+    "--training.steps 0",
+    "--training.steps",
+    "--training.stesp 5",
+    "--trainnig.steps 5",
+    "training.steps=5",
+    "--optimizer.lr=-1",
+    "--float8.recipe_name rowise",
+    "--model.flavor 7B",
+    "--model.converters mx",
+    "--parallelism.tensor_parallel_degree 3",
+    "--parallelism.data_parallel_shard_degree 2",
+    "--parallelism.context_parallel_degree 2",
+    "--parallelism.pipeline_parallel_degree 2",
+    "--training.local_batch_size 8 --training.global_batch_size 30",
+    "--training.seq_len 9000",
+    "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 9",
+    f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
+    f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
+    "--checkpoint.folder ../elsewhere",
+    "--compile.enable --compile.components=",
+    "--validation.dataset pystdlib --validation.dataset_path texts",
+]
+"""Refused within a second, before any process is started."""
+AT_START = [
+    "--training.dataset_path nowhere",
+    "--training.dataset_path empty",
+    "--training.dataset_path broken.jsonl",
+    "--training.dataset_path no_field.jsonl",
+    "--training.dataset_path latin1.txt",
+    "--training.dataset_path short.txt",
+    "--model.tokenizer_path nowhere.model",
+    "--model.tokenizer_path short.txt",
+    f"{FLOAT8} --float8.filter_fqns lm_head",
+    f"{FLOAT8} --float8.filter_fqns layers",
+    f"{FLOAT8} --training.seq_len 33 --training.local_batch_size 1 --training.global_batch_size -1",
+    "--checkpoint.enable --checkpoint.load_step 7",
+    "--profiling.enable_memory_snapshot",
+    "--job.dump_folder short.txt",
+]
+"""Refused by the processes, once they look at the data, the model or the run folder."""
+
+
+def make_files(folder: Path) -> None:
+    """The files that the arguments name, in `folder`."""
+    (folder / "ok.toml").write_text((ROOT / "tests/distributed/tiny.toml").read_text())
+    (folder / "syntax.toml").write_text("[training]\nsteps = = 3\n")
+    (folder / "cycle.toml").write_text('base = "cycle.toml"\n')
+    (folder / "empty").mkdir()
+    (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (folder / "no_field.jsonl").write_text('{"content": "fine"}\n')
+    (folder / "latin1.txt").write_bytes("caf\xe9\n".encode("latin-1"))
+    (folder / "short.txt").write_text("Too short to train on.\n")
+
+
+def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
+    """Exit code and message for `arguments` in `folder`, whose path the message shows as "."."""
+    words = arguments.split()
+    if "--job.config_file" not in words:
+        words = ["--job.config_file", "ok.toml", *words]
+    if arguments in BEFORE_START:
+        module, environment = "torchtitan_lite.config", ENV
+    else:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        module = "torchtitan_lite.train"
+        environment = ENV | {name: str(value) for name, value in process.items()} | {"MASTER_ADDR": "localhost"}
+    result = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
+    _, _, told = result.stdout.rpartition("error:\n")
+    message = (result.stderr if module == "torchtitan_lite.config" else told).strip()
+    return result.returncode, message.replace(f"{folder}/", "").replace(str(folder), ".")
+
+
+def row(arguments: str, *, folder: Path) -> str:
+    """The arguments' row of the page."""
+    code, message = refuse(arguments, folder=folder)
+    cell = message.replace("|", "\\|").replace("\n", "<br>").replace("<string>", "")
+    return f"| `{arguments}` | {code} | {cell} |"
+
+
+def page(folder: Path) -> str:
+    """The whole page."""
+    head = "| arguments | exit code | message |\n| --- | --- | --- |\n"
+    before, at_start = ("\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START))
+    return f"""# What bad input is told
+
+Every message names the table and key, the rule, the numbers, and the fix; all that is wrong with a config is said at
+once. The rows below are run by a test, with the arguments after `--job.config_file` and a sound file, on one process.
+
+## Before any process starts
+
+{head}{before}
+
+## Once the processes look at data, model and run folder
+
+{head}{at_start}
+"""
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        make_files(Path(name))
+        print(page(Path(os.path.realpath(name))), end="")

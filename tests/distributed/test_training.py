@@ -1,0 +1,139 @@
+"""Runs of real processes: compiled, resumed, stopped, validated, profiled."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ENV, ROOT, losses, read_records, torchrun, train, train_arguments
+
+FLOAT8_GATHER = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
+STEPS = "--training.steps"
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of six bf16 steps on two processes."""
+    return losses(tmp_path_factory.mktemp("plain") / "run", f"{STEPS}=6", processes=2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("float8", [[], FLOAT8_GATHER], ids=["bf16", "float8"])
+def test_compiled_blocks_and_loss_train_as_eager_ones_do(float8: list[str], tmp_path: Path) -> None:
+    settings = [f"{STEPS}=4", "--activation_checkpoint.mode=selective", *float8]
+    eager = losses(tmp_path / "eager", *settings, processes=2)
+    compiled = losses(tmp_path / "compiled", *settings, "--compile.enable", processes=2)
+    assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("float8", [[], FLOAT8_GATHER], ids=["bf16", "float8"])
+def test_a_resumed_run_goes_on_bit_for_bit(float8: list[str], tmp_path: Path) -> None:
+    settings = [*float8, "--lr_scheduler.total_steps=6"]
+    straight = losses(tmp_path / "straight", f"{STEPS}=6", *settings, processes=2)
+    saved = [*settings, "--checkpoint.enable", "--checkpoint.interval=2"]
+    folder = tmp_path / "resumed"
+    assert losses(folder, f"{STEPS}=3", *saved, processes=2) == straight[:3]
+    assert status(folder)["last_checkpoint"] == str(folder / "checkpoint/step-00000003")
+    records = train(folder, f"{STEPS}=6", *saved, processes=2)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["loss"] for record in records] == straight
+    assert [record["tokens"] for record in records] == [512 * step for step in range(1, 7)]
+    saves = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    assert saves == [f"step-{step:08d}" for step in (2, 3, 4, 6)]
+    # Another layout goes on from the same weights, up to the order in which it sums.
+    train(
+        folder, f"{STEPS}=6", *saved, "--checkpoint.load_step=3", "--parallelism.tensor_parallel_degree=2", processes=2
+    )
+    assert [record["loss"] for record in read_records(folder)] == pytest.approx(straight, rel=5e-4)
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = train_arguments(folder, f"{STEPS}=5000", "--checkpoint.enable")
+    with subprocess.Popen(
+        [*command, *arguments], cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as run:
+        while not (folder / "metrics.jsonl").exists() or len(read_records(folder)) < 2:
+            time.sleep(0.2)
+        run.send_signal(signal.SIGTERM)
+        run.wait()
+    ended = status(folder)
+    step = ended["step"]
+    assert (ended["state"], ended["exit_code"]) == ("stopped", 75)
+    assert ended["cause"] == f"stopped by SIGTERM after step {step}"
+    assert [record["step"] for record in read_records(folder)] == list(range(1, step + 1))
+    assert ended["last_checkpoint"] == str(folder / f"checkpoint/step-{step:08d}")
+    assert (folder / f"checkpoint/step-{step:08d}/.metadata").exists()
+
+
+@pytest.mark.timeout(120)
+def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(tmp_path: Path) -> None:
+    settings = [f"{STEPS}=2", "--validation.enable", "--validation.freq=1", "--validation.steps=3"]
+    found = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        result = torchrun(*train_arguments(folder, *settings), processes=processes)
+        assert result.returncode == 0, result.stdout + result.stderr
+        found.append([float(loss) for loss in re.findall(r"validation_loss (\S+)", result.stdout)])
+    assert len(found[0]) == 2 and found[0][1] < 9
+    assert found[1] == pytest.approx(found[0], rel=5e-4)
+
+
+@pytest.mark.timeout(120)
+def test_offload_determinism_and_resharding_change_no_loss(plain: list[float], tmp_path: Path) -> None:
+    settings = [
+        "--training.enable_cpu_offload", "--debug.deterministic", "--training.gc_freq=2",
+        "--parallelism.fsdp_reshard_after_forward=never", "--optimizer.implementation=foreach",
+    ]  # fmt: skip
+    assert losses(tmp_path / "run", f"{STEPS}=6", *settings, processes=2) == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_one_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(folder, f"{STEPS}=2", "--profiling.enable_profiling", "--profiling.profile_freq=2", processes=2)
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock", "config.toml", "metrics.jsonl", "profile_traces", "status.json", "tb"
+    }  # fmt: skip
+    traces = [f"step-00000002/rank{rank}_trace.json" for rank in range(2)]
+    assert (
+        sorted(str(path.relative_to(folder / "profile_traces")) for path in folder.glob("profile_traces/*/*")) == traces
+    )
+    first = status(folder)
+    assert (first["state"], first["step"], first["exit_code"], first["last_checkpoint"]) == ("done", 2, 0, None)
+    # The resolved config alone repeats the run.
+    before = [record["loss"] for record in read_records(folder)]
+    arguments = ["-m", "torchtitan_lite.train", "--job.config_file", str(folder / "config.toml")]
+    assert torchrun(*arguments, processes=2).returncode == 0
+    assert [record["loss"] for record in read_records(folder)] == before
+    (previous,) = (folder / "previous").iterdir()
+    assert [record["loss"] for record in read_records(previous)] == before
+
+
+@pytest.mark.timeout(120)
+def test_a_live_runs_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    with subprocess.Popen(
+        [*command, *train_arguments(folder, f"{STEPS}=5000")], cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL
+    ) as run:
+        while not (folder / "metrics.jsonl").exists():
+            time.sleep(0.2)
+        second = torchrun(*train_arguments(folder, f"{STEPS}=2"), processes=1)
+        assert second.returncode != 0
+        assert re.search(r"\[job\] dump_folder = .*run", second.stdout)
+        assert status(folder)["state"] == "running"
+        run.send_signal(signal.SIGTERM)
+    assert status(folder)["state"] == "stopped"

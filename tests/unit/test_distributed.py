@@ -1,0 +1,23 @@
+"""Joining the process group: what is refused before it. Agreements between ranks are tested with real processes."""
+
+import pytest
+import torch
+
+from torchtitan_lite.config import CommConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.parallel.distributed import init_distributed
+
+
+def test_a_process_that_torchrun_did_not_start_is_told_how_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK is not set.*torchrun --nproc-per-node 2 -m torchtitan_lite\.train"):
+        init_distributed(CommConfig())
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"4 processes were started on a host with 2 GPUs.*NGPU=2"):
+        init_distributed(CommConfig())

@@ -1,0 +1,38 @@
+"""The parts of the trainer that need no process group."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan_lite.config import Config, DebugConfig, MetricsConfig
+from torchtitan_lite.errors import NumericError
+from torchtitan_lite.train import check_finite, run_entries, set_determinism
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (2.0, math.inf)])
+def test_a_loss_or_gradient_that_is_no_finite_number_ends_the_run(loss: float, grad_norm: float) -> None:
+    check_finite(7, loss=2.0, grad_norm=1.0)
+    with pytest.raises(
+        NumericError, match=rf"step 7: loss = {loss}, grad_norm = {grad_norm}; a finite number is needed"
+    ):
+        check_finite(7, loss=loss, grad_norm=grad_norm)
+
+
+def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
+    entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
+    assert entries == ["metrics.jsonl", "checkpoint", "curves", "profile_traces", "memory_snapshot"]
+
+
+def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        set_determinism(DebugConfig(seed=3))
+        first = torch.rand(1)
+        assert not torch.are_deterministic_algorithms_enabled()
+        set_determinism(DebugConfig(seed=3, deterministic=True))
+        assert torch.equal(torch.rand(1), first)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
