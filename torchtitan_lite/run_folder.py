@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, StorageError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
