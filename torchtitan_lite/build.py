@@ -30,8 +30,8 @@ from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
 def build_batches(
     config: Config, tokenizer: Tokenizer, *, dp_rank: int, dp_degree: int, grad_accum_steps: int
 ) -> tuple[TokenStore, TrainingBatches, ValidationBatches | None]:
-    """The training tokens, their batches, and where validation is on its batches. Without a corpus of its own,
-    validation holds windows out of the training tokens. Raises DataError where ranks have different tokens."""
+    """The training tokens, their batches, and where validation is on its batches, whose windows are held out of
+    the training tokens if both are the same text. Raises DataError where ranks have different tokens."""
     training, validation = config.training, config.validation
     shape = {
         "seq_len": training.seq_len,
@@ -54,7 +54,7 @@ def build_batches(
             )
             validation_store = open_token_store(source, tokenizer)
             check_same_tokens(validation_store, source.name)
-        else:
+        if validation_store.fingerprint == store.fingerprint:
             held_out = validation.steps * training.local_batch_size
         validation_batches = ValidationBatches(validation_store, steps=validation.steps, **shape)
     batches = TrainingBatches(
@@ -105,16 +105,16 @@ def build_model(
         f"vocabulary {args.vocab_size}"
     )
     if config.float8.enable_float8_linear:
-        emulate = resolve_emulate(config.float8, device=device)
+        emulate, recipe = resolve_emulate(config.float8, device=device), config.float8.recipe_name
         choices = select_linears(
             model,
             filter_fqns=config.float8.filter_fqns,
             sharded_dims=SHARDED_DIMS,
             tp_degree=tp,
-            tokens=training.local_batch_size * training.seq_len,
+            tokens=None if recipe == "rowwise_with_gw_hp" else training.local_batch_size * training.seq_len,
         )
         convert_linears(model, choices, float8=config.float8, emulate=emulate)
-        logger.info(f"float8, {config.float8.recipe_name}:\n{format_choices(choices)}")
+        logger.info(f"float8, {recipe}:\n{format_choices(choices)}")
     dtype = getattr(torch, training.mixed_precision_param)
     ledger = count_flops(
         model,
@@ -137,7 +137,7 @@ def build_model(
         training=training,
     )
     model.to_empty(device="cpu" if training.enable_cpu_offload else device)
-    init_weights(model, seed=config.debug.seed)
+    init_weights(model, seed=config.debug.seed, buffer_device=device)
     return model, ledger
 
 

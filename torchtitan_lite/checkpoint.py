@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +103,39 @@ class Checkpointer:
                 f"[checkpoint] {path} cannot be loaded: {reason}; it may be damaged, or be of another model. "
                 "Name an older one with load_step, or another [job] dump_folder."
             ) from error
+        configured = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         set_state_dict(
             self._model,
             self._optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        for group, settings in zip(self._groups, configured, strict=True):
+            group.update(settings)  # the config's, which may have changed since the save
+        if dist.get_rank() == 0:
+            self._set_aside_after(step)
         logger.info(f"resumed from {path}")
         return tokens
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def _set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps, which the run that goes on from `step` will train anew."""
+        for later in committed_steps(self.folder):
+            if later > step:
+                old = step_folder(self.folder, later)
+                aside = old.rename(self.folder / f"superseded-{old.name}-{time.time_ns()}")
+                logger.info(f"{old} is of a run past step {step}: kept as {aside}")
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether `step` ends with a save."""
         return self.enabled and (last or step % self._interval == 0)
 
     def save(self, step: int, *, tokens: int) -> str:
-        """Path of the checkpoint of `step`, which appears there once it is complete; one already there is kept."""
+        """Path of the checkpoint of `step`, which appears there once it is complete."""
         target = step_folder(self.folder, step)
-        if target.exists():
-            return str(target)
         draft = self.folder / f".tmp-{target.name}"
         if dist.get_rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -130,7 +147,12 @@ class Checkpointer:
             draft.rename(target)
             if self._keep:
                 for old in committed_steps(self.folder)[: -self._keep]:
-                    shutil.rmtree(step_folder(self.folder, old))
+                    self._delete(step_folder(self.folder, old))
         dist.barrier()
         logger.info(f"saved {target}")
         return str(target)
+
+    def _delete(self, path: Path) -> None:
+        """Take the checkpoint away at once, and its files in the background: they may take longer than a collective."""
+        doomed = path.rename(self.folder / f".deleted-{path.name}")
+        threading.Thread(target=shutil.rmtree, args=(doomed,)).start()

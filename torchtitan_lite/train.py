@@ -33,7 +33,7 @@ from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
 from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.metrics import StepValues, summary_lines
-from torchtitan_lite.models.loss import IGNORED, cross_entropy_sum
+from torchtitan_lite.models.loss import cross_entropy_sum
 from torchtitan_lite.optim import build_optimizer, lr_factor
 from torchtitan_lite.parallel.distributed import StopSignal, init_distributed, on_rank0, set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
@@ -88,12 +88,13 @@ class Trainer:
         """The run folder."""
         return Path(self.config.job.dump_folder)
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float = 0.0) -> Tensor:
-        """Summed cross-entropy of one microbatch, [] float32; times `backward_scale`, unless 0, it goes backward."""
+    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float | None = None) -> Tensor:
+        """Summed cross-entropy of one microbatch, [] float32. Its gradient times `backward_scale`, if given, is
+        added to the parameters' gradients."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
         with loss_parallel() if self.splits_logits else contextlib.nullcontext():
             total = self.loss_fn(self.model(tokens), labels)
-            if backward_scale:
+            if backward_scale is not None:
                 (total * backward_scale).backward()
         total = total.detach()
         return total.full_tensor() if isinstance(total, DTensor) else total
@@ -117,6 +118,7 @@ class Trainer:
         loss = torch.stack(losses).sum() * scale
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+        grad_norm = grad_norm.to(self.device)  # from CPU where parameters are offloaded
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scale_hook()
@@ -133,13 +135,14 @@ class Trainer:
         """Log the mean loss over the validation windows."""
         assert self.validation_batches is not None
         with self.metrics.outside_step("validation", step=step):
-            total = torch.zeros(2, device=self.device)
+            total = torch.zeros((), device=self.device)
             for tokens, labels in self.validation_batches:
-                count = (labels != IGNORED).sum().to(self.device)
-                total += torch.stack((self.loss(tokens, labels), count))
+                total += self.loss(tokens, labels)
             dist.all_reduce(total, group=self.dp_mesh.get_group())
-            loss, count = total.tolist()
-        self.metrics.log_validation(step, loss / count)
+            training = self.config.training
+            count = self.config.validation.steps * training.local_batch_size * training.seq_len
+            loss = total.item() / count
+        self.metrics.log_validation(step, loss)
 
     def train(self) -> int:
         """The run's exit code, after the last step or the step at whose end a signal stopped it."""
@@ -154,12 +157,14 @@ class Trainer:
                 values = self.train_step(step)
                 stopped_by = self.stop_signal.agreed()
                 last = step == steps or stopped_by is not None
-                record = self.metrics.end_step(step, values, last=last)
+                saves = self.checkpointer.due(step, last=last)
+                # What is saved is logged, and so checked, first.
+                record = self.metrics.end_step(step, values, last=last or saves)
                 if record is not None:
                     check_finite(step, loss=record.loss, grad_norm=record.grad_norm)
                 self.step = step
-                self.after_step(last=last)
-                if record is not None or last:
+                self.after_step(saves=saves)
+                if record is not None:
                     self.report_progress()
                 profiler.end_step(step)
                 if last:
@@ -168,13 +173,13 @@ class Trainer:
         self.finish(stopped_by=early)
         return STOPPED_EXIT_CODE if early else 0
 
-    def after_step(self, *, last: bool) -> None:
+    def after_step(self, *, saves: bool) -> None:
         """What comes between steps and is in none's time: validation, checkpoint, garbage collection, time-outs."""
         config, step = self.config, self.step
         validation_due = step % config.validation.freq == 0 or step == config.training.steps
         if self.validation_batches is not None and validation_due:
             self.validate(step)
-        if self.checkpointer.due(step, last=last):
+        if saves:
             with self.metrics.outside_step("checkpoint", step=step):
                 self.last_checkpoint = self.checkpointer.save(step, tokens=self.tokens)
         if step % config.training.gc_freq == 0:
@@ -196,7 +201,8 @@ class Trainer:
             for line in summary_lines(summary, unigram_entropy=self.store.unigram_entropy()):
                 logger.info(line)
         if self.config.metrics.enable_tensorboard:
-            logger.info(f"curves: tensorboard --logdir {self.path / self.config.metrics.save_tb_folder}")
+            curves = self.path / self.config.metrics.save_tb_folder
+            logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")
         logger.info(f"run folder: {self.path}")
         if stopped_by is None:
             self.run_folder.done()
@@ -264,7 +270,8 @@ def run(config: Config) -> int:
     except Exception as error:
         cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
         exit_code = error.exit_code if isinstance(error, RunError) else 1
-        report_failure(Path(config.job.dump_folder), cause=cause, exit_code=exit_code)
+        with contextlib.suppress(RunError):  # a full disk: what is raised matters more
+            report_failure(Path(config.job.dump_folder), cause=cause, exit_code=exit_code)
         raise
 
 

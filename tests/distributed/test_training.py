@@ -55,6 +55,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(float8: list[str], tmp_path: Path) ->
         folder, f"{STEPS}=6", *saved, "--checkpoint.load_step=3", "--parallelism.tensor_parallel_degree=2", processes=2
     )
     assert [record["loss"] for record in read_records(folder)] == pytest.approx(straight, rel=5e-4)
+    # What the run had saved past that step is set aside, and saved anew.
+    names = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    assert [re.sub(r"-\d{10,}$", "", name) for name in names] == [
+        *(f"step-{step:08d}" for step in (2, 3, 4, 6)), "superseded-step-00000004", "superseded-step-00000006"
+    ]  # fmt: skip
 
 
 @pytest.mark.timeout(120)

@@ -1,5 +1,7 @@
 """Joining the process group: what is refused before it. Agreements between ranks are tested with real processes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -20,4 +22,14 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"4 processes were started on a host with 2 GPUs.*NGPU=2"):
+        init_distributed(CommConfig())
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    with pytest.raises(ConfigError, match=r"has NVIDIA GPUs that PyTorch .* cannot use.*CUDA_VISIBLE_DEVICES="):
         init_distributed(CommConfig())

@@ -2,7 +2,9 @@
 
 import torch
 
-from torchtitan_lite.models.loss import IGNORED, cross_entropy_sum
+from torchtitan_lite.models.loss import cross_entropy_sum
+
+IGNORED = -100
 
 
 def test_the_loss_is_the_sum_of_minus_log_probabilities_of_the_labels_that_count() -> None:

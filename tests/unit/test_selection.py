@@ -22,7 +22,7 @@ def model() -> nn.Module:
 
 
 def select(
-    model: nn.Module, *filters: str, tp_degree: int = 1, tokens: int = 64, sharded_dims: dict[str, int] = SPLITS
+    model: nn.Module, *filters: str, tp_degree: int = 1, tokens: int | None = 64, sharded_dims: dict[str, int] = SPLITS
 ) -> list[LinearChoice]:
     return select_linears(model, filter_fqns=filters, sharded_dims=sharded_dims, tp_degree=tp_degree, tokens=tokens)
 
@@ -106,6 +106,10 @@ def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_ar
         select(model, tokens=40)
     with pytest.raises(ConfigError, match=r"= 9 tokens.* 16 or 16|= 9 tokens.* is 16\."):
         select(model, tokens=9)
+
+
+def test_tokens_need_not_be_a_multiple_where_the_weight_gradient_is_in_high_precision(model: nn.Module) -> None:
+    assert sum(choice.converted for choice in select(model, tokens=None)) == 7 * 12
 
 
 def test_the_table_has_a_row_for_each_kind_with_count_shapes_and_reason(model: nn.Module) -> None:

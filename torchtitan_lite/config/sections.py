@@ -3,9 +3,10 @@
 The string under a field is its one-line documentation: it is what `--help` and the README's config table print.
 """
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -15,6 +16,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
+"""A path in which ~ is the user's home."""
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
 
@@ -26,7 +29,7 @@ class Section(BaseModel):
 
 
 class JobConfig(Section):
-    dump_folder: Name = "./outputs"
+    dump_folder: Folder = "./outputs"
     """Run folder: everything that the run leaves behind is under it."""
     description: str = ""
     """Free text, printed at start and kept in the run folder."""

@@ -18,8 +18,8 @@ from torchtitan_lite.logger import logger
 
 from .selection import LinearChoice
 
-MIN_CAPABILITY = (8, 9)
-"""Compute capability of the first NVIDIA GPUs with float8 matrix units (Ada)."""
+MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
+"""Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada; as ROCm counts, AMD's MI300."""
 
 
 def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
@@ -29,7 +29,7 @@ def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     if device.type == "cpu" or float8.emulate:
         return True
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < MIN_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         have, need = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
         raise ConfigError(

@@ -49,13 +49,13 @@ def select_linears(
     filter_fqns: Iterable[str],
     sharded_dims: Mapping[str, int],
     tp_degree: int,
-    tokens: int,
+    tokens: int | None,
 ) -> list[LinearChoice]:
     """The choice for every nn.Linear of `model`, which has its global shapes, in the model's order.
 
     `sharded_dims` names the dimension (0: out, 1: in) that tensor parallelism splits, by the last part of a linear's
-    name; `tokens` is M. Raises ConfigError for a filter that matches nothing, and for every converted kind of linear of
-    which a dimension is not a multiple of 16."""
+    name. `tokens` is M, None where the weight gradient is in high precision. Raises ConfigError for a filter that
+    matches nothing, and for every converted kind of linear of which a dimension is not a multiple of 16."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     filters = list(filter_fqns)
     errors = [
@@ -88,7 +88,7 @@ def _kinds(names: Iterable[str]) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name in names}
 
 
-def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int) -> list[str]:
+def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int | None) -> list[str]:
     """One message for each kind of converted linear that the hardware's float8 matmuls would refuse."""
     errors = {}
     for choice in choices:
@@ -105,7 +105,7 @@ def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int) ->
                 f"float8 matmuls need; lower [parallelism] tensor_parallel_degree, or add "
                 f'"{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns.'
             )
-    if tokens % MULTIPLE and any(choice.converted for choice in choices):
+    if tokens is not None and tokens % MULTIPLE and any(choice.converted for choice in choices):
         errors["tokens"] = (
             f"[float8] the weight gradient sums over local_batch_size * seq_len = {tokens} tokens, not a multiple of "
             f"{MULTIPLE}, which float8 matmuls need; change [training] local_batch_size or seq_len so that the product "

@@ -91,11 +91,11 @@ def init_std(name: str, *, dim: int) -> float:
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, *, seed: int) -> None:
-    """Fill every parameter and buffer of `model` in place, sharded or not, and check that none was left out."""
-    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    for tensor in tensors.values():
-        tensor.fill_(math.nan)
+def init_weights(model: Transformer, *, seed: int, buffer_device: torch.device | None = None) -> None:
+    """Fill every parameter of `model` in place, sharded or not, put its rotary tables on `buffer_device` (by default
+    where they are), and check that nothing was left out."""
+    for param in model.parameters():
+        param.fill_(math.nan)
     for name, param in model.named_parameters():
         for prefix in _PREFIXES:
             name = name.replace(prefix, "")
@@ -104,8 +104,9 @@ def init_weights(model: Transformer, *, seed: int) -> None:
         else:
             key = _signed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little"))
             _fill(param, key=key, std=init_std(name, dim=model.args.dim))
-    for buffer, table in zip((model.rope_cos, model.rope_sin), rope_table(model.args), strict=True):
-        buffer.copy_(table)
+    device = buffer_device or model.rope_cos.device
+    model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(model.args))
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     missed = [name for name, tensor in tensors.items() if not _all_finite(tensor)]
     assert not missed, f"not initialised, or not finite: {', '.join(missed)}"
 

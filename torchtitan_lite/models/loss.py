@@ -3,11 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-"""Label of a position that does not count."""
-
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum over all positions of the cross-entropy in nat of `labels` [B, S] under `logits` [B, S, V], in float32.
-    The logits may be a DTensor split over the vocabulary, within `loss_parallel`."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORED)
+    A label of -100 does not count. The logits may be a DTensor split over the vocabulary, within `loss_parallel`."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum")

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -39,6 +40,11 @@ def init_distributed(comm: CommConfig) -> torch.device:
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))  # its name before torch 2.12
         backend = "cpu:gloo,cuda:nccl"
     else:
+        if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            raise ConfigError(
+                f"this host has NVIDIA GPUs that PyTorch {torch.__version__} cannot use: its build or the driver does "
+                'not fit; mend that, or set CUDA_VISIBLE_DEVICES="" to train on CPU.'
+            )
         device = torch.device("cpu")
         backend = "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds))
@@ -66,8 +72,8 @@ def on_rank0(make: Callable[[], T]) -> T:
 
 
 class StopSignal:
-    """SIGTERM or SIGINT as a wish that all ranks share: the first asks for a stop at the end of the step, a second one
-    ends this process at once."""
+    """SIGTERM or SIGINT as a wish that all ranks share: a stop at the end of the step. SIGTERM may come again, as some
+    schedulers signal every process and torchrun passes it on too; a second SIGINT ends this process at once."""
 
     def __init__(self) -> None:
         self._received = torch.zeros(1, dtype=torch.int32)
@@ -76,8 +82,7 @@ class StopSignal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received[0] = number
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def agreed(self) -> signal.Signals | None:
         """The signal that some rank has received, the same answer on all ranks; None if none has. A collective call."""
