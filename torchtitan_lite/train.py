@@ -1,6 +1,7 @@
 """The main job: builds everything in order from a config, steps, and closes. Started by torchrun on every process."""
 
 import contextlib
+import errno
 import gc
 import math
 import os
@@ -29,7 +30,7 @@ from torchtitan_lite.config import (
     resolve_degrees,
 )
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError, StorageError
 from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.metrics import StepValues, summary_lines
@@ -256,6 +257,13 @@ def open_folder(config: Config) -> tuple[RunFolder | None, int]:
     return folder, resume_step
 
 
+def explain_disk_failure(error: Exception, folder: str) -> Exception:
+    """The StorageError that `error` is, if the disk failed or is full; else `error` itself."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        return StorageError(f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.')
+    return error
+
+
 def run(config: Config) -> int:
     """The exit code of the run that `config` describes, on this process."""
     device = init_distributed(config.comm)
@@ -267,12 +275,15 @@ def run(config: Config) -> int:
         logger.info(f"config:\n{dump_config(config)}")
     try:
         return Trainer(config, device=device, run_folder=folder, resume_step=resume_step).train()
-    except Exception as error:
+    except Exception as caught:
+        error = explain_disk_failure(caught, config.job.dump_folder)
         cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
         exit_code = error.exit_code if isinstance(error, RunError) else 1
         with contextlib.suppress(RunError):  # a full disk: what is raised matters more
             report_failure(Path(config.job.dump_folder), cause=cause, exit_code=exit_code)
-        raise
+        if error is caught:
+            raise
+        raise error from caught
 
 
 @record

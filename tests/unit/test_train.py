@@ -1,13 +1,14 @@
 """The parts of the trainer that need no process group."""
 
+import errno
 import math
 
 import pytest
 import torch
 
 from torchtitan_lite.config import Config, DebugConfig, MetricsConfig
-from torchtitan_lite.errors import NumericError
-from torchtitan_lite.train import check_finite, run_entries, set_determinism
+from torchtitan_lite.errors import NumericError, StorageError
+from torchtitan_lite.train import check_finite, explain_disk_failure, run_entries, set_determinism
 
 
 @pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (2.0, math.inf)])
@@ -36,3 +37,11 @@ def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.M
     finally:
         torch.use_deterministic_algorithms(False)
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
+def test_a_failing_disk_is_told_from_other_failures() -> None:
+    full = explain_disk_failure(OSError(errno.ENOSPC, "No space left on device"), "/runs/a")
+    assert isinstance(full, StorageError) and full.exit_code == 7
+    assert str(full).startswith('[job] dump_folder = "/runs/a": [Errno 28] No space left on device; make room')
+    for other in (OSError(errno.ECONNRESET, "reset"), ValueError("no")):
+        assert explain_disk_failure(other, "/runs/a") is other
