@@ -151,6 +151,8 @@ class Trainer:
         gc.disable()  # it would run at different moments on different ranks, each time stopping all of them
         stopped_by = None
         self.report_progress()
+        if self.step >= steps:
+            logger.info(f"nothing left to train: resumed at step {self.step}, and [training] steps = {steps}")
         with profile(
             config.profiling, run_folder=self.path, rank=dist.get_rank(), device=self.device, done_steps=self.step
         ) as profiler:

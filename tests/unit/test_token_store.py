@@ -197,3 +197,15 @@ def test_unigram_entropy(source, cache, monkeypatch):
     assert store.unigram_entropy() == pytest.approx(1.75 * np.log(2))
     store.tokens = np.array([5] * 12, np.uint16)
     assert store.unigram_entropy() == 0
+
+
+def test_the_entropy_of_a_large_store_is_that_of_evenly_spaced_chunks(tmp_path, monkeypatch):
+    text = "".join(chr(97 + i % 7) * (i % 11 + 1) + "\n" for i in range(4000))
+    (tmp_path / "text.txt").write_text(text)
+    source = build_source("pystdlib", str(tmp_path / "text.txt"))
+    store = open_token_store(source, build_tokenizer(""), cache_dir=tmp_path / "cache")
+    exact = store.unigram_entropy()
+    monkeypatch.setattr(token_store, "CHUNK_TOKENS", 100)
+    assert store.unigram_entropy() == pytest.approx(exact, rel=0.05)
+    monkeypatch.setattr(token_store, "ENTROPY_CHUNKS", 10**6)
+    assert store.unigram_entropy() == pytest.approx(exact, rel=1e-12)

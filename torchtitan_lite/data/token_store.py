@@ -23,6 +23,7 @@ TOKENS_FILE = "tokens.bin"
 MANIFEST_FILE = "manifest.json"
 BATCH_CHARACTERS = 2**21
 CHUNK_TOKENS = 2**20
+ENTROPY_CHUNKS = 64
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,13 @@ class TokenStore:
         self.vocab_size = manifest.vocab_size
 
     def unigram_entropy(self) -> float:
-        """Nats per token of a model that knows the frequency of each id and no context. Reads all tokens."""
+        """Nats per token of a model that knows the frequency of each id and no context. Reads the tokens in at most
+        ENTROPY_CHUNKS chunks, evenly spaced in a larger store."""
         counts = np.zeros(self.vocab_size, np.int64)
-        for start in range(0, len(self.tokens), CHUNK_TOKENS):
+        chunks = range(0, len(self.tokens), CHUNK_TOKENS)
+        for start in chunks[:: -(-len(chunks) // ENTROPY_CHUNKS)]:
             counts += np.bincount(self.tokens[start : start + CHUNK_TOKENS], minlength=self.vocab_size)
-        shares = counts[counts > 0] / len(self.tokens)
+        shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
 
