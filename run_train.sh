@@ -74,7 +74,7 @@ stop() {
     if [[ -z $signalled ]]; then
         signalled=--signalled
         echo "run_train.sh: stopping after this step; a second signal kills the run" >&2
-        kill -TERM "$torchrun"
+        [[ -z $torchrun ]] || kill -TERM "$torchrun"
     else
         pkill -KILL -P "$torchrun"
     fi
@@ -83,12 +83,13 @@ stop() {
 # With job control each job has a process group of its own: Ctrl-C reaches this script only, which passes it on once,
 # because further signals make torchrun leave its workers behind. torchrun's stderr holds the workers' lines, shown
 # at once, and its own report, which is a traceback also for a plain user error and so is kept for the end.
-started=$(date +%s) signalled=
+started=$(date +%s) signalled='' torchrun=''
+trap 'stop || true' INT TERM HUP
 set -m
 "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" --log-dir "$log_dir" --tee 3 \
     -m torchtitan_lite.train "${overrides[@]}" 2>"$log_dir/torchrun.log" &
 torchrun=$!
-trap 'stop || true' INT TERM HUP
+[[ -z $signalled ]] || kill -TERM "$torchrun" # a signal came while it was being started
 tail -n +1 -f -s 0.1 --pid "$torchrun" "$log_dir/torchrun.log" | grep --line-buffered '^\[rank' >&2 &
 shown=$!
 set +m

@@ -36,7 +36,7 @@ from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.metrics import StepValues, summary_lines
 from torchtitan_lite.models.loss import cross_entropy_sum
 from torchtitan_lite.optim import build_optimizer, lr_factor
-from torchtitan_lite.parallel.distributed import StopSignal, init_distributed, on_rank0, set_timeouts
+from torchtitan_lite.parallel.distributed import StopSignal, init_distributed, leave_distributed, on_rank0, set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.profiling import profile
 from torchtitan_lite.run_folder import RunFolder, open_run_folder, report_failure
@@ -296,12 +296,10 @@ def main() -> None:
         print(format_help())
         return
     try:
-        exit_code = run(load_config(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1"))))
-        dist.destroy_process_group()
+        leave_distributed(run(load_config(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))))
     except RunError as error:
         logger.info(f"error:\n{error}")  # most errors are every rank's: one of them tells
-        exit_code = error.exit_code
-    sys.exit(exit_code)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

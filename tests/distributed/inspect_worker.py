@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint import plain_tensors
 from torchtitan_lite.config import load_config, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.models.loss import cross_entropy_sum
-from torchtitan_lite.parallel.distributed import init_distributed
+from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
 from torchtitan_lite.parallel.mesh import build_mesh
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         cross_entropy_sum(model(tokens), tokens).backward()
     if dist.get_rank() == 0:
         print(json.dumps({"weights": weights, "traffic": traffic.sent}), flush=True)
-    dist.destroy_process_group()
+    leave_distributed(0)
 
 
 if __name__ == "__main__":

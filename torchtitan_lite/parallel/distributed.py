@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +71,18 @@ def on_rank0(make: Callable[[], T]) -> T:
     if isinstance(outcome[0], RunError):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]
+
+
+def leave_distributed(exit_code: int) -> NoReturn:
+    """End this process, once its threads that are no daemons have ended, without tearing the interpreter down: gloo's
+    threads may outlive the process group, and then abort the process after all its work is done."""
+    dist.destroy_process_group()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 class StopSignal:
