@@ -93,9 +93,12 @@ torchrun=$!
 tail -n +1 -f -s 0.1 --pid "$torchrun" "$log_dir/torchrun.log" | grep --line-buffered '^\[rank' >&2 &
 shown=$!
 set +m
+# A bare wait can miss a signal that comes just before it blocks. Nothing is ever written to this pipe, so reading from
+# it is a short sleep without a process.
+exec {never}<> <(:)
+while kill -0 "$torchrun" 2>/dev/null; do read -rt 0.3 -u "$never" _ || true; done
 exit_code=0
 wait "$torchrun" 2>/dev/null || exit_code=$?
-while kill -0 "$torchrun" 2>/dev/null; do wait "$torchrun" 2>/dev/null || exit_code=$?; done # a signal ends a wait
 wait "$shown" || true
 ((exit_code == 0)) ||
     exec "$python" -m torchtitan_lite.run_folder "$dump_folder" --log-dir "$log_dir" --since "$started" $signalled
