@@ -31,6 +31,12 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def receive_signals() -> None:
+    """A shell cannot trap what it was started to ignore, as what runs in the background is for SIGINT."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Project:
     """A copy of the scripts in a folder of their own, with an active environment whose Python is the stand-in."""
 
@@ -58,6 +64,7 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=receive_signals,
         )
 
     def run(self, script: str, *args: str, **env: str) -> subprocess.CompletedProcess:
