@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -147,12 +146,7 @@ class Checkpointer:
             draft.rename(target)
             if self._keep:
                 for old in committed_steps(self.folder)[: -self._keep]:
-                    self._delete(step_folder(self.folder, old))
+                    shutil.rmtree(step_folder(self.folder, old))
         dist.barrier()
         logger.info(f"saved {target}")
         return str(target)
-
-    def _delete(self, path: Path) -> None:
-        """Take the checkpoint away at once, and its files in the background: they may take longer than a collective."""
-        doomed = path.rename(self.folder / f".deleted-{path.name}")
-        threading.Thread(target=shutil.rmtree, args=(doomed,)).start()

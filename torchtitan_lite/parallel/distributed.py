@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -74,12 +73,9 @@ def on_rank0(make: Callable[[], T]) -> T:
 
 
 def leave_distributed(exit_code: int) -> NoReturn:
-    """End this process, once its threads that are no daemons have ended, without tearing the interpreter down: gloo's
-    threads may outlive the process group, and then abort the process after all its work is done."""
+    """End this process without tearing the interpreter down: gloo's threads may outlive the process group, and then
+    abort the process after all its work is done."""
     dist.destroy_process_group()
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
