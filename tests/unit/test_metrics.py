@@ -17,7 +17,7 @@ from torchtitan_lite.metrics.metrics import (
     effective_peak,
     summary_lines,
 )
-from torchtitan_lite.metrics.writers import Record
+from torchtitan_lite.metrics.records import Record
 
 H100 = lookup_peaks("NVIDIA H100 80GB HBM3")
 CPU = torch.device("cpu")

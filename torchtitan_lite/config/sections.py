@@ -184,6 +184,16 @@ class MetricsConfig(Section):
     """Folder of the TensorBoard files, within job.dump_folder."""
     disable_color_printing: bool = False
     """Print the step lines without colour; without a terminal, or with NO_COLOR set, there is none anyway."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases too; needs the wandb extra."""
+    flops_convention: Literal["palm", "causal"] = "palm"
+    """Attention's FLOPs: the full square (PaLM's, torchtitan's), or the causal half that is needed (Megatron-LM's)."""
+    peak_tflops_bf16: Positive | None = None
+    """Dense bf16 peak of a device; unset: the data sheet's, or on CPU what matmuls reach at start."""
+    peak_tflops_fp8: Positive | None = None
+    """Dense float8 peak of a device; unset: the data sheet's."""
+    measure_peak: bool = False
+    """Time matmuls at start, 2 s at most, and log mfu_achievable, against what they reached."""
 
 
 class ProfilingConfig(Section):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .flops import FlopsLedger, Precision
 from .hardware import Peaks, peak_memory_gib
-from .writers import Record, Writer
+from .records import Record, Summary, Writer
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,6 @@ class StepValues:
     grad_norm: Tensor
     """Before clipping."""
     lr: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A run's outcome: its last step, and the medians of this process's records without the first."""
-
-    step: int
-    tokens: int
-    loss: float
-    """Of the last step, nat."""
-    tps: float | None
-    """Median tokens per second per device; None if there is but one record."""
-    mfu: float | None
-    """Median percent; None also where the peak is unknown."""
-    memory_gib: float
-    """The peak."""
 
 
 class MetricsProcessor:

@@ -5,69 +5,18 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.logger import logger
 
+from .records import Record, Writer
+
 _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN = range(31, 37)  # ANSI codes of the foreground colours
-
-
-@dataclass(frozen=True)
-class Record:
-    """The figures of one logged step. Rates and times are averages over the steps since the record before."""
-
-    step: int
-    """1-based."""
-    tokens: int
-    """Trained on by all ranks since step 1."""
-    loss: float
-    """Mean over all ranks' tokens, nat."""
-    loss_max: float
-    """The largest of the ranks' own losses, nat."""
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    tps: float
-    """Tokens per second per device."""
-    tflops: float
-    """TFLOPS per device."""
-    mfu: float | None
-    """Percent of every matmul at its own precision's peak; None, here and below, where a peak is unknown."""
-    mfu_bf16_peak: float | None
-    """Percent of the bf16 peak."""
-    mfu_fp8_peak: float | None
-    """Percent of the fp8 peak."""
-    step_time_s: float
-    data_time_s: float
-    """The wait for data, which is part of step_time_s."""
-    memory_gib: float
-    """The peak so far."""
-    time: float
-    """Unix seconds."""
-
-    @property
-    def data_time_pct(self) -> float:
-        """Percent of the step's time that was a wait for data."""
-        return 100 * self.data_time_s / self.step_time_s
-
-
-class Writer(Protocol):
-    """What takes a run's records."""
-
-    def write(self, record: Record) -> None:
-        """Take the record of a step."""
-
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take figures that belong to no step's record, such as a validation's, by name. Seconds end in `_s`."""
-
-    def close(self) -> None:
-        """Have all that was taken on disk."""
 
 
 class ConsoleWriter:
