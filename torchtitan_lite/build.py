@@ -1,28 +1,32 @@
 """A run's parts, built from the whole config: its batches, its model, its metrics. A hub, like those that call it."""
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, dump_config, resolve_batch, resolve_degrees
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.token_store import TokenStore, open_token_store
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import convert_linears, resolve_emulate
-from torchtitan_lite.float8.selection import format_choices, select_linears
+from torchtitan_lite.float8.selection import LinearChoice, format_choices, select_linears
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import resolve_peaks, total_memory_gib
 from torchtitan_lite.metrics.metrics import MetricsProcessor
+from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
+from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
 
@@ -93,41 +97,76 @@ def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
     return dataclasses.replace(flavor, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
 
 
-def build_model(
-    config: Config, args: ModelArgs, *, mesh: DeviceMesh, device: torch.device
-) -> tuple[Transformer, FlopsLedger]:
-    """The model, converted, sharded and initialised, and the FLOPs of a token counted before it was sharded."""
-    training, tp = config.training, mesh["tp"].size()
+@dataclasses.dataclass(frozen=True)
+class MetaModel:
+    """A model on meta, converted to float8 where asked for and not yet sharded, and what is known of it."""
+
+    model: Transformer
+    choices: list[LinearChoice]
+    """Of every linear; empty without float8."""
+    ledger: FlopsLedger
+    recomputed: frozenset[str]
+    """Modules whose forward the backward pass runs again."""
+
+
+def build_meta_model(
+    config: Config, args: ModelArgs, *, tp_degree: int, emulate: bool, fused_attention: bool
+) -> MetaModel:
+    """The model of `config`, of which each rank will hold a `tp_degree`-th; the device need not be there."""
+    training, ac = config.training, config.activation_checkpoint
     with torch.device("meta"):
         model = Transformer(args)
-    logger.info(
-        f"Llama 3 {config.model.flavor}: {sum(p.numel() for p in model.parameters()):,} parameters, "
-        f"vocabulary {args.vocab_size}"
-    )
+    choices: list[LinearChoice] = []
     if config.float8.enable_float8_linear:
-        emulate, recipe = resolve_emulate(config.float8, device=device), config.float8.recipe_name
+        high_precision_grad_weight = config.float8.recipe_name == "rowwise_with_gw_hp"
         choices = select_linears(
             model,
             filter_fqns=config.float8.filter_fqns,
             sharded_dims=SHARDED_DIMS,
-            tp_degree=tp,
-            tokens=None if recipe == "rowwise_with_gw_hp" else training.local_batch_size * training.seq_len,
+            tp_degree=tp_degree,
+            tokens=None if high_precision_grad_weight else training.local_batch_size * training.seq_len,
         )
         convert_linears(model, choices, float8=config.float8, emulate=emulate)
-        logger.info(f"float8, {recipe}:\n{format_choices(choices)}")
-    dtype = getattr(torch, training.mixed_precision_param)
+    compiled = config.compile.enable and "model" in config.compile.components
+    recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=fused_attention)
     ledger = count_flops(
         model,
         n_layers=args.n_layers,
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=training.seq_len,
-        high_precision=dtype,
+        high_precision=getattr(torch, training.mixed_precision_param),
+        convention=config.metrics.flops_convention,
+        recomputed=recomputed,
     )
+    return MetaModel(model, choices, ledger, recomputed)
+
+
+def build_model(
+    config: Config, args: ModelArgs, *, mesh: DeviceMesh, device: torch.device
+) -> tuple[Transformer, FlopsLedger]:
+    """The model, converted, sharded and initialised, and the FLOPs of a token counted before it was sharded."""
+    training, float8, tp = config.training, config.float8, mesh["tp"].size()
+    dtype = getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(args, tp_degree=tp, dtype=dtype, device=device)
+    meta = build_meta_model(
+        config,
+        args,
+        tp_degree=tp,
+        emulate=float8.enable_float8_linear and resolve_emulate(float8, device=device),
+        fused_attention=attention != "MATH",
+    )
+    model, ledger = meta.model, meta.ledger
+    logger.info(
+        f"Llama 3 {config.model.flavor}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"vocabulary {args.vocab_size}; attention by {attention}"
+    )
+    if meta.choices:
+        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
     parts = ", ".join(f"{count / ledger.total:.2%} {name}" for name, count in ledger.by_precision.items() if count)
     emulated = " (float8, emulated, counts as fp32)" if ledger.emulated else ""
-    logger.info(f"{ledger.total:,} FLOPs per token: {parts}{emulated}")
-    logger.info(f"attention by {attention_backend(args, tp_degree=tp, dtype=dtype, device=device)}")
+    again = f"; {sum(ledger.recompute.values()) / ledger.total:.2%} more are recomputed" if meta.recomputed else ""
+    logger.info(f"{ledger.total:,} FLOPs per token: {parts}{emulated}{again}")
     parallelize(
         model,
         mesh,
@@ -141,13 +180,32 @@ def build_model(
     return model, ledger
 
 
+def hparams(config: Config, *, world_size: int) -> dict[str, bool | float | str]:
+    """What is worth comparing between runs, by the name of its key."""
+    keys = (
+        *("model.flavor", "training.seq_len", "training.local_batch_size", "optimizer.lr", "compile.enable"),
+        *("activation_checkpoint.mode", "parallelism.tensor_parallel_degree", "debug.seed"),
+    )
+    degrees = resolve_degrees(config.parallelism, world_size=world_size)
+    float8 = config.float8
+    return {
+        "float8": float8.recipe_name if float8.enable_float8_linear else "off",
+        "float8_all_gather": float8.enable_fsdp_float8_all_gather,
+        "world_size": world_size,
+        "global_batch_size": resolve_batch(config.training, dp_degree=degrees.dp).global_batch_size,
+        **{name: attrgetter(name)(config) for name in keys},
+    }
+
+
 def build_metrics(
     config: Config, ledger: FlopsLedger, *, device: torch.device, resume_step: int, start_tokens: int
 ) -> MetricsProcessor:
     """The metrics of a run that goes on after `resume_step` and `start_tokens`; rank 0 alone writes. On CPU all ranks
     measure their peaks here, at the same time."""
+    check_wandb_installed(config.metrics)
     dist.barrier()
-    peaks = resolve_peaks(device)
+    used = [precision for precision, count in ledger.by_precision.items() if count]
+    peaks = resolve_peaks(device, config.metrics, precisions=used)
     logger.info(f"{peaks}")
     writers = []
     if dist.get_rank() == 0:
@@ -157,8 +215,10 @@ def build_metrics(
             total_steps=config.training.steps,
             resume_step=resume_step,
             total_memory_gib=total_memory_gib(device),
+            config_toml=dump_config(config),
+            hparams=hparams(config, world_size=dist.get_world_size()),
         )
-    return MetricsProcessor(
+    metrics = MetricsProcessor(
         log_freq=config.metrics.log_freq,
         ledger=ledger,
         peaks=peaks,
@@ -167,3 +227,7 @@ def build_metrics(
         writers=writers,
         start_tokens=start_tokens,
     )
+    if config.compile.enable:
+        on_compile_start(lambda _: metrics.compile_began())
+        on_compile_end(lambda _: metrics.compile_ended())
+    return metrics

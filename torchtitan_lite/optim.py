@@ -4,13 +4,20 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig
+from torchtitan_lite.logger import logger
 
 
 def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over `parameters`, with the update implemented as asked for."""
+    if optimizer.implementation != "fused":
+        logger.info(
+            f'[optimizer] implementation = "{optimizer.implementation}" waits for the device in every step, to learn '
+            'whether the gradient is finite; "fused" does not'
+        )
     return torch.optim.AdamW(
         parameters,
         lr=optimizer.lr,
@@ -20,6 +27,16 @@ def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig)
         fused=optimizer.implementation == "fused",
         foreach=optimizer.implementation == "foreach",
     )
+
+
+def step_unless(optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:
+    """Update the parameters unless `found_inf`, [] float32 on their device, is 1. The fused update decides that on the
+    device; for the others it is read here, which waits for the device."""
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # where torch's gradient scaler puts it too
+        optimizer.step()
+    elif not found_inf.item():
+        optimizer.step()
 
 
 def lr_factor(step: int, *, schedule: LRSchedulerConfig, training_steps: int) -> float:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import gc
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -34,8 +33,9 @@ from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError, St
 from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.metrics import StepValues, summary_lines
+from torchtitan_lite.metrics.records import Record
 from torchtitan_lite.models.loss import cross_entropy_sum
-from torchtitan_lite.optim import build_optimizer, lr_factor
+from torchtitan_lite.optim import build_optimizer, lr_factor, step_unless
 from torchtitan_lite.parallel.distributed import StopSignal, init_distributed, leave_distributed, on_rank0, set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.profiling import profile
@@ -79,6 +79,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             self.model, self.optimizer, config.checkpoint, folder=self.path / config.checkpoint.folder
         )
+        self.skipped_steps = torch.zeros((), device=device)
         self.step, self.first_step = resume_step, resume_step + 1
         self.tokens = self.checkpointer.load(resume_step) if resume_step else 0
         self.last_checkpoint = str(step_folder(self.checkpointer.folder, resume_step)) if resume_step else None
@@ -119,16 +120,24 @@ class Trainer:
         loss = torch.stack(losses).sum() * scale
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        grad_norm = grad_norm.to(self.device)  # from CPU where parameters are offloaded
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scale_hook()
         gathered = [torch.empty_like(loss) for _ in range(self.dp_mesh.size())]
         dist.all_gather(gathered, loss, group=self.dp_mesh.get_group())
         rank_losses = torch.stack(gathered)
+        # The same on all ranks, and not read here: that would stall the device.
+        finite = rank_losses.mean().to(grad_norm.device).isfinite() & grad_norm.isfinite()
+        found_inf = 1 - finite.float()
+        step_unless(self.optimizer, found_inf)
+        self.optimizer.zero_grad()
+        self.scale_hook()
+        self.skipped_steps += found_inf.to(self.device)
         self.tokens += self.batch.global_batch_size * training.seq_len
         return StepValues(
-            tokens=self.tokens, loss=rank_losses.mean(), loss_max=rank_losses.max(), grad_norm=grad_norm, lr=lr
+            tokens=self.tokens,
+            loss=rank_losses.mean(),
+            loss_max=rank_losses.max(),
+            grad_norm=grad_norm.to(self.device),  # from CPU where parameters are offloaded
+            skipped_steps=self.skipped_steps,
+            lr=lr,
         )
 
     @torch.no_grad()
@@ -158,16 +167,17 @@ class Trainer:
         ) as profiler:
             for step in range(self.first_step, steps + 1):
                 values = self.train_step(step)
-                stopped_by = self.stop_signal.agreed()
+                stopped_by, failed = self.stop_signal.agreed(failed=self.metrics.non_finite is not None)
                 last = step == steps or stopped_by is not None
                 saves = self.checkpointer.due(step, last=last)
-                # What is saved is logged, and so checked, first.
-                record = self.metrics.end_step(step, values, last=last or saves)
-                if record is not None:
-                    check_finite(step, loss=record.loss, grad_norm=record.grad_norm)
+                # What is saved is logged, and so checked, first. All ranks then know the same of this step.
+                settle = last or saves or failed
+                logged = self.metrics.end_step(step, values, settle=settle)
+                if settle:
+                    check_finite(self.metrics.non_finite)
                 self.step = step
                 self.after_step(saves=saves)
-                if record is not None:
+                if logged:
                     self.report_progress()
                 profiler.end_step(step)
                 if last:
@@ -213,12 +223,13 @@ class Trainer:
             self.run_folder.stopped(cause=f"stopped by {stopped_by} after step {self.step}")
 
 
-def check_finite(step: int, *, loss: float, grad_norm: float) -> None:
-    """Raise NumericError if the loss or the gradient norm of `step` is not a finite number."""
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+def check_finite(non_finite: Record | None) -> None:
+    """Raise NumericError if there is a record of steps that had no update, as their loss or gradient was not finite."""
+    if non_finite is not None:
         raise NumericError(
-            f"step {step}: loss = {loss}, grad_norm = {grad_norm}; a finite number is needed to go on. Lower "
-            "[optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data of this step."
+            f"up to step {non_finite.step}, {non_finite.skipped_steps} steps had a loss or gradient that is not "
+            f"finite, and so no update (in step {non_finite.step}: loss = {non_finite.loss}, grad_norm = "
+            f"{non_finite.grad_norm}). Lower [optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
         )
 
 

@@ -4,16 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan_lite.config import ActivationCheckpointConfig, Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.metrics.flops import count_flops
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing, recomputed_modules
 
 ARGS = ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=48, max_seq_len=32)
 BACKWARD_MATMULS = 2 * (4 * 7 + 1)
@@ -32,13 +36,18 @@ class OpCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward(ac: ActivationCheckpointConfig, *, float8: bool) -> tuple[dict[str, int], list[torch.Tensor]]:
-    """Calls of each operator in a backward pass, and the gradients."""
+def build_model(*, float8: bool) -> Transformer:
     with torch.device("meta"):
         model = Transformer(ARGS)
     if float8:
         choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=64)
         convert_linears(model, choices, float8=Float8Config(enable_float8_linear=True), emulate=True)
+    return model
+
+
+def backward(ac: ActivationCheckpointConfig, *, float8: bool) -> tuple[dict[str, int], list[torch.Tensor]]:
+    """Calls of each operator in a backward pass, and the gradients."""
+    model = build_model(float8=float8)
     apply_activation_checkpointing(model, ac)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
@@ -81,6 +90,86 @@ def check_gradients(gradients: list[torch.Tensor], *, float8: bool) -> None:
     assert len(gradients) == len(expected) == 4 * 9 + 3
     for gradient, reference in zip(gradients, expected, strict=True):
         assert torch.equal(gradient, reference)
+
+
+MODES = [("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"), ("selective", "3")]
+
+
+def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
+    """FLOPs per token that the ledger counts as recomputed on meta, where attention is no fused operator."""
+    ledger = count_flops(
+        model,
+        n_layers=4,
+        n_heads=4,
+        head_dim=16,
+        seq_len=32,
+        high_precision=torch.float32,
+        recomputed=recomputed_modules(model, ac, compiled=False, fused_attention=False),
+    )
+    return sum(ledger.recompute.values())
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
+@pytest.mark.parametrize(("mode", "option"), MODES)
+def test_what_is_counted_as_recomputed_is_what_pytorch_counts(mode: str, option: str, float8: bool) -> None:
+    ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
+    flops = {}
+    for applied in (ac, NONE):
+        model = build_model(float8=float8)
+        apply_activation_checkpointing(model, applied)
+        tokens = torch.zeros(2, 32, dtype=torch.long, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+        flops[applied] = counter.get_total_flops()
+    expected = recompute_of(build_model(float8=float8), ac)
+    assert flops[ac] - flops[NONE] == 2 * 32 * expected
+    assert (expected == 0) == (mode == "none")
+
+
+def compiled_backward_matmuls(ac: ActivationCheckpointConfig, *, float8: bool) -> int:
+    """Matmuls in the compiled backward pass of one block, without generating code for it."""
+    matmuls = 0
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        nonlocal matmuls
+        matmuls = sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, example_inputs: make_boxed_func(graph),
+        bw_compiler=count,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    model = build_model(float8=float8)
+    apply_activation_checkpointing(model, ac)
+    model.to_empty(device="cpu")
+    init_weights(model, seed=0)
+    torch._dynamo.reset()
+    block = model.layers[0]
+    block.compile(backend=backend, fullgraph=True)
+    block(torch.randn(1, 32, 64, requires_grad=True), model.rope_cos, model.rope_sin).sum().backward()
+    return matmuls
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
+@pytest.mark.parametrize(("mode", "option"), [("full", "op"), ("selective", "op")])
+def test_a_compiled_block_recomputes_what_is_counted(mode: str, option: str, float8: bool) -> None:
+    ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
+    model = build_model(float8=float8)
+    linears = [
+        name
+        for name in recomputed_modules(model, ac, compiled=True, fused_attention=True)
+        if name.startswith("layers.0.") and isinstance(model.get_submodule(name), nn.Linear)
+    ]
+    assert len(linears) == {"full": 6, "selective": 3}[mode]
+    assert compiled_backward_matmuls(ac, float8=float8) == 2 * 7 + len(linears)
+
+
+def test_attention_that_is_no_fused_operator_is_recomputed() -> None:
+    names = recomputed_modules(
+        build_model(float8=False), ActivationCheckpointConfig(), compiled=False, fused_attention=False
+    )
+    assert {name for name in names if name.endswith(".attention")} == {f"layers.{i}.attention" for i in range(4)}
 
 
 def test_none_leaves_the_model_as_it_is() -> None:

@@ -25,7 +25,14 @@ def build_model(args: ModelArgs, recipe: str | None = None, *, emulate: bool = F
 
 
 def ledger_of(
-    args: ModelArgs, recipe: str | None = None, *, emulate: bool = False, seq_len: int = 64, dtype=torch.bfloat16
+    args: ModelArgs,
+    recipe: str | None = None,
+    *,
+    emulate: bool = False,
+    seq_len: int = 64,
+    dtype=torch.bfloat16,
+    convention="palm",
+    recomputed=(),
 ) -> FlopsLedger:
     return count_flops(
         build_model(args, recipe, emulate=emulate),
@@ -34,6 +41,8 @@ def ledger_of(
         head_dim=args.head_dim,
         seq_len=seq_len,
         high_precision=dtype,
+        convention=convention,
+        recomputed=recomputed,
     )
 
 
@@ -44,6 +53,12 @@ def test_8b_counts():
     assert ledger.output == 3_152_019_456
     assert ledger.attention == 12_884_901_888
     assert ledger.by_precision == {"fp8": 0, "bf16": 57_912_852_480, "fp32": 0}
+
+
+def test_8b_by_the_causal_convention_is_megatrons_count():
+    ledger = ledger_of(FLAVORS["8B"], seq_len=8192, convention="causal")
+    assert ledger.total == 51_470_401_536
+    assert ledger.attention == 12_884_901_888 // 2
 
 
 @pytest.mark.parametrize(
@@ -69,10 +84,18 @@ def test_rows_name_each_linear_and_its_precisions():
     rows = {row.name: row for row in ledger_of(SMALL, "rowwise_with_gw_hp").linears}
     assert len(rows) == 7 * SMALL.n_layers + 1
     assert rows["layers.1.feed_forward.w2"] == LinearFlops(
-        "layers.1.feed_forward.w2", in_features=96, out_features=64, output="fp8", grad_input="fp8", grad_weight="bf16"
+        "layers.1.feed_forward.w2",
+        in_features=96,
+        out_features=64,
+        output="fp8",
+        grad_input="fp8",
+        grad_weight="bf16",
+        recomputed=False,
     )
     assert rows["layers.1.feed_forward.w2"].flops_per_matmul == 2 * 96 * 64
-    assert rows["output"] == LinearFlops("output", 64, 80, output="bf16", grad_input="bf16", grad_weight="bf16")
+    assert rows["output"] == LinearFlops(
+        "output", 64, 80, output="bf16", grad_input="bf16", grad_weight="bf16", recomputed=False
+    )
 
 
 def test_emulated_fp8_counts_as_fp32():
@@ -90,3 +113,13 @@ def test_high_precision_is_the_compute_dtype():
     ledger = ledger_of(SMALL, "rowwise_with_gw_hp", dtype=torch.float32)
     assert ledger.by_precision["bf16"] == 0
     assert ledger.by_precision["fp32"] == ledger.total - ledger.by_precision["fp8"]
+
+
+def test_recomputed_modules_count_again_once_and_apart():
+    names = {"layers.0.attention.wk", "layers.1.feed_forward.w3", "layers.1.attention"}
+    ledger = ledger_of(SMALL, "rowwise_with_gw_hp", recomputed=names)
+    assert ledger.recompute == {"fp8": 2 * 64 * 32 + 2 * 64 * 96, "bf16": 4 * 64 * 64, "fp32": 0}
+    assert ledger.total == ledger_of(SMALL, "rowwise_with_gw_hp").total
+    causal = ledger_of(SMALL, recomputed=names, convention="causal")
+    assert causal.recompute["bf16"] == 2 * 64 * 32 + 2 * 64 * 96 + 2 * 64 * 64
+    assert ledger_of(SMALL).recompute == {"fp8": 0, "bf16": 0, "fp32": 0}

@@ -6,20 +6,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_lite.metrics.clock import HostClock
+from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops
-from torchtitan_lite.metrics.hardware import Peaks, lookup_peaks
+from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.metrics import (
     MetricsProcessor,
     Rates,
     StepValues,
-    Summary,
     compute_rates,
     effective_peak,
     summary_lines,
 )
-from torchtitan_lite.metrics.records import Record
+from torchtitan_lite.metrics.records import Record, Summary
 
-H100 = lookup_peaks("NVIDIA H100 80GB HBM3")
+H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
+UNKNOWN = Peaks("Tesla T4")
 CPU = torch.device("cpu")
 
 # Llama3-8B at seq_len 8192: 41.876 G of the block linears, 3.152 G of `output`, 12.885 G of attention.
@@ -27,9 +29,15 @@ BLOCKS, OUTPUT, ATTENTION = 41_875_931_136, 3_152_019_456, 12_884_901_888
 
 
 def ledger_8b(precision: str, *, emulated: bool = False) -> FlopsLedger:
-    blocks = LinearFlops("layers", BLOCKS // 6, 1, precision, precision, precision)
-    output = LinearFlops("output", OUTPUT // 6, 1, "bf16", "bf16", "bf16")
-    return FlopsLedger((blocks, output), attention=ATTENTION, high_precision="bf16", emulated=emulated)
+    blocks = LinearFlops("layers", BLOCKS // 6, 1, precision, precision, precision, recomputed=True)
+    output = LinearFlops("output", OUTPUT // 6, 1, "bf16", "bf16", "bf16", recomputed=False)
+    return FlopsLedger(
+        (blocks, output),
+        attention=ATTENTION,
+        recomputed_attention=ATTENTION // 3,
+        high_precision="bf16",
+        emulated=emulated,
+    )
 
 
 def rates_8b(tps: int, precision: str, *, peaks: Peaks = H100, emulated: bool = False) -> Rates:
@@ -59,25 +67,41 @@ def test_8b_in_float8():
 
 
 def test_8b_effective_peak_is_the_harmonic_mean():
-    assert round(effective_peak(ledger_8b("fp8").by_precision, H100), 1) == 1549.5
-    assert effective_peak(ledger_8b("bf16").by_precision, H100) == pytest.approx(989)
+    assert round(effective_peak(ledger_8b("fp8").by_precision, H100.tflops), 1) == 1549.5
+    assert effective_peak(ledger_8b("bf16").by_precision, H100.tflops) == pytest.approx(989)
+    assert effective_peak(ledger_8b("fp8").by_precision, {"bf16": 312}) is None
+
+
+def test_hfu_adds_what_is_recomputed_at_its_own_precision():
+    rates = rates_8b(7773, "fp8")
+    ideal_s = BLOCKS * 4 / 3 / 1979e12 + (OUTPUT + ATTENTION * 4 / 3) / 989e12
+    assert rates.hfu == pytest.approx(100 * 7773 * ideal_s)
+    assert rates.mfu < rates.hfu < 4 / 3 * rates.mfu
+
+
+def test_mfu_achievable_is_held_against_what_was_measured():
+    peaks = Peaks("H100 SXM", H100.published, measured={"bf16": 700.0, "fp8": 1300.0})
+    rates = rates_8b(7773, "fp8", peaks=peaks)
+    assert rates.mfu_achievable == pytest.approx(100 * 7773 * (BLOCKS / 1300e12 + (OUTPUT + ATTENTION) / 700e12))
+    assert percent(rates.mfu) == "29.05"
+    assert rates_8b(7773, "fp8").mfu_achievable is None
 
 
 def test_unknown_peaks_give_no_utilisation():
-    rates = rates_8b(6297, "bf16", peaks=lookup_peaks("Tesla T4"))
-    assert (rates.mfu, rates.mfu_bf16_peak, rates.mfu_fp8_peak) == (None, None, None)
+    rates = rates_8b(6297, "bf16", peaks=UNKNOWN)
+    assert (rates.mfu, rates.mfu_bf16_peak, rates.mfu_fp8_peak, rates.hfu) == (None, None, None, None)
     assert f"{rates.tflops:.2f}" == "364.68"
 
 
 def test_only_the_precisions_in_use_need_a_peak():
-    a100 = lookup_peaks("NVIDIA A100-SXM4-80GB")
+    a100 = Peaks("A100", {"bf16": 312})
     bf16, fp8 = rates_8b(1000, "bf16", peaks=a100), rates_8b(1000, "fp8", peaks=a100)
     assert (percent(bf16.mfu), bf16.mfu_fp8_peak) == ("18.56", None)
     assert (fp8.mfu, percent(fp8.mfu_bf16_peak)) == (None, "18.56")
 
 
 def test_emulated_fp8_is_measured_against_the_fp32_peak():
-    cpu = Peaks("CPU", "measured", {"bf16": 2.0, "fp32": 0.5})
+    cpu = Peaks("CPU", measured={"bf16": 2.0, "fp32": 0.5})
     rates = rates_8b(1, "fp8", peaks=cpu, emulated=True)
     ideal_s = BLOCKS / 0.5e12 + (OUTPUT + ATTENTION) / 2e12
     assert rates.mfu == pytest.approx(100 * ideal_s)
@@ -92,8 +116,7 @@ def test_emulated_fp8_is_measured_against_the_fp32_peak():
     speedup=st.floats(1, 4),
 )
 def test_effective_peak_lies_between_the_peaks_and_below_the_arithmetic_mean(fp8, bf16, peak, speedup):
-    peaks = Peaks("GPU", "published", {"bf16": peak, "fp8": speedup * peak})
-    mixed = effective_peak({"fp8": fp8, "bf16": bf16, "fp32": 0}, peaks)
+    mixed = effective_peak({"fp8": fp8, "bf16": bf16, "fp32": 0}, {"bf16": peak, "fp8": speedup * peak})
     arithmetic = (fp8 * speedup + bf16) / (fp8 + bf16) * peak
     assert peak * (1 - 1e-9) <= mixed <= arithmetic * (1 + 1e-9)
 
@@ -108,13 +131,34 @@ class Clock:
         return self.now
 
 
+class LateDevice:
+    """A device's clock that is `behind` by some moments: each is a time that passes only when the device is let on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.done, self.waits = clock, 0.0, 0
+
+    def now(self) -> float:
+        return self.clock()
+
+    def passed(self, moment: float) -> bool:
+        return moment <= self.done
+
+    def wait(self, moment: float) -> None:
+        self.waits += 1
+        self.done = max(self.done, moment)
+
+    def seconds(self, began: float, ended: float) -> float:
+        assert ended <= self.done, "asked for a time that the device has not come to"
+        return ended - began
+
+
 class Recorder:
     """A writer that keeps what it gets."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.scalars: list[tuple[int, dict[str, float]]] = []
-        self.closed = False
+        self.closed_with: list[Summary | None] = []
 
     def write(self, record):
         self.records.append(record)
@@ -122,15 +166,18 @@ class Recorder:
     def write_scalars(self, step, scalars):
         self.scalars.append((step, scalars))
 
-    def close(self):
-        self.closed = True
+    def close(self, summary):
+        self.closed_with.append(summary)
 
 
 class Run:
     """A run on a clock of its own, 1,000 tokens a step."""
 
-    def __init__(self, *, log_freq: int = 1, start_step: int = 0, peaks: Peaks = H100) -> None:
+    def __init__(
+        self, *, log_freq: int = 1, start_step: int = 0, peaks: Peaks = H100, late_device: bool = False
+    ) -> None:
         self.clock, self.recorder, self.step = Clock(), Recorder(), start_step
+        self.device = LateDevice(self.clock) if late_device else HostClock(self.clock)
         self.metrics = MetricsProcessor(
             log_freq=log_freq,
             ledger=ledger_8b("bf16"),
@@ -139,23 +186,41 @@ class Run:
             n_devices=2,
             writers=[self.recorder],
             start_tokens=1000 * start_step,
-            clock=self.clock,
+            clock=self.device,
         )
 
-    def train_step(self, seconds: float, *, data_s: float = 0.0, last: bool = False) -> Record | None:
+    def train_step(
+        self, seconds: float, *, data_s: float = 0.0, compile_s: float = 0.0, skipped: int = 0, settle: bool = False
+    ) -> Record | None:
+        """Train for `seconds`, of which some are for data and compilation; the step's own record, if it is there."""
         with self.metrics.data_wait():
             self.clock.now += data_s
-        self.clock.now += seconds - data_s
+        if compile_s:
+            self.metrics.compile_began()
+            self.clock.now += compile_s
+            self.metrics.compile_ended()
+        self.clock.now += seconds - data_s - compile_s
         self.step += 1
         loss = torch.tensor(10.0 - self.step)
-        values = StepValues(1000 * self.step, loss=loss, loss_max=loss + 0.5, grad_norm=loss / 2, lr=0.1 * self.step)
-        return self.metrics.end_step(self.step, values, last=last)
+        values = StepValues(
+            1000 * self.step,
+            loss=loss,
+            loss_max=loss + 0.5,
+            grad_norm=loss / 2,
+            skipped_steps=torch.tensor(float(skipped)),
+            lr=0.1 * self.step,
+        )
+        before = len(self.recorder.records)
+        made = self.metrics.end_step(self.step, values, settle=settle)
+        assert made == (len(self.recorder.records) > before)
+        newest = self.recorder.records[-1] if made else None
+        return newest if newest and newest.step == self.step else None
 
 
 def test_record():
     run = Run()
     run.train_step(9.0)
-    record = run.train_step(2.0, data_s=0.5)
+    record = run.train_step(2.5, data_s=0.5)
     rates = compute_rates(tokens=1000, seconds=2.0, n_devices=2, ledger=ledger_8b("bf16"), peaks=H100)
     assert record == Record(
         step=2,
@@ -164,12 +229,15 @@ def test_record():
         loss_max=8.5,
         grad_norm=4.0,
         lr=0.2,
+        skipped_steps=0,
         tps=250.0,
         tflops=rates.tflops,
         mfu=rates.mfu,
         mfu_bf16_peak=rates.mfu_bf16_peak,
         mfu_fp8_peak=rates.mfu_fp8_peak,
-        step_time_s=2.0,
+        mfu_achievable=None,
+        hfu=rates.hfu,
+        step_time_s=2.5,
         data_time_s=0.5,
         memory_gib=record.memory_gib,
         time=record.time,
@@ -181,12 +249,13 @@ def test_record():
 
 def test_log_freq_averages_over_the_steps_since_the_last_record():
     run = Run(log_freq=3)
-    logged = [run.train_step(float(step), data_s=0.1 * step, last=step == 7) for step in range(1, 8)]
+    logged = [run.train_step(float(step), data_s=0.1 * step, settle=step == 7) for step in range(1, 8)]
     assert [record.step for record in logged if record] == [1, 3, 6, 7]
     assert run.recorder.records == [record for record in logged if record]
     assert [record.step_time_s for record in run.recorder.records] == pytest.approx([1.0, 2.5, 5.0, 7.0])
     assert [record.data_time_s for record in run.recorder.records] == pytest.approx([0.1, 0.25, 0.5, 0.7])
-    assert [record.tps for record in run.recorder.records] == pytest.approx([500, 200, 100, 500 / 7])
+    # The tenth of the time that went to waiting for data is not in the rate.
+    assert [0.9 * record.tps for record in run.recorder.records] == pytest.approx([500, 200, 100, 500 / 7])
 
 
 def test_first_step_after_a_resume_is_logged_alone():
@@ -215,31 +284,75 @@ def test_time_outside_steps_is_a_series_of_its_own():
     ]
 
 
-def test_time_outside_steps_starts_when_a_gpu_is_done(monkeypatch):
+def test_validation_and_checkpoint_between_steps_change_no_rate():
+    plain, interrupted = Run(log_freq=2), Run(log_freq=2)
+    for step in range(1, 7):
+        for run in (plain, interrupted):
+            run.train_step(1.5 + 0.1 * step, data_s=0.25)
+        for name in ("validation", "checkpoint"):
+            with interrupted.metrics.outside_step(name, step=step):
+                interrupted.clock.now += 40.0
+    assert [r.tps for r in interrupted.recorder.records] == pytest.approx([r.tps for r in plain.recorder.records])
+    assert [r.step_time_s for r in interrupted.recorder.records] == pytest.approx(
+        [r.step_time_s for r in plain.recorder.records]
+    )
+
+
+def test_compilation_and_waits_for_data_are_in_no_rate():
     run = Run()
-    run.metrics._device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(run.clock, "now", run.clock.now + 3.0))
-    with run.metrics.outside_step("checkpoint", step=0):
+    run.train_step(1.0)
+    record = run.train_step(10.0, data_s=1.0, compile_s=7.0)
+    assert (record.tps, record.step_time_s, record.data_time_s) == (250.0, 3.0, 1.0)
+    assert run.recorder.scalars == [(2, {"compile_s": 7.0})]
+
+
+def test_compilation_within_a_validation_is_the_validations():
+    run = Run()
+    run.train_step(1.0)
+    with run.metrics.outside_step("validation", step=1):
+        run.metrics.compile_began()
+        run.clock.now += 5.0
+        run.metrics.compile_ended()
+    assert run.train_step(2.0).tps == 250.0
+    assert run.recorder.scalars == [(1, {"validation_s": 5.0})]
+
+
+def test_nothing_waits_for_the_device_to_log():
+    run = Run(late_device=True)
+    for _ in range(3):
+        run.train_step(2.0)
+    assert run.recorder.records == []
+    run.device.done = run.clock.now - 2.0  # the device has done two of the three steps
+    run.train_step(2.0)
+    assert [record.step for record in run.recorder.records] == [1, 2]
+    assert run.device.waits == 0
+    run.train_step(2.0, settle=True)
+    assert [record.step for record in run.recorder.records] == [1, 2, 3, 4, 5]
+    assert [record.loss for record in run.recorder.records] == [9.0, 8.0, 7.0, 6.0, 5.0]
+    assert {record.tps for record in run.recorder.records} == {250.0}
+    assert run.device.waits == 1
+
+
+def test_time_outside_steps_starts_when_the_device_is_done():
+    run = Run(late_device=True)
+    run.train_step(2.0)
+    assert run.device.waits == 0
+    with run.metrics.outside_step("checkpoint", step=1):
+        assert run.device.done == run.clock.now
         run.clock.now += 1.0
-    run.metrics._device = CPU
-    assert run.recorder.scalars == [(0, {"checkpoint_s": 1.0})]
-    assert run.train_step(2.0).step_time_s == 5.0
+    assert run.recorder.scalars == [(1, {"checkpoint_s": 1.0})]
 
 
-def test_values_are_read_before_the_clock():
-    """The transfer is what waits for the device: a clock read before it would time the queueing of the work."""
-    run = Run()
-    order = []
-
-    class Loss(torch.Tensor):
-        def tolist(self):
-            order.append("values")
-            return super().tolist()
-
-    run.metrics._clock = lambda: order.append("clock") or 200.0
-    value = torch.tensor(1.0).as_subclass(Loss)
-    run.metrics.end_step(1, StepValues(1000, loss=value, loss_max=value, grad_norm=value, lr=0.1), last=False)
-    assert order == ["values", "clock"]
+def test_a_step_without_an_update_is_told_of_from_its_record_on():
+    run = Run(log_freq=2)
+    run.train_step(1.0)
+    assert run.metrics.non_finite is None
+    run.train_step(1.0)
+    run.train_step(1.0, skipped=1)  # not logged
+    assert run.metrics.non_finite is None
+    record = run.train_step(1.0, skipped=1)
+    assert run.metrics.non_finite == record
+    assert record.skipped_steps == 1
 
 
 def test_summary_leaves_the_first_step_out_of_the_medians():
@@ -248,7 +361,15 @@ def test_summary_leaves_the_first_step_out_of_the_medians():
         last = run.train_step(seconds)
     summary = run.metrics.summary()
     median = run.recorder.records[2]
-    assert summary == Summary(step=4, tokens=4000, loss=6.0, tps=median.tps, mfu=median.mfu, memory_gib=last.memory_gib)
+    assert summary == Summary(
+        step=4,
+        tokens=4000,
+        loss=6.0,
+        tps=median.tps,
+        mfu=median.mfu,
+        memory_gib=last.memory_gib,
+        times_s={"training": 57.0, "data": 0.0, "compile": 0.0},
+    )
     assert summary.tps == 250.0
 
 
@@ -260,7 +381,7 @@ def test_summary_of_one_step_has_no_medians():
 
 
 def test_summary_without_a_known_peak_or_a_step():
-    run = Run(peaks=lookup_peaks("Tesla T4"))
+    run = Run(peaks=UNKNOWN)
     assert run.metrics.summary() is None
     run.train_step(1.0)
     run.train_step(2.0)
@@ -269,22 +390,36 @@ def test_summary_without_a_known_peak_or_a_step():
 
 def test_close_closes_the_writers():
     run = Run()
+    run.train_step(1.0)
     run.metrics.close()
-    assert run.recorder.closed
+    assert run.recorder.closed_with == [run.metrics.summary()]
+
+
+TIMES_S = {"training": 60.0, "data": 0.0, "compile": 30.0, "validation": 10.0}
+
+
+def test_times_of_the_summary():
+    run = Run()
+    run.train_step(10.0, data_s=1.0, compile_s=4.0)
+    with run.metrics.outside_step("checkpoint", step=1):
+        run.clock.now += 3.0
+    run.train_step(2.0)
+    assert run.metrics.summary().times_s == {"training": 7.0, "data": 1.0, "compile": 4.0, "checkpoint": 3.0}
 
 
 def test_summary_lines():
-    summary = Summary(step=30, tokens=122880, loss=5.41, tps=2345.4, mfu=41.24, memory_gib=0.93)
+    summary = Summary(step=30, tokens=122880, loss=5.41, tps=2345.4, mfu=41.24, memory_gib=0.93, times_s=TIMES_S)
     assert summary_lines(summary, unigram_entropy=6.27) == [
         "30 steps, 122,880 tokens",
         "final loss 5.41 nat, 0.86 below the unigram entropy 6.27 of the training tokens",
         "median tps 2,345 per device, median mfu 41.2%, without the first step",
+        "of 100.0s: training 60.0%, compile 30.0%, validation 10.0%",
         "peak memory 0.9GiB per device",
     ]
 
 
 def test_summary_lines_of_a_run_that_learned_nothing():
-    summary = Summary(step=1, tokens=4096, loss=7.0, tps=None, mfu=None, memory_gib=0.93)
+    summary = Summary(step=1, tokens=4096, loss=7.0, tps=None, mfu=None, memory_gib=0.93, times_s=TIMES_S)
     assert summary_lines(summary, unigram_entropy=6.27)[1:3] == [
         "final loss 7.00 nat, 0.73 above the unigram entropy 6.27 of the training tokens",
         "median tps n/a per device, median mfu n/a, without the first step",

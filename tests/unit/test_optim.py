@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan_lite.optim import build_optimizer, lr_factor
+from torchtitan_lite.optim import build_optimizer, lr_factor, step_unless
 
 
 def factors(steps: int, **schedule: object) -> list[float]:
@@ -70,3 +70,44 @@ def test_implementations_make_the_same_update(implementation: str) -> None:
         reference(torch.ones(1, 8)).square().sum().backward()
         adamw.step()
     torch.testing.assert_close(updated(implementation=implementation), reference.weight.detach())
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_a_step_that_is_not_finite_changes_nothing(implementation: str) -> None:
+    def trained(found_inf: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = build_optimizer([weight], OptimizerConfig(implementation=implementation))
+        for found in found_inf:
+            weight.grad = torch.full((3,), math.nan if found else 0.5)
+            step_unless(optimizer, torch.tensor(found))
+        return weight.detach(), optimizer.state[weight]["step"]
+
+    weight, steps = trained([0.0, 1.0, 0.0])
+    expected, expected_steps = trained([0.0, 0.0])
+    assert torch.equal(weight, expected) and weight.isfinite().all()
+    assert steps == expected_steps == 2
+
+
+@pytest.mark.parametrize(("implementation", "reads"), [("fused", 0), ("foreach", 1)])
+def test_only_the_fused_update_decides_on_the_device(
+    implementation: str, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer([weight], OptimizerConfig(implementation=implementation))
+    weight.grad = torch.ones(3)
+    step_unless(optimizer, torch.tensor(0.0))  # makes the state
+    read = []
+    original = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: read.append(tensor) or original(tensor))
+    found_inf = torch.tensor(0.0)
+    step_unless(optimizer, found_inf)
+    assert sum(tensor is found_inf for tensor in read) == reads
+
+
+def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    with caplog.at_level("INFO"):
+        build_optimizer(parameters, OptimizerConfig())
+        assert not caplog.records
+        build_optimizer(parameters, OptimizerConfig(implementation="foreach"))
+    assert 'implementation = "foreach" waits for the device in every step' in caplog.text

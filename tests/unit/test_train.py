@@ -2,6 +2,8 @@
 
 import errno
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,11 @@ from torchtitan_lite.errors import NumericError, StorageError
 from torchtitan_lite.train import check_finite, explain_disk_failure, run_entries, set_determinism
 
 
-@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (2.0, math.inf)])
-def test_a_loss_or_gradient_that_is_no_finite_number_ends_the_run(loss: float, grad_norm: float) -> None:
-    check_finite(7, loss=2.0, grad_norm=1.0)
-    with pytest.raises(
-        NumericError, match=rf"step 7: loss = {loss}, grad_norm = {grad_norm}; a finite number is needed"
-    ):
-        check_finite(7, loss=loss, grad_norm=grad_norm)
+def test_steps_without_an_update_end_the_run() -> None:
+    check_finite(None)
+    record: Any = SimpleNamespace(step=7, skipped_steps=2, loss=math.nan, grad_norm=1.0)
+    with pytest.raises(NumericError, match=r"up to step 7, 2 steps had .* \(in step 7: loss = nan, grad_norm = 1.0\)"):
+        check_finite(record)
 
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:

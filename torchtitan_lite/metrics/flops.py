@@ -1,9 +1,10 @@
 """The FLOPs of training one token, counted matmul by matmul from the converted model.
 
 Counted are the three matmuls of every linear and the two of attention with their gradients. The embedding look-up,
-norms, rotary embeddings, softmax and the loss are not; nor is what activation checkpointing recomputes.
+norms, rotary embeddings, softmax and the loss are not. What activation checkpointing computes again is counted apart.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from torchao.float8.config import ScalingType
 from torchao.float8.float8_linear import Float8Linear
 
 Precision = Literal["fp8", "bf16", "fp32"]
+FlopsConvention = Literal["palm", "causal"]
 
 _PRECISION_OF: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -27,6 +29,8 @@ class LinearFlops:
     output: Precision
     grad_input: Precision
     grad_weight: Precision
+    recomputed: bool
+    """Whether the backward pass computes `output` again."""
 
     @property
     def flops_per_matmul(self) -> int:
@@ -41,14 +45,16 @@ class FlopsLedger:
     linears: tuple[LinearFlops, ...]
     attention: int
     """Scores and values in every layer, with their gradients."""
+    recomputed_attention: int
+    """Scores and values that the backward pass computes again."""
     high_precision: Precision
     """Of attention, and of the linears that are not converted."""
     emulated: bool
-    """The fp8 matmuls run in fp32, and count as such in `by_precision`."""
+    """The fp8 matmuls run in fp32, and count as such in `by_precision` and `recompute`."""
 
     @property
     def total(self) -> int:
-        """All FLOPs per token."""
+        """All FLOPs per token, none of them twice."""
         return self.attention + sum(3 * linear.flops_per_matmul for linear in self.linears)
 
     @property
@@ -59,32 +65,63 @@ class FlopsLedger:
     @property
     def by_precision(self) -> dict[Precision, int]:
         """FLOPs per token that the device computes in each precision; they add up to `total`."""
+        return self._sum(
+            self.attention,
+            (
+                (precision, linear.flops_per_matmul)
+                for linear in self.linears
+                for precision in (linear.output, linear.grad_input, linear.grad_weight)
+            ),
+        )
+
+    @property
+    def recompute(self) -> dict[Precision, int]:
+        """FLOPs per token on top of `total` that the backward pass computes again, by precision."""
+        return self._sum(
+            self.recomputed_attention,
+            ((linear.output, linear.flops_per_matmul) for linear in self.linears if linear.recomputed),
+        )
+
+    def _sum(self, attention: int, matmuls: Iterable[tuple[Precision, int]]) -> dict[Precision, int]:
         flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
-        flops[self.high_precision] += self.attention
-        for linear in self.linears:
-            for precision in (linear.output, linear.grad_input, linear.grad_weight):
-                flops["fp32" if self.emulated and precision == "fp8" else precision] += linear.flops_per_matmul
+        flops[self.high_precision] += attention
+        for precision, count in matmuls:
+            flops["fp32" if self.emulated and precision == "fp8" else precision] += count
         return flops
 
 
 def count_flops(
-    model: nn.Module, *, n_layers: int, n_heads: int, head_dim: int, seq_len: int, high_precision: torch.dtype
+    model: nn.Module,
+    *,
+    n_layers: int,
+    n_heads: int,
+    head_dim: int,
+    seq_len: int,
+    high_precision: torch.dtype,
+    convention: FlopsConvention = "palm",
+    recomputed: Collection[str] = (),
 ) -> FlopsLedger:
     """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes, not how much.
 
     Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token (PaLM, arXiv
-    2204.02311, appendix B): two matmuls forward and four backward."""
+    2204.02311, appendix B): two matmuls forward and four backward; or by the causal convention as half of that.
+    `recomputed` names the linears and the `attention` modules whose forward the backward pass runs again."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     precision = _PRECISION_OF[high_precision]
+    layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
     return FlopsLedger(
-        linears=tuple(_linear_flops(name, linear, high_precision=precision) for name, linear in linears.items()),
-        attention=12 * n_layers * n_heads * head_dim * seq_len,
+        linears=tuple(
+            _linear_flops(name, linear, high_precision=precision, recomputed=name in recomputed)
+            for name, linear in linears.items()
+        ),
+        attention=6 * n_layers * layer_matmul,
+        recomputed_attention=2 * layer_matmul * sum(name.endswith(".attention") for name in recomputed),
         high_precision=precision,
         emulated=any(isinstance(linear, Float8Linear) and linear.config.emulate for linear in linears.values()),
     )
 
 
-def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision) -> LinearFlops:
+def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool) -> LinearFlops:
     """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or neither."""
     output = grad_input = grad_weight = high_precision
     if isinstance(linear, Float8Linear):
@@ -96,4 +133,4 @@ def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision) ->
                 linear.config.cast_config_input_for_grad_weight,
             )
         )
-    return LinearFlops(name, linear.in_features, linear.out_features, output, grad_input, grad_weight)
+    return LinearFlops(name, linear.in_features, linear.out_features, output, grad_input, grad_weight, recomputed)

@@ -1,80 +1,115 @@
 """What the device could do at best, and how much of its memory the run has taken."""
 
-import re
 import resource
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
+from torch import Tensor
+from torchao.float8.config import e4m3_dtype
 
+from torchtitan_lite.config import MetricsConfig
+
+from .devices import DeviceSpec, lookup_device
 from .flops import Precision
 
-# Dense peaks of the vendors' data sheets in TFLOPS: a pattern of the device's name, as torch reports it or the vendor
-# writes it, bf16, and fp8 where the device has it. A name must match in full: "MIG", "NVL", "Laptop GPU", "D" or an
-# unlisted memory behind a known name is another device, with a peak of its own.
-_PUBLISHED: tuple[tuple[str, float, float | None], ...] = (
-    (r"NVIDIA A100(-SXM4-\d+GB|-PCIE-40GB| 80GB PCIe)", 312, None),
-    (r"NVIDIA H100( SXM5?| 80GB HBM3)", 989, 1979),
-    (r"NVIDIA H200( SXM)?", 989, 1979),
-    (r"NVIDIA H100 PCIe", 756, 1513),
-    (r"NVIDIA H100 NVL", 835, 1670),
-    (r"NVIDIA H20", 148, 296),
-    (r"NVIDIA B(200|300)( SXM6 AC)?", 2250, 4500),
-    (r"NVIDIA GB(200|300)", 2500, 5000),
-    (r"AMD Instinct MI(300|325)X", 1307, 2615),
-    (r"AMD Instinct MI350X", 2300, 4600),
-    (r"AMD Instinct MI355X", 2500, 5000),
-    (r"NVIDIA L40S", 362, 733),
-    (r"NVIDIA L40", 181, 362),
-    (r"NVIDIA L4", 121, 242),
-    (r"NVIDIA GeForce RTX 4090", 165, 330),
-    (r"NVIDIA GeForce RTX 5090", 209.5, 419),
-)
-
-# Three bf16 matrices of this size take 6 MiB: enough work to hide the call, and a slow core still times several.
-_MATMUL_SIZE = 1024
+# On CPU, three bf16 matrices of this size take 6 MiB: enough work to hide the call, and a slow core still times
+# several. On a GPU, one matmul of its size keeps all of the device busy for around a millisecond.
+_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+_MATMULS_TIMED_TOGETHER = {"cpu": 1, "cuda": 10}
 _MEASURE_SECONDS = 0.3
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense matmul peaks of one device, and where they come from."""
+    """Dense matmul peaks of one device in TFLOPS by precision, by where they come from. What is not known is left out,
+    never guessed."""
 
     device_name: str
-    origin: Literal["published", "measured", "unknown"]
-    tflops: Mapping[Precision, float] = field(default_factory=dict)
-    """TFLOPS by precision; a precision without a known peak is not in it."""
+    published: Mapping[Precision, float] = field(default_factory=dict)
+    measured: Mapping[Precision, float] = field(default_factory=dict)
+    """What matmuls reach on this very device."""
+    given: Mapping[Precision, float] = field(default_factory=dict)
+    """By the config."""
+
+    @property
+    def tflops(self) -> dict[Precision, float]:
+        """The peaks to hold the run against: given, else published, else measured."""
+        return {**self.measured, **self.published, **self.given}
 
     def __str__(self) -> str:
-        """The line for the log: device, origin and every peak."""
+        """The line for the log: device, every peak and its origin."""
         if not self.tflops:
             return f"{self.device_name}: peaks unknown, so mfu is n/a"
-        peaks = ", ".join(f"{precision} {tflops:.4g}" for precision, tflops in self.tflops.items())
-        return f"{self.device_name}: {self.origin} peaks {peaks} TFLOPS"
+        origins = {"measured": self.measured, "published": self.published, "given": self.given}
+        peaks = [f"{name} {tflops:.4g} ({o})" for o, known in origins.items() for name, tflops in known.items()]
+        return f"{self.device_name}: peaks in TFLOPS: {', '.join(peaks)}"
 
 
-def lookup_peaks(device_name: str) -> Peaks:
-    """The published peaks of the device that torch calls `device_name`; without figures if that is not in the table."""
-    for pattern, bf16, fp8 in _PUBLISHED:
-        if re.fullmatch(pattern, device_name, re.IGNORECASE):
-            tflops: dict[Precision, float] = {"bf16": bf16} if fp8 is None else {"bf16": bf16, "fp8": fp8}
-            return Peaks(device_name, "published", tflops)
-    return Peaks(device_name, "unknown")
+def published_peaks(device: DeviceSpec | None) -> dict[Precision, float]:
+    """The peaks of a data sheet, TFLOPS; none for an unknown device."""
+    if device is None:
+        return {}
+    return _known({"bf16": device.bf16_tflops, "fp8": device.fp8_tflops})
 
 
-def measure_cpu_peaks() -> Peaks:
-    """What matmuls reach on this process's CPU threads now. All ranks of a machine should measure at the same time, as
-    they will train at the same time."""
-    return Peaks("CPU", "measured", {"bf16": _matmul_tflops(torch.bfloat16), "fp32": _matmul_tflops(torch.float32)})
+def given_peaks(metrics: MetricsConfig) -> dict[Precision, float]:
+    """The peaks that the config gives, TFLOPS."""
+    return _known({"bf16": metrics.peak_tflops_bf16, "fp8": metrics.peak_tflops_fp8})
 
 
-def resolve_peaks(device: torch.device) -> Peaks:
-    """The peaks of `device`: measured on CPU, looked up by name on a GPU."""
-    return measure_cpu_peaks() if device.type == "cpu" else lookup_peaks(torch.cuda.get_device_name(device))
+def _known(peaks: Mapping[Precision, float | None]) -> dict[Precision, float]:
+    return {precision: tflops for precision, tflops in peaks.items() if tflops is not None}
+
+
+def resolve_peaks(device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision]) -> Peaks:
+    """The peaks of `device`. On CPU, and where [metrics] measure_peak asks for it, those of `precisions` are measured:
+    all ranks of a machine should do so at the same time, as they will train at the same time."""
+    on_cpu = device.type == "cpu"
+    name = "CPU" if on_cpu else torch.cuda.get_device_name(device)
+    measured: dict[Precision, float] = {}
+    if on_cpu or metrics.measure_peak:
+        measured = {precision: measure_peak(precision, device) for precision in precisions}
+    return Peaks(name, published_peaks(lookup_device(name)), measured, given_peaks(metrics))
+
+
+def measure_peak(precision: Precision, device: torch.device) -> float:
+    """TFLOPS that large square matmuls reach on `device` now, in half a second or so: of random matrices, because a GPU
+    runs faster on constant ones."""
+    size = _MATMUL_SIZE[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = torch.randn(2, size, size, generator=generator, device=device)
+    if precision == "fp8":
+        a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
+        return _matmul_tflops(
+            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True), device
+        )
+    if precision == "bf16":
+        a, b = a.bfloat16(), b.bfloat16()
+    return _matmul_tflops(lambda: a @ b, device)
+
+
+def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
+    """TFLOPS of the median matmul: the best one would tell of a moment when other processes paused."""
+    together = _MATMULS_TIMED_TOGETHER[device.type]
+    seconds: list[float] = []
+    matmul()  # the first call builds the kernel
+    _wait(device)
+    while sum(seconds) < _MEASURE_SECONDS:
+        began = time.perf_counter()
+        for _ in range(together):
+            matmul()
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+    return together * 2 * _MATMUL_SIZE[device.type] ** 3 / statistics.median(seconds) / 1e12
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -89,15 +124,3 @@ def total_memory_gib(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     return torch.cuda.get_device_properties(device).total_memory / _GIB
-
-
-def _matmul_tflops(dtype: torch.dtype) -> float:
-    """TFLOPS of the median square matmul: the best one would tell of a moment when other processes paused."""
-    a, b = torch.ones(2, _MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
-    a @ b  # the first call builds the kernel
-    seconds: list[float] = []
-    while sum(seconds) < _MEASURE_SECONDS:
-        began = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - began)
-    return 2 * _MATMUL_SIZE**3 / statistics.median(seconds) / 1e12

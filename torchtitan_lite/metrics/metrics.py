@@ -1,14 +1,20 @@
-"""A step's rates, and the clock and the book-keeping around them."""
+"""A step's rates, and the clock and the book-keeping around them.
+
+Nothing here waits for the device only to log. What a step leaves is copied to the host behind the step's own work, and
+becomes a record once the copy has arrived, which is later than the call that asked for it: one step, as a rule."""
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .clock import Clock, build_clock
 from .flops import FlopsLedger, Precision
 from .hardware import Peaks, peak_memory_gib
 from .records import Record, Summary, Writer
@@ -28,30 +34,51 @@ class Rates:
     """All FLOPs over the bf16 peak: torchtitan's figure. Under float8 it can pass 100."""
     mfu_fp8_peak: float | None
     """All FLOPs over the fp8 peak, a lower bound; None under emulation, which never touches that peak."""
+    mfu_achievable: float | None
+    """As mfu, of the rates that matmuls reached on this device; None where they were not measured."""
+    hfu: float | None
+    """As mfu, with the matmuls that are computed again."""
 
 
-def effective_peak(flops: Mapping[Precision, int], peaks: Peaks) -> float | None:
-    """The peak of a mix of precisions, TFLOPS: the mean of their peaks, weighted by `flops`. It is the harmonic mean,
-    since the ideal times add up, not the speeds. None where the peak of a precision in use is unknown."""
+def ideal_seconds(flops: Mapping[Precision, int], tflops: Mapping[Precision, float]) -> float | None:
+    """Seconds for `flops`, each precision at its own peak of `tflops`; None where one that is in use has no known peak.
+    The times add up, not the speeds."""
     used = {precision: count for precision, count in flops.items() if count}
-    if not used.keys() <= peaks.tflops.keys():
+    if not used.keys() <= tflops.keys():
         return None
-    return sum(used.values()) / sum(count / peaks.tflops[precision] for precision, count in used.items())
+    return sum(count / tflops[precision] for precision, count in used.items()) / 1e12
+
+
+def effective_peak(flops: Mapping[Precision, int], tflops: Mapping[Precision, float]) -> float | None:
+    """The peak of a mix of precisions, TFLOPS: the harmonic mean of `tflops` weighted by `flops`; None where one that
+    is in use has no known peak."""
+    ideal = ideal_seconds(flops, tflops)
+    return None if ideal is None else sum(flops.values()) / ideal / 1e12
 
 
 def compute_rates(*, tokens: int, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks) -> Rates:
     """The rates of `n_devices` devices that trained on `tokens` tokens between them in `seconds`."""
     tps = tokens / seconds / n_devices
-    tflops = ledger.total * tps / 1e12
-    mixed = effective_peak(ledger.by_precision, peaks)
-    bf16, fp8 = peaks.tflops.get("bf16"), None if ledger.emulated else peaks.tflops.get("fp8")
-    mfu, mfu_bf16_peak, mfu_fp8_peak = (None if peak is None else 100 * tflops / peak for peak in (mixed, bf16, fp8))
-    return Rates(tps, tflops, mfu, mfu_bf16_peak, mfu_fp8_peak)
+
+    def utilisation(ideal: float | None) -> float | None:
+        return None if ideal is None else 100 * tps * ideal
+
+    known, flops = peaks.tflops, ledger.by_precision
+    with_recompute = {precision: count + ledger.recompute[precision] for precision, count in flops.items()}
+    return Rates(
+        tps=tps,
+        tflops=ledger.total * tps / 1e12,
+        mfu=utilisation(ideal_seconds(flops, known)),
+        mfu_bf16_peak=utilisation(ideal_seconds({"bf16": ledger.total}, known)),
+        mfu_fp8_peak=None if ledger.emulated else utilisation(ideal_seconds({"fp8": ledger.total}, known)),
+        mfu_achievable=utilisation(ideal_seconds(flops, peaks.measured)),
+        hfu=utilisation(ideal_seconds(with_recompute, known)),
+    )
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a step produced. The tensors are scalars on one device, already reduced over the ranks."""
+    """What a step produced. The tensors are float32 scalars on one device, already reduced over the ranks."""
 
     tokens: int
     """Trained on by all ranks since step 1."""
@@ -61,14 +88,48 @@ class StepValues:
     """The largest of the ranks' own losses, nat."""
     grad_norm: Tensor
     """Before clipping."""
+    skipped_steps: Tensor
+    """Steps that this process left without an update."""
     lr: float
+
+
+Spans = list[tuple[Any, Any]]
+"""Pairs of moments of the clock."""
+
+
+@dataclass
+class _Interval:
+    """The steps since the last record, and the time that is theirs."""
+
+    steps: int = 0
+    spans: Spans = field(default_factory=list)
+    data: Spans = field(default_factory=list)
+    """Waits for data, within the spans."""
+    compile: Spans = field(default_factory=list)
+    """Compilation, within the spans."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A logged step whose values are on their way to the host."""
+
+    step: int
+    values: StepValues
+    copy: Tensor
+    interval: _Interval
+    time: float
+
+    @property
+    def arrives(self) -> Any:
+        """The moment from which on everything here is known."""
+        return self.interval.spans[-1][1]
 
 
 class MetricsProcessor:
     """Keeps a run's clock, makes a record of each logged step, and hands it to the writers.
 
     The clock starts with the processor. A step lasts from the end of the step before to its own end, less the time
-    spent under `outside_step`."""
+    spent under `outside_step`. Rates are of the training alone: waits for data and compilation are not in them."""
 
     def __init__(
         self,
@@ -80,89 +141,129 @@ class MetricsProcessor:
         n_devices: int,
         writers: Sequence[Writer],
         start_tokens: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
         """`start_tokens` were trained on before, in the run that this one resumes; 0 in a new run. Ranks other than
         the main one have no writers."""
-        self._log_freq = log_freq
+        self.log_freq = log_freq
         self._ledger = ledger
         self._peaks = peaks
         self._device = device
         self._n_devices = n_devices
         self._writers = writers
-        self._clock = clock
+        self._clock = clock or build_clock(device)
+        self._pending: deque[_Pending] = deque()
+        self._records = 0
         self._last_record: Record | None = None
         self._steady: list[Rates] = []
-        self._begin_interval(clock(), start_tokens)
+        self._times: dict[str, float] = {"training": 0.0, "data": 0.0, "compile": 0.0}
+        self._tokens = start_tokens
+        self._logged = False
+        self._interval = _Interval()
+        self._outside = False
+        self._began = self._clock.now()
 
-    def _begin_interval(self, now: float, tokens: int) -> None:
-        self._began = now
-        self._start_tokens = tokens
-        self._steps = 0
-        self._data_s = 0.0
-        self._outside_s = 0.0
+    def _end_span(self) -> None:
+        self._interval.spans.append((self._began, self._clock.now()))
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
         """Time under it is the step's wait for data."""
-        began = self._clock()
+        began = self._clock.now()
         yield
-        self._data_s += self._clock() - began
+        self._interval.data.append((began, self._clock.now()))
+
+    def compile_began(self) -> None:
+        """Until `compile_ended`, time is torch.compile's; within `outside_step` it counts there."""
+        self._compile_began = self._clock.now()
+
+    def compile_ended(self) -> None:
+        """See `compile_began`."""
+        if not self._outside:
+            self._interval.compile.append((self._compile_began, self._clock.now()))
 
     @contextmanager
     def outside_step(self, name: str, *, step: int) -> Iterator[None]:
         """Time under it, after `step`, is in no step's time; the writers get it as `<name>_s`."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what the steps have queued is their time
-        began = self._clock()
+        self._end_span()
+        began = self._clock.now()
+        self._clock.wait(began)  # what the steps have queued is their time
+        self._outside = True
         yield
-        seconds = self._clock() - began
-        self._outside_s += seconds
-        self._write_scalars(step, {f"{name}_s": seconds})
+        self._outside = False
+        self._began = self._clock.now()
+        self._clock.wait(self._began)
+        self._write_time(step, name, self._clock.seconds(began, self._began))
 
     def log_validation(self, step: int, loss: float) -> None:
         """Hand the writers the validation loss after `step`."""
         self._write_scalars(step, {"validation_loss": loss})
 
-    def end_step(self, step: int, values: StepValues, *, last: bool) -> Record | None:
-        """The record of the steps since the last one, handed to the writers too; None if `step` is not logged.
+    def end_step(self, step: int, values: StepValues, *, settle: bool) -> bool:
+        """Take what `step` produced; whether new records were made, of this step or earlier ones.
 
         Logged are this process's first step, alone, since it holds compilation and warm-up; each multiple of log_freq;
-        and the `last` step, with which the run ends."""
-        self._steps += 1
-        if self._last_record is not None and step % self._log_freq and not last:
-            return None
-        # One transfer, and it waits until the device has done the step: only then is the clock read.
-        loss, loss_max, grad_norm = torch.stack((values.loss, values.loss_max, values.grad_norm)).tolist()
-        now = self._clock()
-        seconds = now - self._began - self._outside_s
+        and a step to `settle`, after which every record is made, which waits for the device."""
+        self._interval.steps += 1
+        if not self._logged or step % self.log_freq == 0 or settle:
+            self._logged = True
+            on_device = (values.loss, values.loss_max, values.grad_norm, values.skipped_steps)
+            copy = torch.stack(on_device).to("cpu", non_blocking=True)
+            self._end_span()
+            self._pending.append(_Pending(step, values, copy, self._interval, time.time()))
+            self._interval = _Interval()
+            self._began = self._pending[-1].arrives
+            if settle:
+                self._clock.wait(self._pending[-1].arrives)
+        before = self._records
+        while self._pending and self._clock.passed(self._pending[0].arrives):
+            self._write(self._pending.popleft())
+        return self._records > before
+
+    def _write(self, pending: _Pending) -> None:
+        interval, values = pending.interval, pending.values
+        loss, loss_max, grad_norm, skipped_steps = pending.copy.tolist()
+        span_s, data_s, compile_s = (
+            sum(self._clock.seconds(*span) for span in spans)
+            for spans in (interval.spans, interval.data, interval.compile)
+        )
+        training_s = span_s - data_s - compile_s
         rates = compute_rates(
-            tokens=values.tokens - self._start_tokens,
-            seconds=seconds,
+            tokens=values.tokens - self._tokens,
+            seconds=training_s,
             n_devices=self._n_devices,
             ledger=self._ledger,
             peaks=self._peaks,
         )
         record = Record(
-            step=step,
+            step=pending.step,
             tokens=values.tokens,
             loss=loss,
             loss_max=loss_max,
             grad_norm=grad_norm,
             lr=values.lr,
+            skipped_steps=int(skipped_steps),
             **asdict(rates),
-            step_time_s=seconds / self._steps,
-            data_time_s=self._data_s / self._steps,
+            step_time_s=(training_s + data_s) / interval.steps,
+            data_time_s=data_s / interval.steps,
             memory_gib=peak_memory_gib(self._device),
-            time=time.time(),
+            time=pending.time,
         )
         if self._last_record is not None:
             self._steady.append(rates)
-        self._last_record = record
-        self._begin_interval(now, values.tokens)
+        self._last_record, self._tokens = record, values.tokens
+        self._records += 1
+        self._times["training"] += training_s
+        self._times["data"] += data_s
         for writer in self._writers:
             writer.write(record)
-        return record
+        if compile_s:
+            self._write_time(pending.step, "compile", compile_s)
+
+    @property
+    def non_finite(self) -> Record | None:
+        """The newest record, if it tells of steps whose loss or gradient was not finite."""
+        return self._last_record if self._last_record and self._last_record.skipped_steps else None
 
     def summary(self) -> Summary | None:
         """The outcome so far; None if no step was trained."""
@@ -175,12 +276,17 @@ class MetricsProcessor:
             tps=_median(rates.tps for rates in self._steady),
             mfu=_median(rates.mfu for rates in self._steady),
             memory_gib=record.memory_gib,
+            times_s=dict(self._times),
         )
 
     def close(self) -> None:
         """Close the writers."""
         for writer in self._writers:
-            writer.close()
+            writer.close(self.summary())
+
+    def _write_time(self, step: int, name: str, seconds: float) -> None:
+        self._times[name] = self._times.get(name, 0.0) + seconds
+        self._write_scalars(step, {f"{name}_s": seconds})
 
     def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         for writer in self._writers:
@@ -193,11 +299,14 @@ def summary_lines(summary: Summary, *, unigram_entropy: float) -> list[str]:
     gain = unigram_entropy - summary.loss
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
     mfu = "n/a" if summary.mfu is None else f"{summary.mfu:.1f}%"
+    total_s = sum(summary.times_s.values())
+    shares = ", ".join(f"{name} {seconds / total_s:.1%}" for name, seconds in summary.times_s.items() if seconds)
     return [
         f"{summary.step:,} steps, {summary.tokens:,} tokens",
         f"final loss {summary.loss:.2f} nat, {abs(gain):.2f} {'below' if gain >= 0 else 'above'} "
         f"the unigram entropy {unigram_entropy:.2f} of the training tokens",
         f"median tps {tps} per device, median mfu {mfu}, without the first step",
+        f"of {total_s:,.1f}s: {shares}",
         f"peak memory {summary.memory_gib:.1f}GiB per device",
     ]
 

@@ -65,6 +65,8 @@ class Summary:
     """Median percent; None also where the peak is unknown."""
     memory_gib: float
     """The peak."""
+    times_s: Mapping[str, float]
+    """Seconds of this process by what they went to: training, data, compile, checkpoint, validation."""
 
 
 class Writer(Protocol):

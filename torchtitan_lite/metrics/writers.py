@@ -1,4 +1,4 @@
-"""Where a run's records go: the console, TensorBoard, and a file with a line of JSON a step."""
+"""Where a run's records go: the console, a file with a line of JSON a step, and what else [metrics] asks for."""
 
 import json
 import math
@@ -9,12 +9,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.logger import logger
 
-from .records import Record, Writer
+from .records import Record, Summary, Writer
+from .tensorboard_writer import TensorBoardWriter
+from .wandb_writer import WandbWriter
 
 _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN = range(31, 37)  # ANSI codes of the foreground colours
 
@@ -34,6 +34,7 @@ class ConsoleWriter:
             (_RED, self._step(record.step)),
             (_GREEN, f"loss {record.loss:.4f}"),
             (_YELLOW, f"grad_norm {record.grad_norm:.3g}"),
+            *([(_RED, f"skipped {record.skipped_steps}")] if record.skipped_steps else []),
             (_BLUE, f"tps {record.tps:,.0f}"),
             (_CYAN, f"tflops {record.tflops:,.2f}"),
             (_MAGENTA, "mfu n/a" if record.mfu is None else f"mfu {record.mfu:.1f}%"),
@@ -49,7 +50,7 @@ class ConsoleWriter:
         figures = "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
         logger.info(f"{self._paint(_RED, self._step(step))}  {figures}")
 
-    def close(self) -> None:
+    def close(self, summary: Summary | None) -> None:
         """Nothing is left to do: the log writes each line at once."""
 
     def _step(self, step: int) -> str:
@@ -64,53 +65,6 @@ def wants_color(*, disabled: bool) -> bool:
     if disabled or os.environ.get("NO_COLOR"):
         return False
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
-
-
-class TensorBoardWriter:
-    """TensorBoard curves under torchtitan's tags where it has one. An unknown figure leaves no point."""
-
-    TAGS = {
-        "tokens": "n_tokens_seen",
-        "loss": "loss_metrics/global_avg_loss",
-        "loss_max": "loss_metrics/global_max_loss",
-        "grad_norm": "grad_norm",
-        "lr": "lr",
-        "tps": "throughput(tps)",
-        "tflops": "tflops",
-        "mfu": "mfu(%)",
-        "mfu_bf16_peak": "mfu_bf16_peak(%)",
-        "mfu_fp8_peak": "mfu_fp8_peak(%)",
-        "step_time_s": "time_metrics/end_to_end(s)",
-        "data_time_s": "time_metrics/data_loading(s)",
-        "data_time_pct": "time_metrics/data_loading(%)",
-        "memory_gib": "memory/max_reserved(GiB)",
-        "memory_pct": "memory/max_reserved(%)",
-        "validation_loss": "validation_metrics/global_avg_loss",
-    }
-    """Tag of each figure; one that is not here is a time, under time_metrics/."""
-
-    def __init__(self, folder: Path, *, resume_step: int, total_memory_gib: float | None) -> None:
-        # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
-        self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
-        self._total_memory_gib = total_memory_gib
-
-    def write(self, record: Record) -> None:
-        """Add a point to each curve."""
-        figures = {name: value for name, value in asdict(record).items() if name in self.TAGS and value is not None}
-        figures["data_time_pct"] = record.data_time_pct
-        if self._total_memory_gib is not None:
-            figures["memory_pct"] = 100 * record.memory_gib / self._total_memory_gib
-        self.write_scalars(record.step, figures)
-
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to each of their curves, and have it on disk."""
-        for name, value in scalars.items():
-            self._events.add_scalar(self.TAGS.get(name, f"time_metrics/{name}"), value, step)
-        self._events.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._events.close()
 
 
 class JsonlWriter:
@@ -133,22 +87,39 @@ class JsonlWriter:
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """They are left out: every line of the file has the same keys, and every step one line."""
 
-    def close(self) -> None:
+    def close(self, summary: Summary | None) -> None:
         """Close the file."""
         self._file.close()
 
 
 def build_writers(
-    metrics: MetricsConfig, *, dump_folder: Path, total_steps: int, resume_step: int, total_memory_gib: float | None
+    metrics: MetricsConfig,
+    *,
+    dump_folder: Path,
+    total_steps: int,
+    resume_step: int,
+    total_memory_gib: float | None,
+    config_toml: str,
+    hparams: Mapping[str, bool | float | str],
 ) -> list[Writer]:
-    """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in `dump_folder`."""
+    """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in `dump_folder`. `hparams`
+    are the values to compare runs by, under the same names in each. Raises ConfigError where wandb cannot start."""
     writers: list[Writer] = [
         ConsoleWriter(total_steps=total_steps, color=wants_color(disabled=metrics.disable_color_printing)),
         JsonlWriter(dump_folder / "metrics.jsonl", resume_step=resume_step),
     ]
     if metrics.enable_tensorboard:
-        folder = dump_folder / metrics.save_tb_folder
-        writers.append(TensorBoardWriter(folder, resume_step=resume_step, total_memory_gib=total_memory_gib))
+        writers.append(
+            TensorBoardWriter(
+                dump_folder / metrics.save_tb_folder,
+                resume_step=resume_step,
+                total_memory_gib=total_memory_gib,
+                config_toml=config_toml,
+                hparams=hparams,
+            )
+        )
+    if metrics.enable_wandb:
+        writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
     return writers
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite.config import ActivationCheckpointConfig
 
@@ -23,6 +24,11 @@ SAVED = {
     aten.max.default,  # the amax of a float8 cast: small, and the recomputed cast needs nothing else
 }
 """What is kept besides every second matmul: dear to compute or to communicate, cheap to keep."""
+LINEARS = (
+    *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
+    *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+)
+"""The linears of a block in the order in which its forward calls them."""
 
 
 def _keep_every_second_matmul(seen: Counter[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -40,16 +46,43 @@ def _op_contexts() -> Any:
     return create_selective_checkpoint_contexts(partial(_keep_every_second_matmul, Counter()))
 
 
+def _keeps_by_op(ac: ActivationCheckpointConfig) -> bool:
+    return ac.mode == "selective" and ac.selective_ac_option == "op"
+
+
+def checkpointed_layers(ac: ActivationCheckpointConfig, *, n_layers: int) -> range:
+    """The numbers of the blocks that recompute something."""
+    if ac.mode == "none":
+        return range(0)
+    return range(0, n_layers, int(ac.selective_ac_option) if ac.mode == "selective" and not _keeps_by_op(ac) else 1)
+
+
+def recomputed_modules(
+    model: nn.Module, ac: ActivationCheckpointConfig, *, compiled: bool, fused_attention: bool
+) -> frozenset[str]:
+    """Names of the linears and `attention` modules of `model`, still unwrapped, whose forward the backward pass will
+    run again.
+
+    A checkpointed block is run again up to the last tensor that backward needs: that is what w2 read, so that w2 is
+    not run, unless it is a Float8Linear in an eager block, which saves what it read after its matmul. Attention that
+    is not one of the fused operators is no operator to keep."""
+    layers = model.get_submodule("layers")
+    names = []
+    for i in checkpointed_layers(ac, n_layers=len(list(layers.children()))):
+        if _keeps_by_op(ac):
+            parts = [*LINEARS[1::2], *([] if fused_attention else ["attention"])]
+        else:
+            eager_float8 = isinstance(layers.get_submodule(f"{i}.{LINEARS[-1]}"), Float8Linear) and not compiled
+            parts = [*LINEARS[: None if eager_float8 else -1], "attention"]
+        names += [f"layers.{i}.{part}" for part in parts]
+    return frozenset(names)
+
+
 def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
     """Wrap the blocks of `model` in place as [activation_checkpoint] says: none, all, every n-th, or all with the "op"
     policy, which keeps attention, the scattered sums of tensor parallelism and every second matmul."""
-    if ac.mode == "none":
-        return
-    by_op = ac.mode == "selective" and ac.selective_ac_option == "op"
-    every = int(ac.selective_ac_option) if ac.mode == "selective" and not by_op else 1
-    contexts: dict[str, Any] = {"context_fn": _op_contexts} if by_op else {}
+    contexts: dict[str, Any] = {"context_fn": _op_contexts} if _keeps_by_op(ac) else {}
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"
-    for i, block in enumerate(layers):
-        if i % every == 0:
-            layers[i] = checkpoint_wrapper(block, preserve_rng_state=False, **contexts)
+    for i in checkpointed_layers(ac, n_layers=len(layers)):
+        layers[i] = checkpoint_wrapper(layers[i], preserve_rng_state=False, **contexts)

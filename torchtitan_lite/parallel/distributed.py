@@ -86,17 +86,18 @@ class StopSignal:
     schedulers signal every process and torchrun passes it on too; a second SIGINT ends this process at once."""
 
     def __init__(self) -> None:
-        self._received = torch.zeros(1, dtype=torch.int32)
+        self._received = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._received[0] = number
+        self._received = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def agreed(self) -> signal.Signals | None:
-        """The signal that some rank has received, the same answer on all ranks; None if none has. A collective call."""
-        received = self._received.clone()
-        dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        number = int(received)
-        return signal.Signals(number) if number else None
+    def agreed(self, *, failed: bool) -> tuple[signal.Signals | None, bool]:
+        """The signal that some rank has received, if any, and whether some rank has `failed`: the same answer on all
+        ranks. A collective call on CPU."""
+        said = torch.tensor([self._received, failed], dtype=torch.int32)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        number, any_failed = said.tolist()
+        return (signal.Signals(number) if number else None), bool(any_failed)

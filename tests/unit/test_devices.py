@@ -1,0 +1,112 @@
+"""The data sheets: every row by the names that torch and the vendors use, and every name that is another device."""
+
+import pytest
+
+from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
+from torchtitan_lite.metrics.hardware import published_peaks
+
+H100 = {"bf16": 989, "fp8": 1979}
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-40GB", {"bf16": 312}),
+        ("NVIDIA A100-SXM4-80GB", {"bf16": 312}),
+        ("NVIDIA A100-PCIE-40GB", {"bf16": 312}),
+        ("NVIDIA A100 80GB PCIe", {"bf16": 312}),
+        ("NVIDIA H100 80GB HBM3", H100),
+        ("NVIDIA H100 SXM", H100),
+        ("NVIDIA H200", H100),
+        ("NVIDIA H200 SXM", H100),
+        ("NVIDIA H100 PCIe", {"bf16": 756, "fp8": 1513}),
+        ("NVIDIA H100 NVL", {"bf16": 835, "fp8": 1670}),
+        ("NVIDIA H20", {"bf16": 148, "fp8": 296}),
+        ("NVIDIA B200", {"bf16": 2250, "fp8": 4500}),  # dense: the sparse figures are double
+        ("NVIDIA B300 SXM6 AC", {"bf16": 2250, "fp8": 4500}),
+        ("NVIDIA GB200", {"bf16": 2500, "fp8": 5000}),
+        ("NVIDIA GB300", {"bf16": 2500, "fp8": 5000}),
+        ("AMD Instinct MI300X", {"bf16": 1307, "fp8": 2615}),
+        ("AMD Instinct MI325X", {"bf16": 1307, "fp8": 2615}),
+        ("AMD Instinct MI350X", {"bf16": 2300, "fp8": 4600}),
+        ("AMD Instinct MI355X", {"bf16": 2500, "fp8": 5000}),
+        ("NVIDIA L40S", {"bf16": 362, "fp8": 733}),
+        ("nvidia l40s", {"bf16": 362, "fp8": 733}),
+        ("NVIDIA L40", {"bf16": 181, "fp8": 362}),
+        ("NVIDIA L4", {"bf16": 121, "fp8": 242}),
+        ("NVIDIA GeForce RTX 4090", {"bf16": 165, "fp8": 330}),
+        ("NVIDIA GeForce RTX 5090", {"bf16": 209.5, "fp8": 419}),
+        ("H100 SXM", H100),  # as a user writes it
+        ("rtx 4090", {"bf16": 165, "fp8": 330}),
+    ],
+)
+def test_published_peaks(name, tflops):
+    assert published_peaks(lookup_device(name)) == tflops
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM2e",  # sold as PCIe and as SXM: the name does not tell which
+        "NVIDIA H100 64GB HBM2e",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a slice of the GPU
+        "NVIDIA H100",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H800",
+        "NVIDIA A100X",
+        "NVIDIA A10",
+        "NVIDIA A100-SXM-64GB",  # has more cores than the 40 and 80 GB ones
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 4000 Ada Generation",
+        "NVIDIA L400",
+        "AMD Instinct MI300A",
+        "Tesla T4",
+        "",
+        "H100",
+        "NVIDIA",
+    ],
+)
+def test_no_device_gets_the_data_sheet_of_another(name):
+    assert lookup_device(name) is None
+    assert published_peaks(lookup_device(name)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "bandwidth_tb_s"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40, 1.555),
+        ("NVIDIA A100-SXM4-80GB", 80, 2.039),
+        ("NVIDIA A100-PCIE-40GB", 40, 1.555),
+        ("NVIDIA A100 80GB PCIe", 80, 1.935),
+        ("NVIDIA H100 80GB HBM3", 80, 3.35),
+        ("NVIDIA H100 PCIe", 80, 2.0),
+        ("NVIDIA H100 NVL", 94, 3.9),
+        ("NVIDIA H200", 141, 4.8),
+        ("NVIDIA H20", 96, 4.0),
+        ("NVIDIA B200", 180, 8.0),
+        ("NVIDIA B300 SXM6 AC", 288, 8.0),
+        ("NVIDIA GB200", 186, 8.0),
+        ("NVIDIA GB300", 288, 8.0),
+        ("AMD Instinct MI300X", 192, 5.3),
+        ("AMD Instinct MI325X", 256, 6.0),
+        ("AMD Instinct MI350X", 288, 8.0),
+        ("AMD Instinct MI355X", 288, 8.0),
+        ("NVIDIA L40S", 48, 0.864),
+        ("NVIDIA L40", 48, 0.864),
+        ("NVIDIA L4", 24, 0.3),
+        ("NVIDIA GeForce RTX 4090", 24, 1.008),
+        ("NVIDIA GeForce RTX 5090", 32, 1.792),
+    ],
+)
+def test_memory(name, memory_gb, bandwidth_tb_s):
+    device = lookup_device(name)
+    assert isinstance(device, DeviceSpec)
+    assert (device.memory_gb, device.bandwidth_tb_s) == (memory_gb, bandwidth_tb_s)
+
+
+def test_every_row_is_found_by_its_name_and_no_name_is_there_twice():
+    assert [lookup_device(device.name) for device in DEVICES] == list(DEVICES)
+    names = [name.casefold() for device in DEVICES for name in (device.name, *device.aliases)]
+    assert len(names) == len(set(names))

@@ -1,0 +1,55 @@
+"""The data sheets: what each known GPU can do at best."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A row of a vendor's data sheet."""
+
+    name: str
+    bf16_tflops: float
+    """Dense, here and below: sparse figures are double."""
+    fp8_tflops: float | None
+    """None where the device has no float8 matrix units."""
+    memory_gb: float
+    """10^9 bytes."""
+    bandwidth_tb_s: float
+    """Of that memory, 10^12 bytes a second."""
+    aliases: tuple[str, ...] = ()
+    """Other names that torch or the vendor gives the device."""
+
+
+DEVICES = (
+    DeviceSpec("A100 SXM 40GB", 312, None, 40, 1.555, ("A100-SXM4-40GB",)),
+    DeviceSpec("A100 SXM 80GB", 312, None, 80, 2.039, ("A100-SXM4-80GB",)),
+    DeviceSpec("A100 PCIe 40GB", 312, None, 40, 1.555, ("A100-PCIE-40GB",)),
+    DeviceSpec("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",)),
+    DeviceSpec("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3")),
+    DeviceSpec("H100 PCIe", 756, 1513, 80, 2.0),
+    DeviceSpec("H100 NVL", 835, 1670, 94, 3.9),
+    DeviceSpec("H200", 989, 1979, 141, 4.8, ("H200 SXM",)),
+    DeviceSpec("H20", 148, 296, 96, 4.0),
+    DeviceSpec("B200", 2250, 4500, 180, 8.0),
+    DeviceSpec("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",)),
+    DeviceSpec("GB200", 2500, 5000, 186, 8.0),
+    DeviceSpec("GB300", 2500, 5000, 288, 8.0),
+    DeviceSpec("MI300X", 1307, 2615, 192, 5.3),
+    DeviceSpec("MI325X", 1307, 2615, 256, 6.0),
+    DeviceSpec("MI350X", 2300, 4600, 288, 8.0),
+    DeviceSpec("MI355X", 2500, 5000, 288, 8.0),
+    DeviceSpec("L40S", 362, 733, 48, 0.864),
+    DeviceSpec("L40", 181, 362, 48, 0.864),
+    DeviceSpec("L4", 121, 242, 24, 0.3),
+    DeviceSpec("RTX 4090", 165, 330, 24, 1.008),
+    DeviceSpec("RTX 5090", 209.5, 419, 32, 1.792),
+)
+
+
+def lookup_device(name: str) -> DeviceSpec | None:
+    """The data sheet of the device that torch, or its vendor, calls `name`; None if there is none here.
+
+    A name must match in full: "MIG", "Laptop GPU", "D" or an unlisted memory behind a known name is another device."""
+    bare = re.sub(r"^(NVIDIA (GeForce )?|AMD Instinct )", "", name, flags=re.IGNORECASE).casefold()
+    return next((device for device in DEVICES if bare in map(str.casefold, (device.name, *device.aliases))), None)

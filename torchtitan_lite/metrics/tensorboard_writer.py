@@ -1,0 +1,123 @@
+"""TensorBoard curves, laid out for reading, with the run's config and the values to compare runs by."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams as hparam_summaries
+
+from .records import Record, Summary
+
+TAGS = {
+    "tokens": "n_tokens_seen",
+    "loss": "loss_metrics/global_avg_loss",
+    "loss_max": "loss_metrics/global_max_loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "skipped_steps": "skipped_steps",
+    "tps": "throughput(tps)",
+    "tflops": "tflops",
+    "mfu": "mfu(%)",
+    "mfu_bf16_peak": "mfu_bf16_peak(%)",
+    "mfu_fp8_peak": "mfu_fp8_peak(%)",
+    "mfu_achievable": "mfu_achievable(%)",
+    "hfu": "hfu(%)",
+    "step_time_s": "time_metrics/end_to_end(s)",
+    "data_time_s": "time_metrics/data_loading(s)",
+    "data_time_pct": "time_metrics/data_loading(%)",
+    "memory_gib": "memory/max_reserved(GiB)",
+    "memory_pct": "memory/max_reserved(%)",
+    "validation_loss": "validation_metrics/global_avg_loss",
+}
+"""Tag of each figure, torchtitan's where it has one. A figure that is not here is a time, under time_metrics/."""
+
+PAGES: dict[str, dict[str, tuple[str, ...]]] = {
+    "loss": {"mean and validation": ("loss", "validation_loss"), "mean and largest of the ranks": ("loss", "loss_max")},
+    "throughput": {"tokens per second per device": ("tps",), "TFLOPS per device": ("tflops",)},
+    "MFU": {"percent of the peak": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")},
+    "memory": {"peak, GiB": ("memory_gib",)},
+    "times": {
+        "step, seconds": ("step_time_s", "data_time_s"),
+        "outside of steps, seconds": ("compile_s", "checkpoint_s", "validation_s"),
+    },
+}
+"""Pages of the Custom Scalars tab: the charts of each, by title, and the figures in a chart."""
+
+FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
+"""Tags of the outcome, by which the HParams tab compares runs."""
+
+
+class TensorBoardWriter:
+    """A run's TensorBoard folder. An unknown figure leaves no point.
+
+    The pages, the config and the hparams stand there once, as the run began; a resumed one adds only points."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume_step: int,
+        total_memory_gib: float | None,
+        config_toml: str,
+        hparams: Mapping[str, bool | float | str],
+    ) -> None:
+        """Runs are compared by `hparams`, of which each should have the same names."""
+        begun = any(folder.glob("events.out.tfevents.*"))
+        # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
+        self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self._total_memory_gib = total_memory_gib
+        # TensorBoard has no name for a truth value but 0 and 1.
+        named = {name: str(value).lower() if isinstance(value, bool) else value for name, value in hparams.items()}
+        *start, self._session_end = hparam_summaries(named, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
+        if begun:
+            return
+        self._events.add_custom_scalars(_layout())
+        self._events.add_text("config", f"```toml\n{config_toml}\n```", 0)
+        for summary in start:
+            self._add_summary(summary)
+        self._events.flush()
+
+    def write(self, record: Record) -> None:
+        """Add a point to each curve."""
+        figures = {name: value for name, value in asdict(record).items() if name in TAGS and value is not None}
+        figures["data_time_pct"] = record.data_time_pct
+        if self._total_memory_gib is not None:
+            figures["memory_pct"] = 100 * record.memory_gib / self._total_memory_gib
+        self.write_scalars(record.step, figures)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a point to each of their curves, and have it on disk."""
+        for name, value in scalars.items():
+            for tag in _tags(name):
+                self._events.add_scalar(tag, value, step)
+        self._events.flush()
+
+    def close(self, summary: Summary | None) -> None:
+        """Add the outcome beside the hparams, and close the event file."""
+        if summary is not None:
+            self._events.add_scalar(FINAL_LOSS, summary.loss, summary.step)
+            if summary.tps is not None:
+                self._events.add_scalar(MEDIAN_TPS, summary.tps, summary.step)
+            self._add_summary(self._session_end)
+        self._events.close()
+
+    def _add_summary(self, summary: object) -> None:
+        self._events._get_file_writer().add_summary(summary)
+
+
+def _tags(name: str) -> list[str]:
+    """The tags of a figure, the one for PAGES last: its curve there is lost, with no word, if the tag has parentheses,
+    because the tab takes the last ones, with all between, for the name of the run."""
+    tag = TAGS.get(name, f"time_metrics/{name}")
+    return [tag, f"pages/{name}"] if "(" in tag else [tag]
+
+
+def _layout() -> dict[str, dict[str, list]]:
+    """PAGES as torch takes them, which is with a regular expression for each tag."""
+
+    def chart(names: tuple[str, ...]) -> list:
+        return ["Multiline", [f"^{re.escape(_tags(name)[-1])}$" for name in names]]
+
+    return {page: {title: chart(names) for title, names in charts.items()} for page, charts in PAGES.items()}
