@@ -1,7 +1,6 @@
 """A run's parts, built from the whole config: its batches, its model, its metrics. A hub, like those that call it."""
 
 import dataclasses
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -21,12 +20,13 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import resolve_peaks, total_memory_gib
 from torchtitan_lite.metrics.metrics import MetricsProcessor
-from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
+from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
+from torchtitan_lite.parallel.distributed import on_rank0
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
 
@@ -181,19 +181,21 @@ def build_model(
 
 
 def hparams(config: Config, *, world_size: int) -> dict[str, bool | float | str]:
-    """What is worth comparing between runs, by the name of its key."""
-    keys = (
-        *("model.flavor", "training.seq_len", "training.local_batch_size", "optimizer.lr", "compile.enable"),
-        *("activation_checkpoint.mode", "parallelism.tensor_parallel_degree", "debug.seed"),
-    )
+    """What is worth comparing between runs. TensorBoard shows the first five, by the alphabet, until asked for more."""
     degrees = resolve_degrees(config.parallelism, world_size=world_size)
-    float8 = config.float8
+    float8, training = config.float8, config.training
     return {
+        "activation_checkpoint": config.activation_checkpoint.mode,
+        "compile": config.compile.enable,
+        "flavor": config.model.flavor,
         "float8": float8.recipe_name if float8.enable_float8_linear else "off",
         "float8_all_gather": float8.enable_fsdp_float8_all_gather,
+        "global_batch_size": resolve_batch(training, dp_degree=degrees.dp).global_batch_size,
+        "local_batch_size": training.local_batch_size,
+        "lr": config.optimizer.lr,
+        "seq_len": training.seq_len,
+        "tensor_parallel_degree": degrees.tp,
         "world_size": world_size,
-        "global_batch_size": resolve_batch(config.training, dp_degree=degrees.dp).global_batch_size,
-        **{name: attrgetter(name)(config) for name in keys},
     }
 
 
@@ -202,22 +204,24 @@ def build_metrics(
 ) -> MetricsProcessor:
     """The metrics of a run that goes on after `resume_step` and `start_tokens`; rank 0 alone writes. On CPU all ranks
     measure their peaks here, at the same time."""
-    check_wandb_installed(config.metrics)
     dist.barrier()
     used = [precision for precision, count in ledger.by_precision.items() if count]
     peaks = resolve_peaks(device, config.metrics, precisions=used)
     logger.info(f"{peaks}")
-    writers = []
-    if dist.get_rank() == 0:
-        writers = build_writers(
-            config.metrics,
-            dump_folder=Path(config.job.dump_folder),
-            total_steps=config.training.steps,
-            resume_step=resume_step,
-            total_memory_gib=total_memory_gib(device),
-            config_toml=dump_config(config),
-            hparams=hparams(config, world_size=dist.get_world_size()),
+    writers: list[Writer] = []
+    on_rank0(
+        lambda: writers.extend(
+            build_writers(
+                config.metrics,
+                dump_folder=Path(config.job.dump_folder),
+                total_steps=config.training.steps,
+                resume_step=resume_step,
+                total_memory_gib=total_memory_gib(device),
+                config_toml=dump_config(config),
+                hparams=hparams(config, world_size=dist.get_world_size()),
+            )
         )
+    )
     metrics = MetricsProcessor(
         log_freq=config.metrics.log_freq,
         ledger=ledger,

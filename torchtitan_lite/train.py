@@ -4,7 +4,9 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -34,12 +36,16 @@ from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.metrics import StepValues, summary_lines
 from torchtitan_lite.metrics.records import Record
+from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.loss import cross_entropy_sum
 from torchtitan_lite.optim import build_optimizer, lr_factor, step_unless
 from torchtitan_lite.parallel.distributed import StopSignal, init_distributed, leave_distributed, on_rank0, set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.profiling import profile
 from torchtitan_lite.run_folder import RunFolder, open_run_folder, report_failure
+
+STATUS_SECONDS = 5.0
+"""Between updates of status.json, which wait for the disk."""
 
 
 class Trainer:
@@ -49,6 +55,7 @@ class Trainer:
         """Rank 0 alone has the `run_folder`."""
         self.config, self.device, self.run_folder = config, device, run_folder
         self.stop_signal = StopSignal()
+        on_rank0(lambda: check_wandb_installed(config.metrics))
         set_determinism(config.debug)
         training, world_size = config.training, dist.get_world_size()
         degrees = resolve_degrees(config.parallelism, world_size=world_size)
@@ -158,7 +165,7 @@ class Trainer:
         """The run's exit code, after the last step or the step at whose end a signal stopped it."""
         config, steps = self.config, self.config.training.steps
         gc.disable()  # it would run at different moments on different ranks, each time stopping all of them
-        stopped_by = None
+        stopped_by: signal.Signals | None = None
         self.report_progress()
         if self.step >= steps:
             logger.info(f"nothing left to train: resumed at step {self.step}, and [training] steps = {steps}")
@@ -166,25 +173,30 @@ class Trainer:
             config.profiling, run_folder=self.path, rank=dist.get_rank(), device=self.device, done_steps=self.step
         ) as profiler:
             for step in range(self.first_step, steps + 1):
-                values = self.train_step(step)
-                stopped_by, failed = self.stop_signal.agreed(failed=self.metrics.non_finite is not None)
-                last = step == steps or stopped_by is not None
-                saves = self.checkpointer.due(step, last=last)
-                # What is saved is logged, and so checked, first. All ranks then know the same of this step.
-                settle = last or saves or failed
-                logged = self.metrics.end_step(step, values, settle=settle)
-                if settle:
-                    check_finite(self.metrics.non_finite)
-                self.step = step
-                self.after_step(saves=saves)
-                if logged:
-                    self.report_progress()
+                stopped_by = self.advance(step)
                 profiler.end_step(step)
-                if last:
+                if stopped_by is not None:
                     break
         early = stopped_by.name if stopped_by and self.step < steps else None
         self.finish(stopped_by=early)
         return STOPPED_EXIT_CODE if early else 0
+
+    def advance(self, step: int) -> signal.Signals | None:
+        """Train, log and follow up `step`; the signal that ends the run with it, if one does."""
+        values = self.train_step(step)
+        stopped_by, failed = self.stop_signal.agreed(failed=self.metrics.non_finite is not None)
+        last = step == self.config.training.steps or stopped_by is not None
+        saves = self.checkpointer.due(step, last=last)
+        # What is saved is logged, and so checked, first. All ranks then know the same of this step.
+        settle = last or saves or failed
+        logged = self.metrics.end_step(step, values, settle=settle)
+        if settle:
+            check_finite(self.metrics.non_finite)
+        self.step = step
+        self.after_step(saves=saves)
+        if settle or (logged and time.monotonic() - self.reported_at > STATUS_SECONDS):
+            self.report_progress()
+        return stopped_by
 
     def after_step(self, *, saves: bool) -> None:
         """What comes between steps and is in none's time: validation, checkpoint, garbage collection, time-outs."""
@@ -202,6 +214,7 @@ class Trainer:
 
     def report_progress(self) -> None:
         """Write into status.json how far the run is."""
+        self.reported_at = time.monotonic()
         if self.run_folder is not None:
             self.run_folder.running(step=self.step, last_checkpoint=self.last_checkpoint)
 
@@ -246,6 +259,7 @@ def run_entries(config: Config) -> list[str]:
     """Names of what this run writes within its folder."""
     return [
         "metrics.jsonl",
+        "wandb",
         config.checkpoint.folder,
         config.metrics.save_tb_folder,
         config.profiling.save_traces_folder,

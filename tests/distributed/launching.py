@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.toml")
-WORKER = Path(__file__).with_name("inspect_worker.py")
+FOLDER = Path(__file__).parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -45,9 +45,9 @@ def losses(folder: Path, *overrides: str, processes: int) -> list[float]:
     return [record["loss"] for record in train(folder, *overrides, processes=processes)]
 
 
-def inspect(*overrides: str, processes: int) -> dict[str, Any]:
-    """What inspect_worker.py tells of the tiny config's model on `processes` processes."""
-    result = torchrun(str(WORKER), "--job.config_file", str(TINY), *overrides, processes=processes)
+def ask(worker: str, *overrides: str, processes: int) -> Any:
+    """What the script `worker` of this folder tells, as a line of JSON, of the tiny config on `processes` processes."""
+    result = torchrun(str(FOLDER / worker), "--job.config_file", str(TINY), *overrides, processes=processes)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith(("{", "[{"))]
     return json.loads(line)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import inspect, losses
+from launching import ask, losses
 
 FLOAT8 = "--float8.enable_float8_linear"
 RECIPES = {
@@ -18,6 +18,7 @@ RECIPES = {
     "rowwise": [FLOAT8, "--float8.recipe_name", "rowwise"],
     "rowwise_with_gw_hp": [FLOAT8, "--float8.recipe_name", "rowwise_with_gw_hp"],
 }
+INSPECT = "inspect_worker.py"
 TP = "--parallelism.tensor_parallel_degree=2"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 GATHERED_LOGITS = "--parallelism.disable_loss_parallel"
@@ -60,11 +61,11 @@ def test_four_processes_train_as_one_does(
 
 @pytest.mark.timeout(300)
 def test_weights_are_the_same_on_any_mesh() -> None:
-    one = inspect(processes=1)["weights"]
+    one = ask(INSPECT, processes=1)["weights"]
     assert len(one) == 6 * 9 + 3
-    assert inspect(processes=2)["weights"] == one
-    assert inspect(TP, processes=4)["weights"] == one
-    assert inspect(HSDP, FLOAT8, "--float8.enable_fsdp_float8_all_gather", processes=4)["weights"] == one
+    assert ask(INSPECT, processes=2)["weights"] == one
+    assert ask(INSPECT, TP, processes=4)["weights"] == one
+    assert ask(INSPECT, HSDP, FLOAT8, "--float8.enable_fsdp_float8_all_gather", processes=4)["weights"] == one
 
 
 BLOCK_WEIGHTS = 256 * 256 * 2 + 128 * 256 * 2 + 3 * 256 * 768
@@ -73,7 +74,7 @@ NORM_BYTES = 2 * 256 * 2
 
 @pytest.mark.parametrize(("float8", "bytes_per_weight"), [(False, 2), (True, 1)], ids=["bf16", "float8"])
 def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(float8: bool, bytes_per_weight: int) -> None:
-    traffic = inspect(*(RECIPES["all_gather"] if float8 else []), processes=2)["traffic"]
+    traffic = ask(INSPECT, *(RECIPES["all_gather"] if float8 else []), processes=2)["traffic"]
     sizes = {"torch.uint8": 1, "torch.bfloat16": 2}
     gathered = [elements * sizes[dtype] for name, dtype, elements in traffic if name == "_allgather_base_"]
     block = (BLOCK_WEIGHTS * bytes_per_weight + NORM_BYTES) // 2  # each of two ranks sends half
@@ -86,7 +87,7 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(float8: bool, bytes_pe
     ("recipe", "dtype"), [("tensorwise", "torch.uint8"), ("rowwise", "torch.bfloat16"), ("bf16", "torch.bfloat16")]
 )
 def test_tensor_parallelism_gathers_activations_in_float8_under_tensorwise(recipe: str, dtype: str) -> None:
-    traffic = inspect(*RECIPES[recipe], TP, processes=2)["traffic"]
+    traffic = ask(INSPECT, *RECIPES[recipe], TP, processes=2)["traffic"]
     shard = 2 * 64 * 256 // 2
     gathered = [(kind, elements) for name, kind, elements in traffic if name == "all_gather_into_tensor"]
     # Attention and feed-forward of six blocks gather their input forward and the gradient of their output backward;

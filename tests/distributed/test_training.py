@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ENV, ROOT, losses, read_records, torchrun, train, train_arguments
+from launching import ENV, ROOT, ask, losses, read_records, torchrun, train, train_arguments
 
 FLOAT8_GATHER = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
 STEPS = "--training.steps"
@@ -60,6 +60,30 @@ def test_a_resumed_run_goes_on_bit_for_bit(float8: list[str], tmp_path: Path) ->
     assert [re.sub(r"-\d{10,}$", "", name) for name in names] == [
         *(f"step-{step:08d}" for step in (2, 3, 4, 6)), "superseded-step-00000004", "superseded-step-00000006"
     ]  # fmt: skip
+
+
+@pytest.mark.timeout(120)
+def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
+    settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
+    *steps, last = ask("reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2)
+    # In each step what the ranks agree on, which is on the CPU on any device; in the last the records of steps 1, 3, 6.
+    assert steps == [{"tolist": 1}] * 5
+    assert last == {"tolist": 1 + 3}
+
+
+@pytest.mark.timeout(120)
+def test_a_gradient_that_is_not_finite_updates_nothing_and_ends_all_ranks_alike(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = ["--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_freq=4", "--checkpoint.enable"]
+    result = torchrun(*train_arguments(folder, f"{STEPS}=50", *settings), processes=2)
+    assert result.returncode != 0
+    ended = status(folder)
+    assert (ended["state"], ended["exit_code"]) == ("failed", 5)
+    assert re.match(r"up to step \d+, \d+ steps had a loss or gradient that is not finite, and so no", ended["cause"])
+    assert not list((folder / "checkpoint").glob("step-*"))  # nothing is saved of such a run
+    records = read_records(folder)
+    assert records[-1]["skipped_steps"] > 0
+    assert records[-1]["step"] <= 8  # found in the first record, and told to all in the step after
 
 
 @pytest.mark.timeout(120)

@@ -22,7 +22,7 @@ def test_steps_without_an_update_end_the_run() -> None:
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
-    assert entries == ["metrics.jsonl", "checkpoint", "curves", "profile_traces", "memory_snapshot"]
+    assert entries == ["metrics.jsonl", "wandb", "checkpoint", "curves", "profile_traces", "memory_snapshot"]
 
 
 def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

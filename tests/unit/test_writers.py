@@ -4,35 +4,20 @@ import math
 from dataclasses import replace
 
 import pytest
+from fake_wandb import FakeWandb
+from sample_records import RECORD, SUMMARY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.metrics.writers import (
-    ConsoleWriter,
-    JsonlWriter,
-    Record,
-    TensorBoardWriter,
-    build_writers,
-    wants_color,
-)
+from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, build_writers, wants_color
 
-RECORD = Record(
-    step=12,
-    tokens=49152,
-    loss=5.43211,
-    loss_max=5.9,
-    grad_norm=1.2345,
-    lr=8e-4,
-    tps=2345.4,
-    tflops=0.0812,
-    mfu=41.24,
-    mfu_bf16_peak=8.1,
-    mfu_fp8_peak=None,
-    step_time_s=1.25,
-    data_time_s=0.0025,
-    memory_gib=0.93,
-    time=1.7e9,
-)
+RUN = {
+    "total_steps": 30,
+    "resume_step": 0,
+    "total_memory_gib": None,
+    "config_toml": "[training]\nseq_len = 64\n",
+    "hparams": {"flavor": "8B"},
+}
 LINE = (
     "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  time 1.250s (data 0.2%)  "
 )
@@ -45,11 +30,6 @@ def log(monkeypatch, caplog):
     return caplog
 
 
-def read_curves(folder) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 def read_lines(path) -> list[dict]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -60,7 +40,7 @@ def read_lines(path) -> list[dict]:
 def write_steps(writer, steps) -> None:
     for step in steps:
         writer.write(replace(RECORD, step=step, loss=float(step)))
-    writer.close()
+    writer.close(SUMMARY)
 
 
 def test_console_line(log):
@@ -69,13 +49,18 @@ def test_console_line(log):
     writer.write(RECORD)
     writer.write(replace(RECORD, step=9, mfu=None))
     writer.write_scalars(9, {"validation_loss": 5.5, "validation_s": 1.23456})
-    writer.close()
+    writer.close(SUMMARY)
     assert log.messages == [
         LINE + "warm-up",
         LINE + "eta 0:00:22",  # 18 steps of 1.25 s
         LINE.replace("step 12", "step  9").replace("41.2%", "n/a") + "eta 0:00:26",
         "step  9/30  validation_loss 5.5000  validation_s 1.2346",
     ]
+
+
+def test_console_shows_steps_without_an_update(log):
+    ConsoleWriter(total_steps=30, color=False).write(replace(RECORD, skipped_steps=2))
+    assert log.messages == [LINE.replace("1.23  tps", "1.23  skipped 2  tps") + "warm-up"]
 
 
 def test_coloured_console_line_has_the_same_text(log):
@@ -109,51 +94,6 @@ def test_color(monkeypatch, disabled, terminal, env, colored):
     assert wants_color(disabled=disabled) is colored
 
 
-def test_tensorboard_tags(tmp_path):
-    writer = TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=None)
-    writer.write(RECORD)
-    writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0})
-    writer.close()
-    expected = {
-        "n_tokens_seen": 49152,
-        "loss_metrics/global_avg_loss": 5.43211,
-        "loss_metrics/global_max_loss": 5.9,
-        "grad_norm": 1.2345,
-        "lr": 8e-4,
-        "throughput(tps)": 2345.4,
-        "tflops": 0.0812,
-        "mfu(%)": 41.24,
-        "mfu_bf16_peak(%)": 8.1,  # and no mfu_fp8_peak(%), which is unknown
-        "time_metrics/end_to_end(s)": 1.25,
-        "time_metrics/data_loading(s)": 0.0025,
-        "time_metrics/data_loading(%)": 0.2,
-        "memory/max_reserved(GiB)": 0.93,
-        "validation_metrics/global_avg_loss": 5.5,
-        "time_metrics/validation_s": 2.0,
-        "time_metrics/checkpoint_s": 3.0,
-    }
-    assert read_curves(tmp_path) == {tag: [(12, pytest.approx(value))] for tag, value in expected.items()}
-
-
-def test_tensorboard_gives_the_share_of_a_gpus_memory(tmp_path):
-    write_steps(TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=9.3), [1])
-    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(1, pytest.approx(10.0))]
-
-
-def test_tensorboard_is_on_disk_before_it_is_closed(tmp_path):
-    writer = TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=None)
-    for step in (1, 2, 3):
-        writer.write(replace(RECORD, step=step))
-    assert [step for step, _ in read_curves(tmp_path)["lr"]] == [1, 2, 3]
-    writer.close()
-
-
-def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
-    write_steps(TensorBoardWriter(tmp_path, resume_step=0, total_memory_gib=None), range(1, 11))
-    write_steps(TensorBoardWriter(tmp_path, resume_step=6, total_memory_gib=None), range(7, 9))
-    assert read_curves(tmp_path)["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
-
-
 def test_jsonl_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path, resume_step=0)
@@ -161,17 +101,18 @@ def test_jsonl_line(tmp_path):
     writer.write_scalars(12, {"validation_loss": 5.5})
     assert path.read_text() == (  # before it is closed
         '{"step": 12, "tokens": 49152, "loss": 5.43211, "loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
-        '"tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, "mfu_bf16_peak": 8.1, "mfu_fp8_peak": null, '
-        '"step_time_s": 1.25, "data_time_s": 0.0025, "memory_gib": 0.93, "time": 1700000000.0}\n'
+        '"skipped_steps": 0, "tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, "mfu_bf16_peak": 8.1, '
+        '"mfu_fp8_peak": null, "mfu_achievable": 44.5, "hfu": 50.5, "step_time_s": 1.25, "data_time_s": 0.0025, '
+        '"memory_gib": 0.93, "time": 1700000000.0}\n'
     )
-    writer.close()
+    writer.close(SUMMARY)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_jsonl_of_a_loss_that_is_not_finite_is_null(tmp_path, loss):
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
     writer.write(replace(RECORD, loss=loss, grad_norm=0.0))
-    writer.close()
+    writer.close(SUMMARY)
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["loss"], line["loss_max"], line["grad_norm"]) == (None, 5.9, 0.0)
 
@@ -201,18 +142,24 @@ def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
     assert path.read_text() == before
 
 
-def test_build_writers(tmp_path):
-    where = {"dump_folder": tmp_path, "total_steps": 30, "resume_step": 0, "total_memory_gib": None}
-    writers = build_writers(MetricsConfig(save_tb_folder="curves"), **where)
+@pytest.mark.parametrize("keys", [{}, {"save_tb_folder": "curves"}, {"enable_wandb": True}], ids=str)
+def test_several_writers_at_once(tmp_path, monkeypatch, log, keys):
+    wandb = FakeWandb(monkeypatch)
+    metrics = MetricsConfig(**keys)
+    writers = build_writers(metrics, dump_folder=tmp_path, **RUN)
     for writer in writers:
         write_steps(writer, [1, 2])
-    assert [type(writer) for writer in writers] == [ConsoleWriter, JsonlWriter, TensorBoardWriter]
+    assert len(log.messages) == 2
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert [step for step, _ in read_curves(tmp_path / "curves")["lr"]] == [1, 2]
+    events = EventAccumulator(str(tmp_path / metrics.save_tb_folder)).Reload()
+    assert [point.step for point in events.Scalars("lr")] == [1, 2]
+    assert [step for run in wandb.runs for step, _ in run.rows] == ([1, 2] if metrics.enable_wandb else [])
+    assert (tmp_path / "wandb").exists() == metrics.enable_wandb
 
 
-def test_build_writers_without_tensorboard(tmp_path):
-    where = {"dump_folder": tmp_path, "total_steps": 30, "resume_step": 0, "total_memory_gib": None}
-    for writer in build_writers(MetricsConfig(enable_tensorboard=False), **where):
-        writer.close()
+def test_without_tensorboard(tmp_path):
+    writers = build_writers(MetricsConfig(enable_tensorboard=False), dump_folder=tmp_path, **RUN)
+    assert [type(writer) for writer in writers] == [ConsoleWriter, JsonlWriter]
+    for writer in writers:
+        writer.close(None)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

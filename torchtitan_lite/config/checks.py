@@ -21,7 +21,7 @@ from torchtitan_lite.config.sections import (
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS
 
-RUN_FILES = (".lock", "config.toml", "logs", "metrics.jsonl", "previous", "status.json")
+RUN_FILES = (".lock", "config.toml", "logs", "metrics.jsonl", "previous", "status.json", "wandb")
 """What a run puts into its folder under names that cannot be chosen."""
 
 

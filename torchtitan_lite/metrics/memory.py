@@ -5,15 +5,3 @@ context, cuBLAS's and NCCL's buffers, blocks that the allocator cannot fill.
 
 Shapes: B local_batch_size, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """
-
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-
-from torchtitan_lite.config import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    ParallelDegrees,
-    ParallelismConfig,
-    TrainingConfig,
-)

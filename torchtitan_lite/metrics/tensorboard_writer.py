@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from tensorboard.compat.proto.summary_pb2 import Summary as Points
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as hparam_summaries
 
@@ -34,9 +35,15 @@ TAGS = {
 """Tag of each figure, torchtitan's where it has one. A figure that is not here is a time, under time_metrics/."""
 
 PAGES: dict[str, dict[str, tuple[str, ...]]] = {
-    "loss": {"mean and validation": ("loss", "validation_loss"), "mean and largest of the ranks": ("loss", "loss_max")},
+    "loss": {
+        "mean and validation, nat": ("loss", "validation_loss"),
+        "mean and largest of the ranks, nat": ("loss", "loss_max"),
+    },
     "throughput": {"tokens per second per device": ("tps",), "TFLOPS per device": ("tflops",)},
-    "MFU": {"percent of the peak": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")},
+    "MFU": {
+        "percent, without and with recompute": ("mfu", "hfu"),
+        "percent of one peak or another": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable"),
+    },
     "memory": {"peak, GiB": ("memory_gib",)},
     "times": {
         "step, seconds": ("step_time_s", "data_time_s"),
@@ -67,8 +74,9 @@ class TensorBoardWriter:
         begun = any(folder.glob("events.out.tfevents.*"))
         # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
         self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self._file = self._events._get_file_writer()
         self._total_memory_gib = total_memory_gib
-        # TensorBoard has no name for a truth value but 0 and 1.
+        # torch writes a truth value as 0 or 1.
         named = {name: str(value).lower() if isinstance(value, bool) else value for name, value in hparams.items()}
         *start, self._session_end = hparam_summaries(named, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
         if begun:
@@ -76,7 +84,7 @@ class TensorBoardWriter:
         self._events.add_custom_scalars(_layout())
         self._events.add_text("config", f"```toml\n{config_toml}\n```", 0)
         for summary in start:
-            self._add_summary(summary)
+            self._file.add_summary(summary)
         self._events.flush()
 
     def write(self, record: Record) -> None:
@@ -89,9 +97,9 @@ class TensorBoardWriter:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a point to each of their curves, and have it on disk."""
-        for name, value in scalars.items():
-            for tag in _tags(name):
-                self._events.add_scalar(tag, value, step)
+        # As one event, which takes a fifth of the time that one for each curve does.
+        points = [Points.Value(tag=tag, simple_value=y) for name, y in scalars.items() for tag in _tags(name)]
+        self._file.add_summary(Points(value=points), step)
         self._events.flush()
 
     def close(self, summary: Summary | None) -> None:
@@ -100,16 +108,13 @@ class TensorBoardWriter:
             self._events.add_scalar(FINAL_LOSS, summary.loss, summary.step)
             if summary.tps is not None:
                 self._events.add_scalar(MEDIAN_TPS, summary.tps, summary.step)
-            self._add_summary(self._session_end)
+            self._file.add_summary(self._session_end)
         self._events.close()
-
-    def _add_summary(self, summary: object) -> None:
-        self._events._get_file_writer().add_summary(summary)
 
 
 def _tags(name: str) -> list[str]:
-    """The tags of a figure, the one for PAGES last: its curve there is lost, with no word, if the tag has parentheses,
-    because the tab takes the last ones, with all between, for the name of the run."""
+    """The tags of a figure, the one for PAGES last. A tag with a parenthesis would draw no curve there: the tab calls a
+    curve "tag (run)", and takes all after the first parenthesis for the run."""
     tag = TAGS.get(name, f"time_metrics/{name}")
     return [tag, f"pages/{name}"] if "(" in tag else [tag]
 

@@ -54,8 +54,8 @@ class WandbWriter:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"[metrics] enable_wandb = true, and wandb does not start: {str(error).splitlines()[0]} "
-                "Run wandb login, or set WANDB_MODE=offline in the environment, or set it to false."
+                f"[metrics] enable_wandb = true: wandb cannot start ({str(error).splitlines()[0]}); run wandb login, "
+                "or set WANDB_MODE=offline in the environment, or set it to false."
             ) from error
         id_file.write_text(self._run.id)
 

@@ -1,0 +1,68 @@
+"""Trains on every process with a clock that lets no moment pass of itself, as if the device were behind, and tells as
+a line of JSON how often each step read a tensor's value, which on a GPU would wait for it."""
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.logger import init_logger
+from torchtitan_lite.metrics.clock import HostClock
+from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
+from torchtitan_lite.train import Trainer
+
+READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
+
+
+class LateClock(HostClock):
+    """Moments pass only when they are waited for."""
+
+    done = 0.0
+
+    def passed(self, moment: float) -> bool:
+        return moment <= self.done
+
+    def wait(self, moment: float) -> None:
+        self.done = max(self.done, moment)
+
+
+class Reads(TorchFunctionMode):
+    """Counts the calls that read a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    init_logger()
+    config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
+    trainer = Trainer(config, device=init_distributed(config.comm), run_folder=None, resume_step=0)
+    trainer.metrics._clock = LateClock()
+    trainer.metrics._began = trainer.metrics._clock.now()
+    trainer.report_progress()
+    steps = []
+    for step in range(1, config.training.steps + 1):
+        with Reads() as reads:
+            trainer.advance(step)
+        steps.append(dict(reads.counts))
+    if dist.get_rank() == 0:
+        print(json.dumps(steps), flush=True)
+    leave_distributed(0)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()

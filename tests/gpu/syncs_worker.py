@@ -1,0 +1,33 @@
+"""Trains on a GPU, and tells as a line of JSON how often the host waited for it in each step."""
+
+import json
+import os
+import sys
+
+from torch.profiler import ProfilerActivity, profile
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.logger import init_logger
+from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
+from torchtitan_lite.train import Trainer
+
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def main() -> None:
+    init_logger()
+    config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
+    trainer = Trainer(config, device=init_distributed(config.comm), run_folder=None, resume_step=0)
+    trainer.report_progress()
+    waits = []
+    for step in range(1, config.training.steps + 1):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            trainer.advance(step)
+        # The profiler itself waits once, at its end.
+        waits.append(sum(event.name in WAITS for event in profiler.events()))
+    print(json.dumps(waits), flush=True)
+    leave_distributed(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_records import RECORD, SUMMARY
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
+
+CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
+CURVES = {
+    "n_tokens_seen": 49152,
+    "loss_metrics/global_avg_loss": 5.43211,
+    "loss_metrics/global_max_loss": 5.9,
+    "grad_norm": 1.2345,
+    "lr": 8e-4,
+    "skipped_steps": 0,
+    "throughput(tps)": 2345.4,
+    "tflops": 0.0812,
+    "mfu(%)": 41.24,
+    "mfu_bf16_peak(%)": 8.1,  # and no mfu_fp8_peak(%), which is unknown
+    "mfu_achievable(%)": 44.5,
+    "hfu(%)": 50.5,
+    "time_metrics/end_to_end(s)": 1.25,
+    "time_metrics/data_loading(s)": 0.0025,
+    "time_metrics/data_loading(%)": 0.2,
+    "memory/max_reserved(GiB)": 0.93,
+    "validation_metrics/global_avg_loss": 5.5,
+    "time_metrics/validation_s": 2.0,
+    "time_metrics/checkpoint_s": 3.0,
+    "time_metrics/compile_s": 4.0,
+}
+
+
+def open_writer(folder: Path, *, resume_step: int = 0, total_memory_gib: float | None = None) -> TensorBoardWriter:
+    return TensorBoardWriter(
+        folder,
+        resume_step=resume_step,
+        total_memory_gib=total_memory_gib,
+        config_toml=CONFIG_TOML,
+        hparams={"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64},
+    )
+
+
+def write_steps(writer: TensorBoardWriter, steps: range) -> None:
+    for step in steps:
+        writer.write(replace(RECORD, step=step, loss=float(step)))
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read_layout(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
+    """Tags of each chart of each page; the layout is there once."""
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    return {page.title: {chart.title: list(chart.multiline.tag) for chart in page.chart} for page in layout.category}
+
+
+def read_hparams(events: EventAccumulator) -> dict[str, plugin_data_pb2.HParamsPluginData]:
+    contents = events.PluginTagToContent("hparams")
+    return {
+        tag.rpartition("/")[2]: plugin_data_pb2.HParamsPluginData.FromString(content)
+        for tag, content in contents.items()
+    }
+
+
+def test_tags(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.write(RECORD)
+    writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0, "compile_s": 4.0})
+    writer.close(None)
+    curves = {tag: points for tag, points in read_curves(tmp_path).items() if not tag.startswith("pages/")}
+    assert curves == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
+
+
+def test_share_of_a_gpus_memory(tmp_path):
+    write_steps(open_writer(tmp_path, total_memory_gib=9.3), range(1, 2))
+    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(1, pytest.approx(10.0))]
+
+
+def test_curves_are_on_disk_before_they_are_closed(tmp_path):
+    writer = open_writer(tmp_path)
+    write_steps(writer, range(1, 4))
+    assert [step for step, _ in read_curves(tmp_path)["lr"]] == [1, 2, 3]
+    writer.close(None)
+
+
+def test_every_curve_of_a_page_can_be_drawn(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.write(replace(RECORD, mfu_fp8_peak=7.0))
+    writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0, "compile_s": 4.0})
+    writer.close(None)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    pages = read_layout(events)
+    assert list(pages) == ["loss", "throughput", "MFU", "memory", "times"]
+    found = {
+        pattern: [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
+        for charts in pages.values()
+        for patterns in charts.values()
+        for pattern in patterns
+    }
+    assert {len(tags) for tags in found.values()} == {1}
+    tags = {tag for (tag,) in found.values()}
+    assert not [tag for tag in tags if "(" in tag]
+    assert tags == {
+        "loss_metrics/global_avg_loss",
+        "loss_metrics/global_max_loss",
+        "validation_metrics/global_avg_loss",
+        "pages/tps",
+        "tflops",
+        *(f"pages/{name}" for name in ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")),
+        "pages/memory_gib",
+        "pages/step_time_s",
+        "pages/data_time_s",
+        "time_metrics/compile_s",
+        "time_metrics/checkpoint_s",
+        "time_metrics/validation_s",
+    }
+
+
+def test_a_figure_on_a_page_is_the_one_under_its_tag(tmp_path):
+    write_steps(open_writer(tmp_path), range(1, 3))
+    curves = read_curves(tmp_path)
+    for name, tag in {"tps": "throughput(tps)", "hfu": "hfu(%)", "step_time_s": "time_metrics/end_to_end(s)"}.items():
+        assert curves[f"pages/{name}"] == curves[tag]
+
+
+def test_runs_can_be_compared(tmp_path):
+    writer = open_writer(tmp_path)
+    hparams = read_hparams(EventAccumulator(str(tmp_path)).Reload())
+    assert hparams.keys() == {"experiment", "session_start_info"}  # also of a run that goes on, or crashed
+    assert [metric.name.tag for metric in hparams["experiment"].experiment.metric_infos] == [
+        "final/loss",
+        "final/median_tps",
+    ]
+    start = hparams["session_start_info"].session_start_info.hparams
+    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
+    assert values == {"float8": "true", "flavor": "8B", "lr": 8e-4, "seq_len": 64}
+    writer.close(SUMMARY)
+    assert read_hparams(EventAccumulator(str(tmp_path)).Reload()).keys() == {
+        "experiment",
+        "session_start_info",
+        "session_end_info",
+    }
+    assert read_curves(tmp_path) == {"final/loss": [(12, 5.25)], "final/median_tps": [(12, 2340.5)]}
+
+
+def test_a_single_record_has_no_median(tmp_path):
+    open_writer(tmp_path).close(replace(SUMMARY, tps=None))
+    assert read_curves(tmp_path) == {"final/loss": [(12, 5.25)]}
+
+
+@pytest.mark.parametrize("summary", [None, replace(SUMMARY, step=10)], ids=["crashed", "stopped"])
+def test_each_step_stands_once_after_a_resume(tmp_path, summary):
+    writer = open_writer(tmp_path)
+    write_steps(writer, range(1, 11))
+    writer.write_scalars(10, {"checkpoint_s": 3.0})
+    if summary is not None:
+        writer.close(summary)
+    (events_file,) = tmp_path.iterdir()  # files are read in the order of the second, in their name, of their start
+    events_file.rename(events_file.with_name("events.out.tfevents.1700000000.earlier"))
+    resumed = open_writer(tmp_path, resume_step=6)
+    write_steps(resumed, range(7, 9))
+    resumed.close(replace(SUMMARY, step=8))
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    curves = read_curves(tmp_path)
+    assert curves["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
+    assert curves["final/loss"] == [(8, 5.25)]
+    repeated = {tag: Counter(step for step, _ in points).most_common(1) for tag, points in curves.items() if points}
+    assert {count for ((_, count),) in repeated.values()} == {1}
+    assert list(read_layout(events)) == ["loss", "throughput", "MFU", "memory", "times"]
+    (text,) = events.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == f"```toml\n{CONFIG_TOML}\n```"
+    assert read_hparams(events).keys() == {"experiment", "session_start_info", "session_end_info"}

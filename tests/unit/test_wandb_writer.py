@@ -1,0 +1,115 @@
+import importlib
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from fake_wandb import Error, FakeWandb
+from sample_records import RECORD, SUMMARY
+
+from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.wandb_writer import WandbWriter, check_wandb_installed
+
+WANTED = MetricsConfig(enable_wandb=True)
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> FakeWandb:
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return FakeWandb(monkeypatch)
+
+
+@pytest.fixture
+def without_wandb(monkeypatch, tmp_path) -> Path:
+    """An empty folder, the only one that modules are looked for in."""
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def open_writer(folder: Path) -> WandbWriter:
+    return WandbWriter(folder, config_toml="[training]\nseq_len = 64\n", hparams={"float8": True, "dp_shard": 8})
+
+
+def test_a_run_of_records(tmp_path, wandb):
+    writer = open_writer(tmp_path)
+    writer.write(RECORD)
+    writer.write_scalars(12, {"validation_loss": 5.5})
+    writer.close(SUMMARY)
+    (run,) = wandb.runs
+    record = asdict(RECORD)
+    known = {name: record[name] for name in record if name not in {"step", "mfu_fp8_peak"}}
+    assert run.rows == [(12, known), (12, {"validation_loss": 5.5})]
+    assert run.summary == {"final_loss": 5.25, "median_tps": 2340.5, "median_mfu": 41.0}
+    assert run.finished
+    assert run.options == {
+        "project": "torchtitan_lite",
+        "dir": str(tmp_path),
+        "id": None,
+        "resume": "allow",
+        "config": {"training": {"seq_len": 64}, "hparams": {"float8": True, "dp_shard": 8}},
+        "settings": {"finish_timeout": 60.0},
+    }
+
+
+def test_the_users_project(tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "fp8")
+    open_writer(tmp_path)
+    assert wandb.runs[0].options["project"] == "fp8"
+
+
+def test_a_resumed_run_is_the_same_one(tmp_path, wandb):
+    for _ in range(3):
+        open_writer(tmp_path).close(None)
+    assert [run.options["id"] for run in wandb.runs] == [None, "new-id", "new-id"]
+    assert [run.summary for run in wandb.runs] == [{}, {}, {}]
+
+
+def test_a_run_that_cannot_start(tmp_path, wandb):
+    wandb.refusal = Error("No API key configured.\nConsider something else.")
+    with pytest.raises(ConfigError, match=r"enable_wandb = true: wandb cannot start \(No API key .*\.\); .*offline"):
+        open_writer(tmp_path)
+
+
+def test_a_failure_on_the_way_is_told_once_and_ends_no_training(tmp_path, wandb, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("torchtitan_lite"), "propagate", True)
+    writer = open_writer(tmp_path)
+    writer.write(RECORD)
+    (run,) = wandb.runs
+    run.broken = True
+    for _ in range(3):
+        writer.write(RECORD)
+    writer.close(SUMMARY)
+    assert [step for step, _ in run.rows] == [12]
+    assert caplog.messages == [
+        "wandb failed, and gets nothing more of this run: ConnectionResetError: Connection reset by peer"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_failure_at_the_end_ends_no_training(tmp_path, wandb):
+    writer = open_writer(tmp_path)
+    wandb.runs[0].broken = True
+    writer.close(SUMMARY)
+    assert not wandb.runs[0].finished
+
+
+def test_wandb_is_needed_only_where_it_is_asked_for(without_wandb):
+    check_wandb_installed(MetricsConfig())
+    with pytest.raises(ConfigError, match=r'enable_wandb = true .* pip install "torchtitan-lite\[wandb\]"'):
+        check_wandb_installed(WANTED)
+
+
+def test_a_folder_that_wandb_left_is_not_wandb(without_wandb):
+    (without_wandb / "wandb").mkdir()
+    with pytest.raises(ConfigError, match="is not installed"):
+        check_wandb_installed(WANTED)
+
+
+def test_wandb_is_found(without_wandb):
+    (without_wandb / "wandb").mkdir()
+    (without_wandb / "wandb" / "__init__.py").touch()
+    check_wandb_installed(WANTED)
