@@ -1,6 +1,5 @@
 """A run's parts, built from the whole config: its batches, its model, its metrics. A hub, like those that call it."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -13,22 +12,22 @@ from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.token_store import TokenStore, open_token_store
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.float8.convert import convert_linears, resolve_emulate
-from torchtitan_lite.float8.selection import LinearChoice, format_choices, select_linears
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.float8.convert import resolve_emulate
+from torchtitan_lite.float8.selection import format_choices
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
+from torchtitan_lite.meta import build_meta_model, device_rates
+from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import resolve_peaks, total_memory_gib
 from torchtitan_lite.metrics.metrics import MetricsProcessor
 from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
-from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.distributed import on_rank0
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
 
 
 def build_batches(
@@ -83,65 +82,6 @@ def check_same_tokens(store: TokenStore, source: str) -> None:
         )
 
 
-def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
-    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of seq_len positions.
-
-    Raises ConfigError for a tokenizer with more ids than the model's vocabulary."""
-    flavor = FLAVORS[config.model.flavor]
-    vocab_size = flavor.vocab_size or tokenizer.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"[model] tokenizer_path = {str(tokenizer.path)!r} has {tokenizer.vocab_size} ids, more than the "
-            f"{vocab_size} of flavor {config.model.flavor}; use a tokenizer with at most that many, or another flavor."
-        )
-    return dataclasses.replace(flavor, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
-
-
-@dataclasses.dataclass(frozen=True)
-class MetaModel:
-    """A model on meta, converted to float8 where asked for and not yet sharded, and what is known of it."""
-
-    model: Transformer
-    choices: list[LinearChoice]
-    """Of every linear; empty without float8."""
-    ledger: FlopsLedger
-    recomputed: frozenset[str]
-    """Modules whose forward the backward pass runs again."""
-
-
-def build_meta_model(
-    config: Config, args: ModelArgs, *, tp_degree: int, emulate: bool, fused_attention: bool
-) -> MetaModel:
-    """The model of `config`, of which each rank will hold a `tp_degree`-th; the device need not be there."""
-    training, ac = config.training, config.activation_checkpoint
-    with torch.device("meta"):
-        model = Transformer(args)
-    choices: list[LinearChoice] = []
-    if config.float8.enable_float8_linear:
-        high_precision_grad_weight = config.float8.recipe_name == "rowwise_with_gw_hp"
-        choices = select_linears(
-            model,
-            filter_fqns=config.float8.filter_fqns,
-            sharded_dims=SHARDED_DIMS,
-            tp_degree=tp_degree,
-            tokens=None if high_precision_grad_weight else training.local_batch_size * training.seq_len,
-        )
-        convert_linears(model, choices, float8=config.float8, emulate=emulate)
-    compiled = config.compile.enable and "model" in config.compile.components
-    recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=fused_attention)
-    ledger = count_flops(
-        model,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        head_dim=args.head_dim,
-        seq_len=training.seq_len,
-        high_precision=getattr(torch, training.mixed_precision_param),
-        convention=config.metrics.flops_convention,
-        recomputed=recomputed,
-    )
-    return MetaModel(model, choices, ledger, recomputed)
-
-
 def build_model(
     config: Config, args: ModelArgs, *, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Transformer, FlopsLedger]:
@@ -149,19 +89,21 @@ def build_model(
     training, float8, tp = config.training, config.float8, mesh["tp"].size()
     dtype = getattr(torch, training.mixed_precision_param)
     attention = attention_backend(args, tp_degree=tp, dtype=dtype, device=device)
+    spec = lookup_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     meta = build_meta_model(
         config,
         args,
         tp_degree=tp,
         emulate=float8.enable_float8_linear and resolve_emulate(float8, device=device),
         fused_attention=attention != "MATH",
+        rates=device_rates(spec, config.metrics),
     )
     model, ledger = meta.model, meta.ledger
     logger.info(
         f"Llama 3 {config.model.flavor}: {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"vocabulary {args.vocab_size}; attention by {attention}"
     )
-    if meta.choices:
+    if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
     parts = ", ".join(f"{count / ledger.total:.2%} {name}" for name, count in ledger.by_precision.items() if count)
     emulated = " (float8, emulated, counts as fp32)" if ledger.emulated else ""

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan_lite.build import build_batches, build_metrics, build_model, resolve_model_args
+from torchtitan_lite.build import build_batches, build_metrics, build_model
 from torchtitan_lite.checkpoint import Checkpointer, find_resume_step, step_folder
 from torchtitan_lite.config import (
     Config,
@@ -34,6 +34,7 @@ from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError, StorageError
 from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.metrics.metrics import StepValues, summary_lines
 from torchtitan_lite.metrics.records import Record
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from torchtitan_lite.build import build_model, resolve_model_args
+from torchtitan_lite.build import build_model
 from torchtitan_lite.checkpoint import plain_tensors
 from torchtitan_lite.config import load_config, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.models.loss import cross_entropy_sum
 from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
 from torchtitan_lite.parallel.mesh import build_mesh

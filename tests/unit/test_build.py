@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torchtitan_lite.build import check_same_tokens, resolve_model_args
+from torchtitan_lite.build import check_same_tokens
 from torchtitan_lite.config import Config, ModelConfig, TrainingConfig
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.meta import resolve_model_args
 
 
 def tokenizer(vocab_size: int) -> Any:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchtitan_lite.build import MetaModel, build_meta_model
 from torchtitan_lite.config import Config, Float8Config, ModelConfig, TrainingConfig
+from torchtitan_lite.meta import MetaModel, build_meta_model
 from torchtitan_lite.metrics.operators import OperatorFlops, count_operators
 from torchtitan_lite.models.flavors import ModelArgs
 
@@ -17,7 +17,7 @@ def build(recipe: str | None, **float8: object) -> MetaModel:
         training=TrainingConfig(seq_len=64, local_batch_size=1),
         float8=Float8Config(enable_float8_linear=recipe is not None, recipe_name=recipe or "tensorwise", **float8),
     )
-    return build_meta_model(config, SMALL, tp_degree=1, emulate=False, fused_attention=True)
+    return build_meta_model(config, SMALL, tp_degree=1, emulate=False, fused_attention=True, rates=None)
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise", "rowwise_with_gw_hp"])

@@ -1,55 +1,57 @@
-"""What float8 gains: the seconds of each linear, and of a whole training step, in bf16 and under a float8 recipe.
+"""What float8 gains: the time of each linear, and of a whole training step, in bf16 and under a float8 recipe.
 
 A roofline: a kernel takes as long as its arithmetic or its memory traffic, whichever is longer, and a little to start;
-a step takes as long as its kernels, or as the host needs to issue them. It knows the data sheet's rates and a few
-measured constants, and nothing of a particular model.
+a step takes as long as its kernels, or as the host needs to issue them. Not counted: communication, taken to hide
+behind compute; what eager operators move besides casts; and that under tensor parallelism tensorwise casts an
+activation before it is gathered. The constants are published or measured, and none is fitted to a speedup.
 
 A linear multiplies three times, each with this rank's M tokens, K in_features and N out_features:
-output [M, N] over K, grad_input [M, K] over N, grad_weight [N, K] over M. Float8 halves a matmul's arithmetic and costs
-casts of its operands, which grow with M*K, N*K and M*N only: a linear gains where K and N are large.
+output [M, N] over K, grad_input [M, K] over N, grad_weight [N, K] over M. Float8 halves the arithmetic, M*N*K, and
+casts the operands, M*K, N*K and M*N elements: a linear gains where K and N both are large.
 """
 
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 GEMM_FRACTION = 0.78
-"""Of the data sheet's matmul rate, what large matmuls reach (torchao, roofline_utils.py, for H100 and others)."""
+"""Of the data sheet's matmul rate, what large matmuls reach (torchao's roofline_utils.py, for an H100 and others)."""
 BANDWIDTH_FRACTION = 0.92
 """Of the data sheet's memory bandwidth, what large pointwise kernels reach (the same)."""
 KERNEL_SECONDS = 2e-6
-"""Of a kernel on one element, on the device (the same)."""
+"""Of the device for a kernel on one element (the same)."""
 SLOW_ACCUMULATION = 1.15
-"""Times longer that a float8 matmul takes when it promotes its sums to float32 every few products, as torchao has it
-for both gradients: fast accumulation is 1.1 to 1.2 times as fast (pytorch/ao#2377)."""
+"""Times as long as with fast accumulation takes a float8 matmul that promotes its sums to float32 on the way, as both
+gradients' do: fast accumulation is 1.1 to 1.2 times as fast (pytorch/ao#2377)."""
 ATTENTION_FRACTION = 0.34
-"""Of the bf16 matmul rate, what fused attention reaches, forward and backward: 335 of 989 TFLOPS on an H100
+"""Of the bf16 matmul rate, what fused attention reaches: 335 of 989 TFLOPS on an H100, forward and backward
 (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 HOST_SECONDS_PER_KERNEL = 8e-6
-"""Of the host to issue a kernel: 6.8 to 9.1 us from torch.compile (tritonbench#1017); an eager operator takes as
-long: 7.3 us, as two runs of the debug model on a CPU differ that only casts tell apart."""
+"""Of the host to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017); 7.3 us for an
+eager operator, by how much CPU time the casts add to a step of the debug model on next to no tokens."""
 HOST_SECONDS_PER_BLOCK = 2e-3
-"""Of the host for a block in a step besides its kernels: FSDP2's hooks, autograd, clipping, the optimizer. What is left
-of the debug model's CPU time in a step on next to no tokens."""
+"""Of the host for a transformer block in a step besides its kernels, for FSDP2's hooks, views, autograd, clipping and
+the optimizer: the rest of that CPU time."""
+RESOLUTION = 0.05
+"""Share of a step's time below which a difference is called none: predictions are no better."""
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 @dataclass(frozen=True)
 class Device:
-    """The data sheet's dense rates of one device."""
+    """The data sheet's dense rates of one device, in FLOP/s and in bytes/s of its memory."""
 
     bf16_flops: float
-    """FLOP/s."""
     fp8_flops: float
-    """FLOP/s."""
     bandwidth: float
-    """Bytes/s of its memory."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How linears train in float8: the recipe, whether torch.compile fuses its casts, and whether FSDP gathers the
-    weights as float8."""
+    """How a model trains in float8: the recipe, whether the blocks are compiled, which fuses the casts, and whether
+    FSDP gathers float8 weights."""
 
     recipe: Recipe
     compiled: bool
@@ -58,114 +60,265 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Linear:
-    """All linears of one kind, with the shape that each rank has of them."""
+    """All linears of one kind, with each rank's shape. Those that share `reads` have one input."""
 
     kind: str
     out_features: int
     in_features: int
     count: int
+    reads: str
     recomputed: int = 0
-    """How many of them the backward pass runs forward again."""
-    readers: int = 1
-    """Kinds, this one included, that read the same input; torch.compile casts it once for all."""
+    """How many of `count` the backward pass runs forward again."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What one rank does in a step besides the linears of its blocks; dimensions after tensor parallelism."""
+
+    tokens: int
+    seq_len: int
+    n_layers: int
+    dim: int
+    q_dim: int
+    kv_dim: int
+    ffn_dim: int
+    vocab_size: int
+    gathered_parameters: int
+    """That FSDP gathers for this rank: all but what tensor parallelism keeps elsewhere."""
+    sharded_parameters: int
+    """That this rank's optimizer updates."""
+    recomputed_layers: int = 0
+    """Whose pointwise operators run again in the backward pass."""
+    recomputed_attention: int = 0
+    """Layers whose attention does."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the device, and the number of kernels that the host issues for them."""
+    """Seconds of the device, and the kernels that the host issues for them: their sum, and a multiple."""
 
     seconds: float = 0.0
     kernels: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Both, one after the other."""
         return Cost(self.seconds + other.seconds, self.kernels + other.kernels)
 
     def __mul__(self, times: float) -> "Cost":
-        """The same, `times` over."""
         return Cost(self.seconds * times, self.kernels * times)
 
 
+@dataclass(frozen=True)
+class LinearTime:
+    """Device seconds of a kind of linear in one step, forward, recomputed and backward."""
+
+    kind: str
+    bf16: float
+    float8: float
+
+    @property
+    def ratio(self) -> float:
+        """Float8's time over bf16's: below 1 float8 pays."""
+        return self.float8 / self.bf16
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where a step's time goes: the device's seconds by part, and the host's."""
+
+    parts: Mapping[str, float]
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step: the device waits for the host, or the host for the device."""
+        return max(sum(self.parts.values()), self.host)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in bf16 and with the kinds `converted` in float8, of which `better_kept` would be faster in bf16."""
+
+    bf16: StepTime
+    float8: StepTime
+    converted: tuple[str, ...]
+    better_kept: tuple[str, ...]
+
+    @property
+    def step_speedup(self) -> float:
+        """Bf16's time over float8's: above 1 float8 pays."""
+        return self.bf16.seconds / self.float8.seconds
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for the user."""
+        if not self.converted:
+            return "float8 gains nothing: no linear would be faster in it."
+        gain = self.step_speedup - 1
+        effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
+        keep = f"keep {', '.join(self.better_kept)} in bf16" if self.better_kept else "no linear is better kept in bf16"
+        return f"float8 {effect}: a step runs at {self.step_speedup:.2f}x the speed of bf16; {keep}."
+
+
 class Traffic(NamedTuple):
-    """Memory traffic of an operand's casts in one pass: bytes read and written per element, and kernels."""
+    """What casts move: bytes read and written per element of the tensor, and kernels."""
 
     bytes: int = 0
     kernels: int = 0
 
 
 class Casts(NamedTuple):
-    """What the casts of a linear's operands move. An amax reads a tensor, 2 bytes an element; a cast reads it and
-    writes 1; each matmul wants its operands in a layout of its own, hence a cast in each pass."""
+    """The casts of a linear's operands, in the forward and in the backward pass."""
 
     input: tuple[Traffic, Traffic]
-    """Forward, backward."""
     weight: tuple[Traffic, Traffic]
-    """Forward, backward."""
     grad_output: Traffic
 
 
-# As the graphs of a compiled block have them. A tensor's amax takes two kernels. Rows are scaled in one kernel, since
-# a row stays on the chip; columns take an amax first. For slow accumulation torchao multiplies row-wise operands
-# without their scales and applies these afterwards: to grad_input in the kernel that reads it next, to grad_weight, of
-# the weight's size, in 4 more bytes.
-_COMPILED = {
+# As a compiled block's graphs have them. Each pass casts anew, in the layout that its matmul takes: 2 bytes read, 1
+# written; grad_output is written in both layouts at once. One scale for a tensor takes an amax first, 2 bytes in two
+# kernels, which is kept for the backward pass. A row is scaled in one kernel, as it stays on the chip; a column takes
+# the amax of its own. Row-wise gradients are multiplied unscaled, and scaled afterwards (torchao's way around a slow
+# kernel): grad_input in the kernel that reads it next, grad_weight, in the weight's 9 bytes, in a pass of 4.
+_COMPILED: dict[str, Casts] = {
     "tensorwise": Casts((Traffic(5, 3), Traffic(3, 1)), (Traffic(5, 3), Traffic(3, 1)), Traffic(6, 3)),
     "rowwise": Casts((Traffic(3, 1), Traffic(5, 2)), (Traffic(3, 1), Traffic(9, 3)), Traffic(8, 3)),
     "rowwise_with_gw_hp": Casts((Traffic(3, 1), Traffic()), (Traffic(3, 1), Traffic(5, 3)), Traffic(3, 1)),
 }
-# Without fusion every operator of a cast reads and writes its whole tensor, twice in float32: abs, max, two
-# conversions, multiply, clamp, convert; the rest work on scales. Both gradients cast grad_output for themselves.
-_EAGER_BYTES, _EAGER_KERNELS = 33, {"tensorwise": 11, "rowwise": 14, "rowwise_with_gw_hp": 14}
+# Eager, each operator of each cast reads and writes all of its tensor, mostly in float32: abs, max, to float32,
+# multiply, clamp, to float8; the other kernels compute scales. Both gradients cast grad_output for themselves.
+_TENSOR, _ROW = Traffic(33, 11), Traffic(33, 14)
+_EAGER: dict[str, Casts] = {
+    "tensorwise": Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, 22)),
+    "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, 28)),
+    "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+}
+# The float8 all-gather casts each shard once, for all passes; grad_input reads the gathered weight transposed.
+_GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
 
 
-def _casts(scheme: Scheme) -> Casts:
-    """The casts of a linear under `scheme`."""
-    casts = _COMPILED[scheme.recipe]
-    if not scheme.compiled:
-        once = Traffic(_EAGER_BYTES, _EAGER_KERNELS[scheme.recipe])
-        if scheme.recipe == "rowwise_with_gw_hp":
-            casts = Casts((once, Traffic()), (once, once), once)
-        else:
-            casts = Casts((once, once), (once, once), Traffic(2 * once.bytes, 2 * once.kernels))
-    if scheme.float8_all_gather:  # cast shard by shard before the gather; grad_input reads it transposed
-        casts = casts._replace(weight=(Traffic(), Traffic(2, 1)))
-    return casts
-
-
-def _move(device: Device, nbytes: float, kernels: float = 1) -> Cost:
+def _move(device: Device, nbytes: float, kernels: float) -> Cost:
     """Kernels that read and write `nbytes` in all and compute next to nothing."""
     return Cost(nbytes / (device.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS, kernels)
 
 
-def _gemm(device: Device, rows: int, columns: int, inner: int, *, fp8: bool, slowdown: float = 1.0) -> Cost:
-    """A matmul [rows, inner] @ [inner, columns], whose result is bf16."""
-    flops = device.fp8_flops if fp8 else device.bf16_flops
-    compute = slowdown * 2 * rows * columns * inner / (flops * GEMM_FRACTION)
+def _gemm(device: Device, rows: int, columns: int, inner: int, *, fp8: bool = False, slowdown: float = 1.0) -> Cost:
+    """A matmul [rows, inner] @ [inner, columns] with a bf16 result."""
+    rate = (device.fp8_flops if fp8 else device.bf16_flops) * GEMM_FRACTION
     nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
-    return Cost(max(compute, nbytes / (device.bandwidth * BANDWIDTH_FRACTION)) + KERNEL_SECONDS, 1)
+    memory = nbytes / (device.bandwidth * BANDWIDTH_FRACTION)
+    return Cost(max(slowdown * 2 * rows * columns * inner / rate, memory) + KERNEL_SECONDS, 1)
 
 
-def linear_cost(linear: Linear, device: Device, *, tokens: int, scheme: Scheme | None) -> Cost:
-    """Forward, recomputation and backward of `linear`'s kind in one step of `tokens` tokens; in bf16 without
-    `scheme`."""
+def _bf16_cost(linear: Linear, device: Device, tokens: int) -> Cost:
     m, n, k = tokens, linear.out_features, linear.in_features
-    fp8 = scheme is not None
-    forward = _gemm(device, m, n, k, fp8=fp8)
-    slow = SLOW_ACCUMULATION if fp8 else 1.0
-    backward = _gemm(device, m, k, n, fp8=fp8, slowdown=slow)
-    if scheme is None or scheme.recipe == "rowwise_with_gw_hp":
-        backward += _gemm(device, n, k, m, fp8=False)
-    else:
-        backward += _gemm(device, n, k, m, fp8=True, slowdown=slow)
-    if scheme is not None:
-        casts = _casts(scheme)
-        share = 1 / linear.readers if scheme.compiled else 1.0
-        (input_forward, input_backward), (weight_forward, weight_backward), grad_output = casts
-        forward += _cast(device, m * k, input_forward) * share + _cast(device, n * k, weight_forward)
-        backward += _cast(device, m * k, input_backward) * share + _cast(device, n * k, weight_backward)
-        backward += _cast(device, m * n, grad_output)
+    forward = _gemm(device, m, n, k)
+    backward = _gemm(device, m, k, n) + _gemm(device, n, k, m)
     return forward * (linear.count + linear.recomputed) + backward * linear.count
 
 
-def _cast(device: Device, elements: int, traffic: Traffic) -> Cost:
-    return _move(device, traffic.bytes * elements, traffic.kernels)
+def _float8_cost(linear: Linear, device: Device, tokens: int, scheme: Scheme, readers: int) -> Cost:
+    """`readers` linears share the casts of the input if they are compiled."""
+    m, n, k = tokens, linear.out_features, linear.in_features
+    casts = (_COMPILED if scheme.compiled else _EAGER)[scheme.recipe]
+    weight = _GATHERED_WEIGHT if scheme.float8_all_gather else casts.weight
+    share = 1 / readers if scheme.compiled else 1.0
+
+    def cast(elements: int, traffic: Traffic) -> Cost:
+        return _move(device, elements * traffic.bytes, traffic.kernels)
+
+    forward, backward = (
+        cast(m * k, of_input) * share + cast(n * k, of_weight)
+        for of_input, of_weight in zip(casts.input, weight, strict=True)
+    )
+    forward += _gemm(device, m, n, k, fp8=True)
+    backward += cast(m * n, casts.grad_output) + _gemm(device, m, k, n, fp8=True, slowdown=SLOW_ACCUMULATION)
+    if scheme.recipe == "rowwise_with_gw_hp":
+        backward += _gemm(device, n, k, m)
+    else:
+        backward += _gemm(device, n, k, m, fp8=True, slowdown=SLOW_ACCUMULATION)
+    return forward * (linear.count + linear.recomputed) + backward * linear.count
+
+
+def time_linears(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> list[LinearTime]:
+    """The times of each kind if all of `linears`, and no others, train in float8 on `tokens` tokens a rank."""
+    readers = Counter(linear.reads for linear in linears)
+    return [
+        LinearTime(
+            linear.kind,
+            _bf16_cost(linear, device, tokens).seconds,
+            _float8_cost(linear, device, tokens, scheme, readers[linear.reads]).seconds,
+        )
+        for linear in linears
+    ]
+
+
+def choose_linears(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> frozenset[str]:
+    """The kinds of `linears` that float8 makes faster. A kind that is kept leaves its share of the input's casts to
+    the others, so they are timed again until each that is left gains."""
+    chosen = list(linears)
+    while True:
+        times = time_linears(chosen, device, tokens=tokens, scheme=scheme)
+        gaining = [linear for linear, time in zip(chosen, times, strict=True) if time.ratio < 1]
+        if gaining == chosen:
+            return frozenset(linear.kind for linear in chosen)
+        chosen = gaining
+
+
+def _rest_costs(rest: Rest, device: Device, compiled: bool) -> dict[str, Cost]:
+    """The parts of a step that float8 leaves alone, by name."""
+    tokens, dim, ffn_dim, rotated = rest.tokens, rest.dim, rest.ffn_dim, rest.q_dim + rest.kv_dim
+    # Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which recomputes the scores.
+    matmul = tokens * rest.seq_len * rest.q_dim
+    attention_matmuls = 7 * rest.n_layers + 2 * rest.recomputed_attention
+    attention_seconds = matmul * attention_matmuls / (device.bf16_flops * ATTENTION_FRACTION)
+    # What norms, rotary embeddings, SwiGLU and residuals read and write in bf16 if they are fused, and how many kernels
+    # Inductor makes of a block, or the profiler counts in an eager one, besides matmuls and attention.
+    forward = 9 * dim + 2 * rotated + 3 * ffn_dim
+    backward = 11 * dim + 2 * rotated + 5 * ffn_dim
+    pointwise = 2 * tokens * (forward * (rest.n_layers + rest.recomputed_layers) + backward * rest.n_layers)
+    output = _gemm(device, tokens, rest.vocab_size, dim)
+    output += _gemm(device, tokens, dim, rest.vocab_size) + _gemm(device, rest.vocab_size, dim, tokens)
+    return {
+        "attention": Cost(attention_seconds, 4 * rest.n_layers),
+        "output": output,
+        "pointwise": _move(device, pointwise, rest.n_layers * (34 if compiled else 130)),
+        # Logits to float32 and log-softmax, their gradient, and that to bf16.
+        "loss": _move(device, 28 * tokens * rest.vocab_size, 6),
+        # AdamW reads weight, gradient and two moments in float32 and writes three; clipping takes 12 bytes.
+        "optimizer": _move(device, 40 * rest.sharded_parameters, 8),
+    }
+
+
+def step_time(
+    linears: Sequence[Linear], rest: Rest, device: Device, *, scheme: Scheme, converted: Collection[str]
+) -> StepTime:
+    """A step in which the kinds `converted` train in float8 as `scheme` says, and the other linears in bf16."""
+    float8 = [linear for linear in linears if linear.kind in converted]
+    readers = Counter(linear.reads for linear in float8)
+    costs = _rest_costs(rest, device, scheme.compiled)
+    costs["linears"] = Cost()
+    for linear in linears:
+        if linear.kind in converted:
+            costs["linears"] += _float8_cost(linear, device, rest.tokens, scheme, readers[linear.reads])
+        else:
+            costs["linears"] += _bf16_cost(linear, device, rest.tokens)
+    # FSDP copies what it gathered, before the forward and the backward pass, and gradients to float32 to reduce them.
+    in_float8 = sum(x.count * x.out_features * x.in_features for x in float8) if scheme.float8_all_gather else 0
+    costs["fsdp copies"] = _move(device, 14 * rest.gathered_parameters - 4 * in_float8, 10 * rest.n_layers)
+    host = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
+    host += rest.n_layers * HOST_SECONDS_PER_BLOCK
+    return StepTime({part: cost.seconds for part, cost in costs.items()}, host)
+
+
+def predict(
+    linears: Sequence[Linear], rest: Rest, device: Device, *, scheme: Scheme, converted: Collection[str]
+) -> Prediction:
+    """The gain of training the kinds `converted` of `linears` in float8, and which of them had better be kept."""
+    float8 = [linear for linear in linears if linear.kind in converted]
+    chosen = choose_linears(float8, device, tokens=rest.tokens, scheme=scheme)
+    return Prediction(
+        bf16=step_time(linears, rest, device, scheme=scheme, converted=()),
+        float8=step_time(linears, rest, device, scheme=scheme, converted=converted),
+        converted=tuple(linear.kind for linear in float8),
+        better_kept=tuple(linear.kind for linear in float8 if linear.kind not in chosen),
+    )

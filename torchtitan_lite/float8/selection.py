@@ -4,8 +4,8 @@ A linear multiplies three times, each with this rank's M tokens, K in_features a
 output [M, N] over K, grad_input [M, K] over N, grad_weight [N, K] over M.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -14,6 +14,8 @@ from torchtitan_lite.errors import ConfigError
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS float8 matmuls take rows of 16-byte multiples only (torch._scaled_mm)."""
+AUTO = "auto"
+"""In filter_fqns: what float8 would not make faster."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,22 @@ def matches(pattern: str, name: str) -> bool:
 def select_linears(
     model: nn.Module,
     *,
-    filter_fqns: Iterable[str],
+    filter_fqns: Collection[str],
     sharded_dims: Mapping[str, int],
     tp_degree: int,
     tokens: int | None,
+    slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
 ) -> list[LinearChoice]:
     """The choice for every nn.Linear of `model`, which has its global shapes, in the model's order.
 
     `sharded_dims` names the dimension (0: out, 1: in) that tensor parallelism splits, by the last part of a linear's
     name. `tokens` is M, None where the weight gradient is in high precision. Raises ConfigError for a filter that
-    matches nothing, and for every converted kind of linear of which a dimension is not a multiple of 16."""
+    matches nothing, and for every converted kind of linear of which a dimension is not a multiple of 16.
+
+    With "auto" among the filters, such linears are kept instead, and so are the kinds that `slower`, given the choices
+    that are left, returns with a reason."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    filters = list(filter_fqns)
+    filters = [pattern for pattern in filter_fqns if pattern != AUTO]
     errors = [
         f"[float8] filter_fqns holds {pattern!r}, which matches no linear; use parts of the names "
         f"{', '.join(sorted(_kinds(linears)))}, or layers.0 and the like."
@@ -73,12 +79,18 @@ def select_linears(
         if name == "output":
             kept_by = "the projection to the vocabulary stays in high precision"
         choices.append(LinearChoice(name, shape, (local[0], local[1]), kept_by))
-    errors += _indivisible(choices, tp_degree=tp_degree, tokens=tokens)
-    if not any(choice.converted for choice in choices):
-        errors.append(
-            f"[float8] filter_fqns = {filters} keeps all {len(choices)} linears in high precision; "
-            "take a name out, or set [float8] enable_float8_linear = false."
-        )
+    if AUTO in filter_fqns:
+        assert slower is not None, "auto needs to be told what float8 makes slower"
+        choices = [_keep(choice, _obstacle(choice, tp_degree=tp_degree, tokens=tokens)) for choice in choices]
+        reasons = slower([choice for choice in choices if choice.converted])
+        choices = [_keep(choice, reasons.get(choice.kind, "")) for choice in choices]
+    else:
+        errors += _indivisible(choices, tp_degree=tp_degree, tokens=tokens)
+        if not any(choice.converted for choice in choices):
+            errors.append(
+                f"[float8] filter_fqns = {filters} keeps all {len(choices)} linears in high precision; "
+                "take a name out, or set [float8] enable_float8_linear = false."
+            )
     if errors:
         raise ConfigError("\n".join(errors))
     return choices
@@ -88,20 +100,35 @@ def _kinds(names: Iterable[str]) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name in names}
 
 
+def _keep(choice: LinearChoice, reason: str) -> LinearChoice:
+    return replace(choice, kept_because=choice.kept_because or reason)
+
+
+def _wrong_shape(choice: LinearChoice, *, tp_degree: int) -> str:
+    """The per-rank dimensions of `choice` that are not a multiple of 16, in words; "" if there is none."""
+    return " and ".join(
+        f"{label} {local}" + (f" ({size} over tensor_parallel_degree {tp_degree})" if local != size else "")
+        for label, size, local in zip(("out_features", "in_features"), choice.shape, choice.local_shape, strict=True)
+        if local % MULTIPLE
+    )
+
+
+def _obstacle(choice: LinearChoice, *, tp_degree: int, tokens: int | None) -> str:
+    """Why the hardware's float8 matmuls would refuse `choice`; "" if they would not."""
+    if tokens is not None and tokens % MULTIPLE:
+        return f"local_batch_size * seq_len = {tokens} is not a multiple of {MULTIPLE}"
+    wrong = _wrong_shape(choice, tp_degree=tp_degree)
+    return f"{wrong}, not a multiple of {MULTIPLE}" if wrong else ""
+
+
 def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int | None) -> list[str]:
     """One message for each kind of converted linear that the hardware's float8 matmuls would refuse."""
     errors = {}
     for choice in choices:
-        wrong = [
-            f"{label} {local}" + (f" ({size} over tensor_parallel_degree {tp_degree})" if local != size else "")
-            for label, size, local in zip(
-                ("out_features", "in_features"), choice.shape, choice.local_shape, strict=True
-            )
-            if local % MULTIPLE
-        ]
+        wrong = _wrong_shape(choice, tp_degree=tp_degree)
         if choice.converted and wrong:
             errors[choice.kind] = (
-                f"[float8] {choice.kind}: {' and '.join(wrong)} on each rank, not a multiple of {MULTIPLE}, which "
+                f"[float8] {choice.kind}: {wrong} on each rank, not a multiple of {MULTIPLE}, which "
                 f"float8 matmuls need; lower [parallelism] tensor_parallel_degree, or add "
                 f'"{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns.'
             )

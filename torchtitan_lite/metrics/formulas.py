@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dimensions:
-    """The numbers that the formulas are of. `parameters` are all, the input embedding's `vocab_size * dim` among them."""
+    """The numbers that the formulas are of. `parameters` are all, also the input embedding, `vocab_size * dim`."""
 
     parameters: int
     dim: int

@@ -56,7 +56,7 @@ def effective_peak(flops: Mapping[Precision, int], tflops: Mapping[Precision, fl
     return None if ideal is None else sum(flops.values()) / ideal / 1e12
 
 
-def compute_rates(*, tokens: int, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks) -> Rates:
+def compute_rates(*, tokens: float, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks) -> Rates:
     """The rates of `n_devices` devices that trained on `tokens` tokens between them in `seconds`."""
     tps = tokens / seconds / n_devices
 

@@ -1,0 +1,49 @@
+"""What a run will cost and gain, before it is paid for: FLOPs, float8's effect, memory, rates and time.
+
+python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"] [--tps X] [--json] [overrides]
+
+  --world-size N   processes, one a GPU (default: 8)
+  --device NAME    GPU to plan for (default: the one at hand; needed where there is none)
+  --tps X          tokens per second per device that a run reached, to see its MFU (default: predicted)
+  --json           every number, as docs/plan.md documents it
+  overrides        any key of the config, as in training
+"""
+
+import argparse
+import json
+import sys
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.logger import init_logger
+from torchtitan_lite.plan import make_plan, resolve_device
+from torchtitan_lite.plan_report import format_plan
+
+
+def main(argv: list[str]) -> None:
+    """Print the plan that `argv` asks for. Raises RunError."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
+    parser = argparse.ArgumentParser(prog="scripts/plan.py", usage=__doc__, add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--device")
+    parser.add_argument("--tps", type=float)
+    parser.add_argument("--json", action="store_true")
+    options, words = parser.parse_known_args(argv)
+    if options.world_size < 1:
+        raise ConfigError(f"--world-size {options.world_size} must be at least 1")
+    if options.tps is not None and not 0 < options.tps < float("inf"):
+        raise ConfigError(f"--tps {options.tps} must be a positive number")
+    config = load_config(words, world_size=options.world_size)
+    plan = make_plan(config, world_size=options.world_size, device=resolve_device(options.device), tps=options.tps)
+    print(json.dumps(plan, indent=2) if options.json else format_plan(plan))
+
+
+if __name__ == "__main__":
+    init_logger()
+    try:
+        main(sys.argv[1:])
+    except RunError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,157 @@
+"""A run's model on meta, converted to float8 and counted, without a device: what training and planning share. A hub."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from torchtitan_lite.config import Config, MetricsConfig
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.roofline import Device, Linear, Scheme, choose_linears, time_linears
+from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
+from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
+from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
+from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
+
+
+def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
+    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of seq_len positions.
+
+    Raises ConfigError for a tokenizer with more ids than the model's vocabulary."""
+    flavor = FLAVORS[config.model.flavor]
+    vocab_size = flavor.vocab_size or tokenizer.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"[model] tokenizer_path = {str(tokenizer.path)!r} has {tokenizer.vocab_size} ids, more than the "
+            f"{vocab_size} of flavor {config.model.flavor}; use a tokenizer with at most that many, or another flavor."
+        )
+    return dataclasses.replace(flavor, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
+
+
+def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> Device | None:
+    """What the roofline needs of a device: its data sheet, or the peaks that the config gives; None where some of it is
+    not known."""
+    peaks = {**published_peaks(device), **given_peaks(metrics)}
+    if device is None or not {"bf16", "fp8"} <= peaks.keys():
+        return None
+    return Device(peaks["bf16"] * 1e12, peaks["fp8"] * 1e12, device.bandwidth_tb_s * 1e12)
+
+
+@dataclasses.dataclass(frozen=True)
+class MetaModel:
+    """A model on meta, converted to float8 where asked for and not yet sharded, and what is known of it."""
+
+    model: Transformer
+    choices: list[LinearChoice]
+    """Of every linear."""
+    ledger: FlopsLedger
+    recomputed: frozenset[str]
+    """Modules whose forward the backward pass runs again."""
+
+
+def is_compiled(config: Config) -> bool:
+    """Whether the blocks are compiled."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Tokens of a forward pass on one data-parallel rank. Sequence parallelism does not divide what a linear sees."""
+    return config.training.local_batch_size * config.training.seq_len
+
+
+def float8_scheme(config: Config) -> Scheme:
+    """What of the config decides how fast float8 is."""
+    float8 = config.float8
+    return Scheme(float8.recipe_name, is_compiled(config), float8.enable_fsdp_float8_all_gather)
+
+
+def roofline_linears(choices: Iterable[LinearChoice], *, recomputed: Collection[str]) -> list[Linear]:
+    """`choices` by kind, as the roofline takes them."""
+    kinds: dict[str, list[LinearChoice]] = {}
+    for choice in choices:
+        kinds.setdefault(choice.kind, []).append(choice)
+    linears = []
+    for kind, members in kinds.items():
+        module, _, name = kind.partition(".")
+        linears.append(
+            Linear(
+                kind,
+                *members[0].local_shape,
+                count=len(members),
+                reads=module if name in COLUMN_SPLIT.get(module, ()) else kind,
+                recomputed=sum(member.name in recomputed for member in members),
+            )
+        )
+    return linears
+
+
+def find_slower(
+    choices: Sequence[LinearChoice], config: Config, rates: Device, *, recomputed: Collection[str]
+) -> dict[str, str]:
+    """The kinds among `choices` that float8 would not make faster, each with the reason."""
+    linears = roofline_linears(choices, recomputed=recomputed)
+    tokens, scheme = microbatch_tokens(config), float8_scheme(config)
+    faster = choose_linears(linears, rates, tokens=tokens, scheme=scheme)
+    reasons = {}
+    for linear in linears:
+        if linear.kind not in faster:
+            (alone,) = time_linears([linear], rates, tokens=tokens, scheme=scheme)
+            reasons[linear.kind] = f"auto: float8 would take {alone.ratio:.2f}x the time of bf16"
+    return reasons
+
+
+def build_meta_model(
+    config: Config,
+    args: ModelArgs,
+    *,
+    tp_degree: int,
+    emulate: bool,
+    fused_attention: bool,
+    rates: Device | None,
+) -> MetaModel:
+    """The model of `config`, of which each rank will hold a `tp_degree`-th; the device need not be there, but `rates`
+    are needed for [float8] filter_fqns = ["auto"]."""
+    training, ac, float8 = config.training, config.activation_checkpoint, config.float8
+    with torch.device("meta"):
+        model = Transformer(args)
+    recompute = partial(recomputed_modules, model, ac, compiled=is_compiled(config), fused_attention=fused_attention)
+
+    def slower(converted: Sequence[LinearChoice]) -> dict[str, str]:
+        if not float8.enable_float8_linear:
+            return {choice.kind: "float8 is off" for choice in converted}
+        if rates is None:
+            raise ConfigError(
+                '[float8] filter_fqns = ["auto"] weighs float8 by the bf16 and fp8 peaks and the memory bandwidth of '
+                'the device, and not all of them are known here; name the linears to keep, such as ["wk", "wv"].'
+            )
+        return find_slower(converted, config, rates, recomputed=recompute())
+
+    choices = select_linears(
+        model,
+        filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
+        sharded_dims=SHARDED_DIMS,
+        tp_degree=tp_degree,
+        tokens=None if float8.recipe_name == "rowwise_with_gw_hp" else microbatch_tokens(config),
+        slower=slower,
+    )
+    if float8.enable_float8_linear:
+        convert_linears(model, choices, float8=float8, emulate=emulate)
+    recomputed = recompute()
+    ledger = count_flops(
+        model,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=training.seq_len,
+        high_precision=getattr(torch, training.mixed_precision_param),
+        convention=config.metrics.flops_convention,
+        recomputed=recomputed,
+    )
+    return MetaModel(model, choices, ledger, recomputed)
