@@ -16,7 +16,7 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.float8.convert import resolve_emulate
 from torchtitan_lite.float8.selection import format_choices
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import build_meta_model, device_rates
+from torchtitan_lite.meta import build_meta_model, device_rates, predict_step
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import resolve_peaks, total_memory_gib
@@ -90,13 +90,14 @@ def build_model(
     dtype = getattr(torch, training.mixed_precision_param)
     attention = attention_backend(args, tp_degree=tp, dtype=dtype, device=device)
     spec = lookup_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    rates = device_rates(spec, config.metrics)
     meta = build_meta_model(
         config,
         args,
         tp_degree=tp,
         emulate=float8.enable_float8_linear and resolve_emulate(float8, device=device),
         fused_attention=attention != "MATH",
-        rates=device_rates(spec, config.metrics),
+        rates=rates,
     )
     model, ledger = meta.model, meta.ledger
     logger.info(
@@ -105,6 +106,9 @@ def build_model(
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
+        if rates is not None:
+            degrees = resolve_degrees(config.parallelism, world_size=mesh.size())
+            logger.info(f"predicted: {predict_step(config, args, meta, degrees=degrees, rates=rates).verdict}")
     parts = ", ".join(f"{count / ledger.total:.2%} {name}" for name, count in ledger.by_precision.items() if count)
     emulated = " (float8, emulated, counts as fp32)" if ledger.emulated else ""
     again = f"; {sum(ledger.recompute.values()) / ledger.total:.2%} more are recomputed" if meta.recomputed else ""

@@ -6,18 +6,27 @@ from functools import partial
 
 import torch
 
-from torchtitan_lite.config import Config, MetricsConfig
+from torchtitan_lite.config import Config, MetricsConfig, ParallelDegrees
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
-from torchtitan_lite.float8.roofline import Device, Linear, Scheme, choose_linears, time_linears
+from torchtitan_lite.float8.roofline import (
+    Device,
+    Linear,
+    Prediction,
+    Rest,
+    Scheme,
+    choose_linears,
+    predict,
+    time_linears,
+)
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
+from torchtitan_lite.parallel.activation_checkpoint import checkpointed_layers, recomputed_modules
 from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
 
 
@@ -103,7 +112,8 @@ def find_slower(
     for linear in linears:
         if linear.kind not in faster:
             (alone,) = time_linears([linear], rates, tokens=tokens, scheme=scheme)
-            reasons[linear.kind] = f"auto: float8 would take {alone.ratio:.2f}x the time of bf16"
+            eager = "" if scheme.compiled else ", as eager casts are not fused"
+            reasons[linear.kind] = f"auto: float8 would take {alone.ratio:.2f}x the time of bf16{eager}"
     return reasons
 
 
@@ -155,3 +165,40 @@ def build_meta_model(
         recomputed=recomputed,
     )
     return MetaModel(model, choices, ledger, recomputed)
+
+
+def predict_step(
+    config: Config, args: ModelArgs, meta: MetaModel, *, degrees: ParallelDegrees, rates: Device
+) -> Prediction:
+    """How long a microbatch of `meta` takes on a device with `rates`, in bf16 and in float8 as converted."""
+    converted, kept = (
+        roofline_linears(
+            [choice for choice in meta.choices if choice.converted == in_float8 and choice.name != "output"],
+            recomputed=meta.recomputed,
+        )
+        for in_float8 in (True, False)
+    )
+    # A kind may be in float8 in some layers only.
+    in_bf16 = [dataclasses.replace(linear, kind=f"{linear.kind} in bf16") for linear in kept]
+    parameters = sum(parameter.numel() for parameter in meta.model.parameters()) // degrees.tp
+    rest = Rest(
+        tokens=microbatch_tokens(config),
+        seq_len=config.training.seq_len,
+        n_layers=args.n_layers,
+        dim=args.dim,
+        q_dim=args.n_heads * args.head_dim // degrees.tp,
+        kv_dim=args.n_kv_heads * args.head_dim // degrees.tp,
+        ffn_dim=args.ffn_dim // degrees.tp,
+        vocab_size=args.vocab_size // degrees.tp,
+        gathered_parameters=parameters,
+        sharded_parameters=parameters // degrees.dp_shard,
+        recomputed_layers=len(checkpointed_layers(config.activation_checkpoint, n_layers=args.n_layers)),
+        recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
+    )
+    return predict(
+        [*converted, *in_bf16],
+        rest,
+        rates,
+        scheme=float8_scheme(config),
+        converted=[linear.kind for linear in converted],
+    )

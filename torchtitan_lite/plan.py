@@ -9,7 +9,7 @@ import torch
 from torchtitan_lite.config import BatchSizes, Config, ParallelDegrees, resolve_batch, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.roofline import Device, Linear, Rest, predict, step_time, time_linears
+from torchtitan_lite.float8.roofline import Device, time_linears
 from torchtitan_lite.float8.selection import AUTO, MULTIPLE, LinearChoice
 from torchtitan_lite.meta import (
     MetaModel,
@@ -17,6 +17,7 @@ from torchtitan_lite.meta import (
     device_rates,
     float8_scheme,
     microbatch_tokens,
+    predict_step,
     resolve_model_args,
     roofline_linears,
 )
@@ -28,7 +29,6 @@ from torchtitan_lite.metrics.memory import Rank, step_memory
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.parallel.activation_checkpoint import checkpointed_layers
 
 SECONDS_PER_DAY = 86_400
 
@@ -191,35 +191,6 @@ def _plan_operators(request: _Request, meta: MetaModel) -> dict[str, Any]:
     }
 
 
-def _roofline(request: _Request, meta: MetaModel) -> tuple[list[Linear], list[str], Rest]:
-    """The block linears of a rank, those in bf16 marked as such, the kinds in float8, and the rest of the step."""
-    config, args, degrees = request.config, request.args, request.degrees
-    converted, kept = (
-        roofline_linears(
-            [choice for choice in meta.choices if choice.converted == in_float8 and choice.name != "output"],
-            recomputed=meta.recomputed,
-        )
-        for in_float8 in (True, False)
-    )
-    parameters = sum(parameter.numel() for parameter in meta.model.parameters()) // degrees.tp
-    rest = Rest(
-        tokens=microbatch_tokens(config),
-        seq_len=config.training.seq_len,
-        n_layers=args.n_layers,
-        dim=args.dim,
-        q_dim=args.n_heads * args.head_dim // degrees.tp,
-        kv_dim=args.n_kv_heads * args.head_dim // degrees.tp,
-        ffn_dim=args.ffn_dim // degrees.tp,
-        vocab_size=args.vocab_size // degrees.tp,
-        gathered_parameters=parameters,
-        sharded_parameters=parameters // degrees.dp_shard,
-        recomputed_layers=len(checkpointed_layers(config.activation_checkpoint, n_layers=args.n_layers)),
-        recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
-    )
-    in_bf16 = [dataclasses.replace(linear, kind=f"{linear.kind} in bf16") for linear in kept]
-    return [*converted, *in_bf16], [linear.kind for linear in converted], rest
-
-
 def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     tokens, scheme = microbatch_tokens(request.config), float8_scheme(request.config)
@@ -283,8 +254,7 @@ def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
             "bf16": None,
             "float8": None,
         }
-    linears, converted, rest = _roofline(request, meta)
-    found = predict(linears, rest, request.rates, scheme=float8_scheme(request.config), converted=converted)
+    found = predict_step(request.config, request.args, meta, degrees=request.degrees, rates=request.rates)
     steps = {
         name: {"microbatch_s": step.seconds, "host_s": step.host, "device_parts_s": dict(step.parts)}
         for name, step in (("bf16", found.bf16), ("float8", found.float8))
@@ -330,12 +300,12 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
     training, degrees, ledger = request.config.training, request.degrees, meta.ledger
     origin = "given"
     if tps is None:
-        linears, converted, rest = _roofline(request, meta)
-        peaks, bandwidth = request.peaks.tflops, request.device.bandwidth_tb_s * 1e12
-        rates = request.rates or Device(peaks["bf16"] * 1e12, math.nan, bandwidth)  # then nothing is in float8
-        step = step_time(linears, rest, rates, scheme=float8_scheme(request.config), converted=converted)
-        tps, origin = rest.tokens / step.seconds / degrees.tp, "predicted"
-    rates_at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
+        # Without an fp8 peak nothing is in float8.
+        bf16_alone = Device(request.peaks.tflops["bf16"] * 1e12, math.nan, request.device.bandwidth_tb_s * 1e12)
+        rates = request.rates or bf16_alone
+        step = predict_step(request.config, request.args, meta, degrees=degrees, rates=rates).float8
+        tps, origin = microbatch_tokens(request.config) / step.seconds / degrees.tp, "predicted"
+    at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
     arithmetic = _plan_peaks(request, ledger)["arithmetic"]
     tokens_per_step = request.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
@@ -343,12 +313,12 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
     return {
         "origin": origin,
         "tps": tps,
-        "tflops": rates_at.tflops,
-        "mfu": rates_at.mfu,
-        "mfu_bf16_peak": rates_at.mfu_bf16_peak,
-        "mfu_fp8_peak": rates_at.mfu_fp8_peak,
-        "mfu_arithmetic_peak": None if arithmetic is None else 100 * rates_at.tflops / arithmetic,
-        "hfu": rates_at.hfu,
+        "tflops": at.tflops,
+        "mfu": at.mfu,
+        "mfu_bf16_peak": at.mfu_bf16_peak,
+        "mfu_fp8_peak": at.mfu_fp8_peak,
+        "mfu_arithmetic_peak": None if arithmetic is None else 100 * at.tflops / arithmetic,
+        "hfu": at.hfu,
         "step_s": tokens_per_step / tokens_per_second,
         "tokens_per_step": tokens_per_step,
         "tokens_per_day": tokens_per_second * SECONDS_PER_DAY,

@@ -50,8 +50,9 @@ def _run(request: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
         f"{request['seq_len']:,} tokens\n"
         f"float8 {recipe}{gather}, activation checkpointing {request['activation_checkpoint']}, "
         f"compile {'on' if request['compile'] else 'off'}\n"
-        f"dense peaks in TFLOPS: bf16 {_number(peaks['bf16'], '.4g')}, fp8 {_number(peaks['fp8'], '.4g')}; of this run's "
-        f"mix {_number(peaks['effective'], '.1f')} (harmonic mean; arithmetic {_number(peaks['arithmetic'], '.1f')})"
+        f"dense peaks in TFLOPS: bf16 {_number(peaks['bf16'], '.4g')}, fp8 {_number(peaks['fp8'], '.4g')}; "
+        f"of this run's mix {_number(peaks['effective'], '.1f')}, a harmonic mean "
+        f"(arithmetic {_number(peaks['arithmetic'], '.1f')})"
     )
 
 
@@ -131,15 +132,14 @@ def _linears(linears: Sequence[Mapping[str, Any]]) -> str:
 def _prediction(prediction: Mapping[str, Any]) -> str:
     if prediction["step_speedup"] is None:
         return str(prediction["verdict"])
-    bf16, float8 = prediction["bf16"], prediction["float8"]
-    rows = [
-        (part, *(f"{1e3 * step['device_parts_s'][part]:,.2f}" for step in (bf16, float8)), "")
-        for part in bf16["device_parts_s"]
-    ]
-    rows.append(("the host, at the same time", *(f"{1e3 * step['host_s']:,.2f}" for step in (bf16, float8)), ""))
-    rows.append(
-        ("microbatch", *(f"{1e3 * step['microbatch_s']:,.2f}" for step in (bf16, float8)), "the longer of both")
-    )
+    steps = prediction["bf16"], prediction["float8"]
+
+    def row(name: str, seconds: Iterable[float], note: str = "") -> tuple[str, ...]:
+        return name, *(f"{1e3 * each:,.2f}" for each in seconds), note
+
+    rows = [row(part, (step["device_parts_s"][part] for step in steps)) for part in steps[0]["device_parts_s"]]
+    rows.append(row("the host, meanwhile", (step["host_s"] for step in steps)))
+    rows.append(row("microbatch", (step["microbatch_s"] for step in steps), note="the longer of device and host"))
     return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
 
 
@@ -159,25 +159,21 @@ def _memory(memory: Mapping[str, Any]) -> str:
 
 def _schedule(schedule: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
     rows = [
-        (
-            "mfu",
-            _number(schedule["mfu"]),
-            f"of {_number(peaks['effective'], '.1f')} TFLOPS, each matmul at its own peak",
-        ),
-        ("mfu_bf16_peak", _number(schedule["mfu_bf16_peak"]), f"of {_number(peaks['bf16'], '.4g')} TFLOPS"),
-        ("mfu_fp8_peak", _number(schedule["mfu_fp8_peak"]), f"of {_number(peaks['fp8'], '.4g')} TFLOPS"),
-        (
-            "mfu_arithmetic_peak",
-            _number(schedule["mfu_arithmetic_peak"]),
-            f"of {_number(peaks['arithmetic'], '.1f')} TFLOPS",
-        ),
-        ("hfu", _number(schedule["hfu"]), "as mfu, with what is recomputed"),
+        (name, _number(schedule[name]), f"of {_number(peak, '.1f')} TFLOPS{note}")
+        for name, peak, note in (
+            ("mfu", peaks["effective"], ", each matmul at its own peak"),
+            ("mfu_bf16_peak", peaks["bf16"], ""),
+            ("mfu_fp8_peak", peaks["fp8"], ""),
+            ("mfu_arithmetic_peak", peaks["arithmetic"], ""),
+            ("hfu", peaks["effective"], ", with what is recomputed"),
+        )
     ]
     return (
         f"tps {schedule['tps']:,.0f} per device ({schedule['origin']}), tflops {schedule['tflops']:,.2f}, "
         f"step {schedule['step_s']:,.3f} s\n"
         + _table(("percent", "", ""), rows)
-        + f"\n{schedule['tokens_per_day']:.3g} tokens a day; {schedule['days_per_trillion_tokens']:,.1f} days for 10^12; "
-        f"this run's {schedule['run_tokens']:.3g} take {schedule['run_days']:,.2f} days\n"
+        + f"\n{schedule['tokens_per_day']:.3g} tokens a day, "
+        f"{schedule['days_per_trillion_tokens']:,.1f} days for 10^12; "
+        f"the {schedule['run_tokens']:.3g} of this run take {schedule['run_days']:,.2f} days\n"
         f"a checkpoint is {schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks"
     )

@@ -1,8 +1,8 @@
 """Where a rank's memory goes: what it holds at each moment of a training step, in bytes, from shapes alone.
 
-Not counted is what comes with a device. On a GPU that is the CUDA context, buffers of cuBLAS and NCCL, and blocks that
-the allocator cannot fill; on CPU the float32 copies of emulated float8. Nor are the temporary copies of an eager cast
-to float8, one tensor at a time, counted.
+Counted are a step's tensors. Left out is what comes with a device: on a GPU the CUDA context, the buffers of cuBLAS and
+NCCL, and what the allocator cannot fill; on CPU the packed weights of a matmul and the float32 operands of an emulated
+float8 one. Left out too are a cast's temporary copies, one tensor at a time.
 
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """
@@ -23,6 +23,13 @@ from torchtitan_lite.config import (
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
+"""Bytes of an element."""
+LINEAR_INPUTS = {
+    "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
+    "ffn_norm": ("feed_forward.w1", "feed_forward.w3"),
+    "gated": ("feed_forward.w2",),
+}
+"""The tensors of a block that are saved for linears alone, and those linears. Attention saves wo's input itself."""
 
 
 class Dimensions(Protocol):
@@ -46,7 +53,7 @@ class Dimensions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What decides a rank's memory."""
+    """What decides the memory of a rank: all ranks are alike."""
 
     model: Dimensions
     degrees: ParallelDegrees
@@ -81,19 +88,15 @@ class Rank:
         """Bytes of the residual stream [N, D], which tensor parallelism splits along the sequence."""
         return self.width * self.tokens * self.model.dim // self.degrees.tp
 
-    def norm_input(self, *, fused: bool) -> int:
-        """Bytes that a norm saves: its input. Where it is not one kernel that and the normalised one, in float32."""
-        return self.residual if fused else 2 * FLOAT32 * self.residual // self.width
+    def norm_input(self, *, compiled: bool) -> int:
+        """Bytes that a norm saves: its input. Eager on CPU, where it is no single kernel, that and the normalised one,
+        in float32."""
+        return 2 * FLOAT32 * self.residual // self.width if self.on_cpu and not compiled else self.residual
 
-    def linear_input(self, elements: int, *, readers: Collection[str]) -> int:
-        """Bytes saved of the input that linears read. Where all of them cast it to float8, tensor parallelism keeps
-        the cast that it gathered; and the compiler keeps nothing, as casting again is cheap."""
-        cast = all(reader in self.float8_linears for reader in readers)
-        if cast and self.degrees.tp > 1 and self.float8.recipe_name == "tensorwise":
-            return elements
-        if cast and self.compiled and self.float8.recipe_name != "rowwise_with_gw_hp":
-            return 0
-        return self.width * elements
+    def gathers_float8(self, linears: Collection[str]) -> bool:
+        """Whether tensor parallelism hands `linears` an input that is float8 already, which they then save."""
+        tensorwise = self.float8.recipe_name == "tensorwise"
+        return self.degrees.tp > 1 and tensorwise and set(linears) <= set(self.float8_linears)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Group:
     saved: int
     """Kept from the forward to the backward."""
     working: int
-    """Held at the height of the backward, what was saved included."""
+    """Held at the height of the backward, with what was saved."""
 
 
 @dataclass(frozen=True)
@@ -122,83 +125,82 @@ class Moment:
     activations: int = 0
     logits: int = 0
     buffers: int = 0
-    """Weights that FSDP has gathered, and gradients that it is about to scatter."""
+    """Weights that FSDP has gathered, gradients that it is about to scatter, copies that the optimizer makes."""
 
     @property
     def total(self) -> int:
         """All parts together."""
-        sharded = self.parameters + self.gradients + self.optimizer_states
-        return sharded + self.activations + self.logits + self.buffers
+        kept = self.parameters + self.gradients + self.optimizer_states
+        return kept + self.activations + self.logits + self.buffers
 
 
 def step_memory(rank: Rank) -> list[Moment]:
-    """The moments of a step at which memory can peak, in order: the loss, the backward of each FSDP group and the
-    scattering of its gradients, the optimizer's update. The peak is the one with the largest `total`."""
+    """The moments of a step at which memory can peak, in order: the loss; of each FSDP group the height of its backward
+    and its end, where the gradients are scattered; the optimizer's update. The peak is the one with the largest total.
+
+    The step is not the first, so that the optimizer has its states, and its microbatch is the last."""
     groups = [_embedding(rank), *(_block(rank, i) for i in range(rank.model.n_layers)), _head(rank)]
-    shards, tp = rank.degrees.dp_shard, rank.degrees.tp
+    shards = rank.degrees.dp_shard
     reduce_width = WIDTHS[rank.training.mixed_precision_reduce]
-    never = rank.parallelism.fsdp_reshard_after_forward == "never"
-    # Without the last microbatch's scattering, gradients add up unsharded.
+    # Earlier microbatches' gradients add up unsharded: only the last one's backward scatters.
     accumulated_width = reduce_width if rank.grad_accum_steps > 1 else 0
-    per_weight = 0 if rank.training.enable_cpu_offload else FLOAT32
+    never_freed = rank.parallelism.fsdp_reshard_after_forward == "never"
+    splits_loss = rank.degrees.tp > 1 and not rank.parallelism.disable_loss_parallel
+    logits = rank.tokens * rank.model.vocab_size // (rank.degrees.tp if splits_loss else 1)
 
     def sharded(of: list[Group]) -> int:
-        return per_weight * sum(group.weights for group in of) // shards
+        on_device = not rank.training.enable_cpu_offload
+        return FLOAT32 * sum(group.weights for group in of) // shards if on_device else 0
 
-    def moment(name: str, done: int, **parts: int) -> Moment:
-        """With the gradients of all but the first `done` groups scattered."""
-        accumulated = accumulated_width * sum(group.weights for group in groups[:done])
+    def gathered(of: list[Group]) -> int:
+        return sum(group.gathered for group in of)
+
+    def moment(name: str, *, left: int, **parts: int) -> Moment:
+        """One at which the first `left` groups have yet to scatter their gradients."""
         return Moment(
             name,
             parameters=sharded(groups),
-            gradients=sharded(groups[done:]) + accumulated,
+            gradients=sharded(groups[left:]) + accumulated_width * sum(group.weights for group in groups[:left]),
             optimizer_states=2 * sharded(groups),
             **parts,
         )
 
-    def unsharded(of: list[Group]) -> int:
-        return sum(group.gathered for group in of)
-
-    split_loss = tp > 1 and not rank.parallelism.disable_loss_parallel
-    logits = rank.tokens * rank.model.vocab_size // (tp if split_loss else 1)
     moments = [
         moment(
             "loss",
-            len(groups),
+            left=len(groups),
             activations=sum(group.saved for group in groups),
-            logits=logits * _bytes_per_logit(rank, split=split_loss),
-            buffers=unsharded(groups if never else groups[-1:]),
+            logits=_bytes_per_logit(rank, split=splits_loss) * logits,
+            buffers=gathered(groups if never_freed else groups[-1:]),
         )
     ]
     for i, group in reversed(list(enumerate(groups))):
         saved = sum(earlier.saved for earlier in groups[:i])
-        # FSDP gathers the next group during the backward of one, and scatters the previous one's gradients.
-        ahead = groups[:i] if never else groups[max(i - 1, 0) : i] if shards > 1 else []
+        # Meanwhile FSDP gathers the group that comes next in the backward, and scatters the one that came before.
+        ahead = gathered(groups[:i] if never_freed else groups[max(i - 1, 0) : i] if shards > 1 else [])
         scattering = reduce_width * sum(later.weights for later in groups[i + 1 : i + 2])
-        moments += [
-            moment(
-                f"backward of {group.name}",
-                i + 1,
-                activations=saved + group.working,
-                logits=rank.width * logits if group is groups[-1] else 0,
-                buffers=group.gathered + unsharded(ahead) + scattering,
-            ),
-            moment(
-                f"scatter of {group.name}",
-                i + 1,
-                activations=saved + rank.residual,
-                buffers=unsharded(ahead)
-                + rank.width * group.weights
-                + max(group.gathered + scattering, reduce_width * group.weights),
-            ),
-        ]
-    temporary = sharded(groups) if rank.optimizer.implementation == "foreach" else 0
-    return [*moments, moment("optimizer step", 0, buffers=temporary)]
+        height = moment(
+            f"backward of {group.name}",
+            left=i + 1,
+            activations=saved + group.working,
+            logits=rank.width * logits if group is groups[-1] else 0,
+            buffers=ahead + group.gathered + scattering,
+        )
+        end = moment(
+            f"gradients of {group.name}",
+            left=i + 1,
+            activations=saved + rank.residual,
+            # Its own buffer to scatter from takes the place of its weights and of the buffer before.
+            buffers=ahead + rank.width * group.weights + max(group.gathered + scattering, reduce_width * group.weights),
+        )
+        moments += [height, end]
+    copies = sharded(groups) if rank.optimizer.implementation == "foreach" else 0
+    return [*moments, moment("optimizer step", left=0, buffers=copies)]
 
 
 def _bytes_per_logit(rank: Rank, *, split: bool) -> int:
-    """Held at once for each logit by the loss or its backward: eager, the log-probabilities, their gradient and the
-    logits' in float32; compiled, the logits and their gradient. A split loss makes copies of its own."""
+    """Held at once for each logit, in the loss or its backward. Eager: log-probabilities, their gradient and the
+    logits', in float32. Compiled: the logits and their gradient. A loss over split logits makes copies of its own."""
     if rank.compile.enable and "loss" in rank.compile.components:
         return rank.width + 2 * FLOAT32 if split else 2 * rank.width
     return 4 * FLOAT32 if split else 3 * FLOAT32
@@ -214,7 +216,7 @@ def _head(rank: Rank) -> Group:
     """The last norm and the projection to the vocabulary."""
     weights = rank.model.vocab_size * rank.model.dim // rank.degrees.tp + rank.model.dim
     normed = rank.width * rank.tokens * rank.model.dim
-    saved = rank.norm_input(fused=not rank.on_cpu) + normed
+    saved = rank.norm_input(compiled=False) + normed
     return Group("output", weights, rank.width * weights, saved=saved, working=saved + normed)
 
 
@@ -223,12 +225,11 @@ def _block(rank: Rank, index: int) -> Group:
     by_op = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
     every = int(checkpoint.selective_ac_option) if checkpoint.mode == "selective" and not by_op else 1
     if checkpoint.mode == "none" or index % every:
-        kept = tensors
+        kept = {name: size for name, size in tensors.items() if name not in _recomputed_by_compiler(rank)}
     else:
         kept = {"input": rank.residual} | (_kept_by_op(rank, tensors) if by_op else {})
-    # SwiGLU's backward is the height: the gradients of both its factors, and the residual stream's.
-    hidden = rank.width * rank.tokens * rank.model.ffn_dim // rank.degrees.tp
-    working = sum((tensors | kept).values()) + 2 * hidden + rank.residual
+    # SwiGLU's backward is the height: the gradients of its two factors, and the residual stream's.
+    working = sum((tensors | kept).values()) + 2 * tensors["w1"] + rank.residual
     weights, in_float8 = _block_weights(rank)
     gathered = rank.width * (weights - in_float8) + in_float8
     return Group(f"layers.{index}", weights, gathered, saved=sum(kept.values()), working=working)
@@ -236,45 +237,58 @@ def _block(rank: Rank, index: int) -> Group:
 
 def _block_weights(rank: Rank) -> tuple[int, int]:
     """Elements of a block's weights, and how many of them FSDP gathers in float8, 1 byte each."""
-    model = rank.model
+    model, tp = rank.model, rank.degrees.tp
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    attention = {"wq": heads, "wk": kv_heads, "wv": kv_heads, "wo": heads}
-    linears = {f"attention.{name}": model.dim * width for name, width in attention.items()}
-    linears |= {f"feed_forward.{name}": model.dim * model.ffn_dim for name in ("w1", "w2", "w3")}
-    in_float8 = sum(linears[name] for name in rank.float8_linears) if rank.float8.enable_fsdp_float8_all_gather else 0
-    return sum(linears.values()) // rank.degrees.tp + 2 * model.dim, in_float8 // rank.degrees.tp
+    widths = {"attention.wq": heads, "attention.wk": kv_heads, "attention.wv": kv_heads, "attention.wo": heads}
+    widths |= dict.fromkeys(("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"), model.ffn_dim)
+    cast = rank.float8_linears if rank.float8.enable_fsdp_float8_all_gather else ()
+    norms = 2 * model.dim
+    return model.dim * sum(widths.values()) // tp + norms, model.dim * sum(widths[name] for name in cast) // tp
 
 
 def _block_tensors(rank: Rank) -> dict[str, int]:
     """Bytes of each tensor that a block's backward needs, by the name of what made it."""
-    model, tp = rank.model, rank.degrees.tp
-    whole = rank.tokens * model.dim  # gathered along the sequence
+    model, tp, width = rank.model, rank.degrees.tp, rank.width
+    whole = rank.tokens * model.dim  # [N, D], gathered along the sequence
     heads = rank.tokens * model.n_heads * model.head_dim // tp
     kv_heads = rank.tokens * model.n_kv_heads * model.head_dim // tp
     hidden = rank.tokens * model.ffn_dim // tp
-    fused_norm = rank.compiled or not rank.on_cpu
+    norm_input = rank.norm_input(compiled=rank.compiled)
+    input_widths = {name: 1 if rank.gathers_float8(linears) else width for name, linears in LINEAR_INPUTS.items()}
     return {
-        "input" if fused_norm else "input, float32": rank.norm_input(fused=fused_norm),
-        "attention_norm": rank.linear_input(whole, readers=("attention.wq", "attention.wk", "attention.wv")),
-        "q": rank.width * heads,
-        "k": rank.width * kv_heads,
-        "v": rank.width * kv_heads,
-        "attention": rank.width * heads + FLOAT32 * rank.tokens * model.n_heads // tp,  # with its log-sum-exp
-        "residual": rank.norm_input(fused=fused_norm),
-        "ffn_norm": rank.linear_input(whole, readers=("feed_forward.w1", "feed_forward.w3")),
-        "w1": rank.width * hidden,
-        "silu": 0 if rank.compiled else rank.width * hidden,  # the compiler computes it again
-        "w3": rank.width * hidden,
-        "gated": rank.linear_input(hidden, readers=("feed_forward.w2",)),
+        "input" if norm_input == rank.residual else "input in float32": norm_input,
+        "attention_norm": whole * input_widths["attention_norm"],
+        "q": heads * width,
+        "k": kv_heads * width,
+        "v": kv_heads * width,
+        "attention": heads * width,
+        "log_sum_exp": FLOAT32 * rank.tokens * model.n_heads // tp,
+        "attention in float8": heads if rank.gathers_float8(("attention.wo",)) else 0,
+        "residual": norm_input,
+        "ffn_norm": whole * input_widths["ffn_norm"],
+        "w1": hidden * width,
+        "silu": hidden * width,
+        "w3": hidden * width,
+        "gated": hidden * input_widths["gated"],
     }
 
 
-def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
-    """What the "op" policy keeps: attention, every second matmul, and what tensor parallelism scattered. The compiler
-    leaves out what comes last, the sum that w2 makes, as no recomputation needs it."""
-    kept = {name: tensors[name] for name in ("q", "v", "attention", "w1")}
-    scattered = rank.residual if rank.degrees.tp > 1 else 0
-    kept["wo, scattered"] = scattered
+def _recomputed_by_compiler(rank: Rank) -> set[str]:
+    """What torch.compile does not keep, as it is cheap to compute again: silu, and what linears only read to cast to
+    float8, unless tensor parallelism gathered it."""
     if not rank.compiled:
-        kept |= {"w2": rank.width * rank.tokens * rank.model.dim, "w2, scattered": scattered}
+        return set()
+    if rank.degrees.tp > 1 or rank.float8.recipe_name == "rowwise_with_gw_hp":
+        return {"silu"}
+    return {"silu"} | {name for name, linears in LINEAR_INPUTS.items() if set(linears) <= set(rank.float8_linears)}
+
+
+def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
+    """What the "op" policy keeps: attention, every second matmul, and what tensor parallelism scatters. What w2 makes is
+    kept in vain, as no recomputation needs it; the compiler sees that."""
+    kept = {name: tensors[name] for name in ("q", "v", "attention", "log_sum_exp", "w1")}
+    scattered = rank.residual if rank.degrees.tp > 1 else 0
+    kept["wo scattered"] = scattered
+    if not rank.compiled:
+        kept |= {"w2": rank.width * rank.tokens * rank.model.dim, "w2 scattered": scattered}
     return kept

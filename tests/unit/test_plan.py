@@ -1,0 +1,243 @@
+"""The planner through its command: METRICS' reference values, what auto keeps, memory, rates and refusals."""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.plan import resolve_device
+
+ROOT = Path(__file__).parents[2]
+MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
+AUTO = '--float8.filter_fqns=["auto"]'
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/plan.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def plan(config: str, *arguments: str, device: str = "H100 SXM") -> dict[str, Any]:
+    """What the command prints, run in this process, as it imports much."""
+    file = str(ROOT / f"train_configs/{config}.toml")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        MAIN(["--job.config_file", file, "--device", device, "--json", *arguments])
+    return json.loads(printed.getvalue())
+
+
+@pytest.fixture(scope="module")
+def float8_8b() -> dict[str, Any]:
+    return plan("llama3_8b_float8", "--tps", "7773")
+
+
+@pytest.fixture(scope="module")
+def bf16_8b() -> dict[str, Any]:
+    return plan("llama3_8b", "--tps", "6297")
+
+
+def rounded(values: dict[str, Any], *names: str) -> tuple[str, ...]:
+    return tuple(f"{values[name]:.2f}" for name in names)
+
+
+def test_reference_values_of_8b_in_float8(float8_8b):
+    model, flops = float8_8b["model"], float8_8b["flops_per_token"]
+    assert (model["parameters"], model["parameters_without_embedding"]) == (8_030_261_248, 7_504_924_672)
+    assert flops["total"] == 57_912_852_480
+    assert (flops["block_linears"], flops["output"], flops["attention"]) == (
+        41_875_931_136,
+        3_152_019_456,
+        12_884_901_888,
+    )
+    assert (flops["fp8"], flops["bf16"], flops["fp32"]) == (41_875_931_136, 16_036_921_344, 0)
+    assert f"{100 * flops['fp8'] / flops['total']:.2f}" == "72.31"
+    peaks = float8_8b["peaks"]
+    assert (f"{peaks['effective']:.1f}", f"{peaks['arithmetic']:.1f}") == ("1549.5", "1704.9")
+    figures = rounded(float8_8b["schedule"], "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_arithmetic_peak")
+    assert figures == ("450.16", "29.05", "45.52", "22.75", "26.40")
+    assert (float8_8b["schedule"]["tps"], float8_8b["schedule"]["origin"]) == (7773, "given")
+
+
+def test_reference_values_of_8b_in_bf16(bf16_8b):
+    assert rounded(bf16_8b["schedule"], "tflops", "mfu", "mfu_bf16_peak") == ("364.68", "36.87", "36.87")
+    assert bf16_8b["flops_per_token"]["fp8"] == 0
+    assert [f"{formula['flops_per_token'] / 1e9:.3f}" for formula in bf16_8b["formulas"]] == [
+        "61.066", "57.914", "71.871", "51.470", "56.302", "74.019"
+    ]  # fmt: skip
+
+
+def test_other_reference_values_of_8b():
+    causal = plan("llama3_8b_float8", "--tps", "7773", "--metrics.flops_convention=causal")
+    assert rounded(causal["schedule"], "mfu") == ("23.99",)
+    assert f"{causal['flops_per_token']['total'] / 1e9:.3f}" == "51.470"
+    full = plan("llama3_8b", "--activation_checkpoint.mode=full")
+    assert f"{full['flops_per_token']['with_recompute'] / 1e9:.2f}" == "72.41"
+    assert full["schedule"]["hfu"] > full["schedule"]["mfu"]
+    gw_hp = plan(
+        "llama3_8b_float8", "--float8.recipe_name=rowwise_with_gw_hp", "--float8.enable_fsdp_float8_all_gather=false",
+        "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
+    )  # fmt: skip
+    assert f"{100 * gw_hp['flops_per_token']['fp8'] / gw_hp['flops_per_token']['total']:.2f}" == "48.21"
+    assert {row["kind"]: row["gemms"]["grad_weight"]["precision"] for row in gw_hp["linears"]}["attention.wq"] == "bf16"
+
+
+def test_operators_are_those_of_the_ledger(float8_8b):
+    operators = float8_8b["operators"]
+    assert 3 * operators["forward"] == 3 * operators["ledger_forward"] == 57_912_852_480
+    assert {precision: f"{100 * share:.2f}" for precision, share in operators["shares"].items()} == {
+        "bf16": "27.69",
+        "fp8": "72.31",
+    }
+    assert sum(row["flops_per_token"] for row in operators["rows"]) == operators["forward"]
+
+
+def test_linears_have_the_shapes_of_a_rank():
+    tp = plan("llama3_8b_float8", "--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=2")
+    rows = {row["kind"]: row for row in tp["linears"]}
+    assert rows["attention.wk"]["gemms"]["output"] == {"m": 16384, "n": 512, "k": 4096, "precision": "fp8"}
+    assert rows["feed_forward.w2"]["gemms"]["grad_weight"] == {"m": 4096, "n": 7168, "k": 16384, "precision": "fp8"}
+    assert rows["output"]["kept_because"] and not rows["output"]["converted"]
+    assert all(row["count"] == 32 and row["divisible_by_16"] for kind, row in rows.items() if kind != "output")
+
+
+def converted(found: dict[str, Any]) -> set[str]:
+    return {row["kind"].partition(".")[2] for row in found["linears"] if row["converted"]}
+
+
+ALL_SEVEN = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+
+
+def test_auto_converts_nothing_of_the_debug_model_and_says_why():
+    found = plan("debug_model", AUTO)
+    assert converted(found) == set()
+    assert found["flops_per_token"]["fp8"] == 0
+    reasons = [row["kept_because"] for row in found["linears"] if row["kind"] != "output"]
+    assert len(reasons) == 7 and all(reason.startswith("auto: float8 would take ") for reason in reasons)
+    assert found["prediction"]["step_speedup"] == 1
+    hurt = plan("debug_model")["prediction"]
+    assert hurt["step_speedup"] < 1 and hurt["verdict"].startswith("float8 hurts")
+
+
+def test_auto_converts_all_seven_of_8b_on_fsdp():
+    assert converted(plan("llama3_8b_float8", AUTO)) == ALL_SEVEN
+
+
+ROWWISE = ["--float8.enable_float8_linear", "--float8.recipe_name=rowwise", AUTO]
+
+
+def test_auto_keeps_wk_and_wv_of_8b_on_tp8_rowwise():
+    found = plan("llama3_8b", "--parallelism.tensor_parallel_degree=8", *ROWWISE)
+    # wq and wo are as small there: [8192, 4096] to 512, and 512 to 4096.
+    assert converted(found) == {"w1", "w2", "w3"}
+    on_tp2 = plan("llama3_8b", "--parallelism.tensor_parallel_degree=2", *ROWWISE)
+    assert converted(on_tp2) == ALL_SEVEN - {"wk", "wv"}
+
+
+def test_auto_converts_nothing_where_casts_are_not_fused():
+    found = plan("llama3_8b_float8", "--compile.enable=false", AUTO)
+    assert converted(found) == set()
+    assert found["linears"][0]["kept_because"].endswith(", as eager casts are not fused")
+
+
+def test_a_kind_that_is_converted_in_some_layers_only():
+    found = plan("llama3_8b_float8", '--float8.filter_fqns=["layers.0", "layers.1"]')
+    rows = [(row["converted"], row["count"], row["kept_because"]) for row in found["linears"] if "wq" in row["kind"]]
+    assert rows == [
+        (False, 1, "filter_fqns 'layers.0'"), (False, 1, "filter_fqns 'layers.1'"), (True, 30, "")
+    ]  # fmt: skip
+    everywhere = plan("llama3_8b_float8")["prediction"]
+    assert 1 < found["prediction"]["step_speedup"] < everywhere["step_speedup"]
+
+
+def test_without_float8_the_gain_of_turning_it_on_is_told(bf16_8b):
+    assert bf16_8b["prediction"]["step_speedup"] > 1.1
+    assert len(bf16_8b["prediction"]["converted"]) == 7
+    a100 = plan("llama3_8b", device="A100 SXM 80GB")
+    assert (a100["prediction"]["step_speedup"], a100["peaks"]["fp8"]) == (None, None)
+    assert a100["schedule"]["mfu"] > 0 and a100["schedule"]["mfu_fp8_peak"] is None
+
+
+def test_memory_is_weighed_against_the_device(float8_8b):
+    memory = float8_8b["memory"]
+    assert memory["peak"]["parameters"] == 8_030_261_248 * 4 // 8
+    assert memory["peak"]["optimizer_states"] == 2 * memory["peak"]["parameters"]
+    assert memory["peak"]["total"] == max(moment["total"] for moment in memory["moments"])
+    assert memory["fits"] and memory["device_bytes"] == 80_000_000_000
+    alone = plan("llama3_8b", "--world-size", "1")["memory"]
+    assert not alone["fits"] and alone["peak"]["optimizer_states"] == 8 * 8_030_261_248
+
+
+def test_schedule_follows_from_the_rate(bf16_8b):
+    schedule = bf16_8b["schedule"]
+    assert schedule["tokens_per_step"] == 8 * 8192
+    assert schedule["step_s"] == pytest.approx(8192 / 6297)
+    assert schedule["tokens_per_day"] == pytest.approx(8 * 6297 * 86400)
+    assert schedule["run_days"] == pytest.approx(1000 * 8192 / 6297 / 86400)
+    assert schedule["checkpoint_bytes"] == 12 * 8_030_261_248
+
+
+def test_405b_on_512_gpus():
+    found = plan("llama3_405b", "--world-size", "512")
+    assert found["request"]["dp_shard"] * found["request"]["tp"] == 512
+    assert found["model"]["parameters"] == 405_853_388_800
+    assert found["schedule"]["origin"] == "predicted"
+
+
+def test_the_report_names_every_section_and_the_verdict():
+    result = run_plan(
+        "--job.config_file", "train_configs/llama3_8b_float8.toml", "--device", "NVIDIA H200", "--tps", "9000"
+    )
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "8,030,261,248 parameters", "57,912,852,480", "Megatron-LM, the code", "attention.wk", "float8 helps",
+        "fits into 131.32", "tps 9,000 per device (given)", "of 1549.5 TFLOPS, each matmul at its own peak",
+    ):  # fmt: skip
+        assert text in result.stdout
+
+
+CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*CONFIG], "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
+        ([*CONFIG, "--device", "H100"], '--device "H100" is not known; use one of'),
+        ([*CONFIG, "--device", "H100 SXM", "--world-size", "0"], "--world-size 0 must be at least 1"),
+        ([*CONFIG, "--device", "H100 SXM", "--tps", "-3"], "--tps -3.0 must be a positive number"),
+        ([*CONFIG, "--device", "A100 SXM 80GB"], "the A100 SXM 80GB has no float8 matrix units"),
+        ([*CONFIG, "--device", "L4", "--world-size", "6", "--parallelism.tensor_parallel_degree=4"], "does not divide"),
+        ([*CONFIG, "--device", "L4", "--model.flavour=8B"], "unknown key"),
+    ],
+)
+def test_refusals(arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        MAIN(arguments)
+
+
+def test_a_refusal_is_no_traceback():
+    result = run_plan(*CONFIG, "--device", "H100")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith('--device "H100" is not known; use one of A100 SXM 40GB')
+
+
+def test_the_gpu_at_hand_is_planned_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert resolve_device(None).name == "H200"
+    assert resolve_device("l4").name == "L4"
+
+
+def test_help(capsys):
+    MAIN(["--help"])
+    assert "--world-size N" in capsys.readouterr().out
