@@ -38,6 +38,8 @@ BEFORE_START = [
     "--checkpoint.folder ../elsewhere",
     "--compile.enable --compile.components=",
     "--validation.dataset pystdlib --validation.dataset_path texts",
+    "--metrics.peak_tflops_fp8 0",
+    "--metrics.flops_convention megatron",
 ]
 """Refused within a second, before any process is started."""
 AT_START = [
@@ -52,6 +54,7 @@ AT_START = [
     f"{FLOAT8} --float8.filter_fqns lm_head",
     f"{FLOAT8} --float8.filter_fqns layers",
     f"{FLOAT8} --training.seq_len 33 --training.local_batch_size 1 --training.global_batch_size -1",
+    f"{FLOAT8} --float8.filter_fqns auto",
     "--checkpoint.enable --checkpoint.load_step 7",
     "--profiling.enable_memory_snapshot",
     "--job.dump_folder short.txt",

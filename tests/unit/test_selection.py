@@ -119,3 +119,45 @@ def test_the_table_has_a_row_for_each_kind_with_count_shapes_and_reason(model: n
     assert ["attention.wk", "11", "32 x 64", "16 x 64", "float8"] in rows
     assert ["attention.wk", "1", "32 x 64", "16 x 64", "high precision", "filter_fqns 'layers.0'"] in rows
     assert rows[-1][0] == "output"
+
+
+def select_auto(
+    model: nn.Module, *filters: str, slower: dict[str, str], tp_degree: int = 1, tokens: int | None = 64
+) -> dict[str, str]:
+    """Why each kind is kept, "" for those that are converted, in layer 3."""
+    choices = select_linears(
+        model,
+        filter_fqns=["auto", *filters],
+        sharded_dims=SPLITS,
+        tp_degree=tp_degree,
+        tokens=tokens,
+        slower=lambda converted: {kind: why for kind, why in slower.items() if kind in {c.kind for c in converted}},
+    )
+    return {choice.kind: choice.kept_because for choice in choices if choice.name.startswith("layers.3.")}
+
+
+def test_auto_keeps_what_float8_makes_slower_with_its_reason(model: nn.Module) -> None:
+    kept = select_auto(model, "w1", slower={"attention.wk": "1.40x", "feed_forward.w1": "2x"})
+    assert {kind: why for kind, why in kept.items() if why} == {
+        "attention.wk": "1.40x",
+        "feed_forward.w1": "filter_fqns 'w1'",
+    }
+
+
+def test_auto_may_convert_nothing(model: nn.Module) -> None:
+    kinds = select_auto(model, slower={})
+    assert len(kinds) == 7 and not any(kinds.values())
+    assert all(select_auto(model, slower=dict.fromkeys(kinds, "slower")).values())
+
+
+def test_auto_keeps_what_has_no_float8_shape(model: nn.Module) -> None:
+    kept = select_auto(model, slower={}, tp_degree=4)
+    assert kept["attention.wk"] == "out_features 8 (32 over tensor_parallel_degree 4), not a multiple of 16"
+    assert kept["attention.wq"] == ""
+    odd = select_auto(model, slower={}, tokens=33)
+    assert set(odd.values()) == {"local_batch_size * seq_len = 33 is not a multiple of 16"}
+
+
+def test_a_pattern_beside_auto_must_match(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="'lm_head', which matches no linear"):
+        select_auto(model, "lm_head", slower={})

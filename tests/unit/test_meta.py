@@ -1,0 +1,36 @@
+"""What training and planning share: the refusal of auto without a known device, and the rates of a known one."""
+
+import pytest
+
+from torchtitan_lite.config import Config, Float8Config, MetricsConfig, ModelConfig, TrainingConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.roofline import Device
+from torchtitan_lite.meta import build_meta_model, device_rates
+from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.models.flavors import FLAVORS
+
+H100 = lookup_device("H100 SXM")
+
+
+def test_rates_are_the_data_sheets_or_given():
+    assert device_rates(H100, MetricsConfig()) == Device(989e12, 1979e12, 3.35e12)
+    given = MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0)
+    assert device_rates(H100, given) == Device(800e12, 1500e12, 3.35e12)
+
+
+def test_rates_are_not_guessed():
+    assert device_rates(None, MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0)) is None
+    assert device_rates(lookup_device("A100 SXM 80GB"), MetricsConfig()) is None
+
+
+def test_auto_needs_a_known_device():
+    config = Config(
+        model=ModelConfig(flavor="8B"),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192),
+        float8=Float8Config(enable_float8_linear=True, filter_fqns=("auto",)),
+    )
+    with pytest.raises(ConfigError, match=r'filter_fqns = \["auto"\] weighs float8 by the bf16 and fp8 peaks'):
+        build_meta_model(config, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None)
+    off = config.model_copy(update={"float8": Float8Config(filter_fqns=("auto",))})
+    meta = build_meta_model(off, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None)
+    assert {choice.kept_because for choice in meta.choices if choice.kind != "output"} == {"float8 is off"}
