@@ -1,7 +1,7 @@
 """The MFU family as a picture: python scripts/plot_plan.py [--output docs/mfu.svg], with the plots extra.
 
 Of Llama 3 8B on 8 H100, at the speeds published for bf16 and for float8: the time of a token, and within it the time
-that its matmuls would take at one peak or another. The figures are the planner's; equal ones make equal files.
+that its matmuls would take at one peak or another. The figures are the planner's; the same ones make the same file.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def draw(groups: dict[str, list[Bar]], output: Path) -> None:
                     axes.text(left + 1, y, f"{microseconds:.1f} {peak}", color="white", va="center")
                     left += microseconds
         axes.set(xlim=(-33, 177), ylim=(y + 0.7, -0.8))
-        figure.savefig(output, metadata={"Date": None})
+        figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main(argv: list[str]) -> None:

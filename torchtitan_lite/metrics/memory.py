@@ -1,8 +1,8 @@
 """Where a rank's memory goes: what it holds at each moment of a training step, in bytes, from shapes alone.
 
-Counted are a step's tensors. Left out is what comes with a device: on a GPU the CUDA context, the buffers of cuBLAS and
-NCCL, and what the allocator cannot fill; on CPU the packed weights of a matmul and the float32 operands of an emulated
-float8 one. Left out too are a cast's temporary copies, one tensor at a time.
+Counted are a step's tensors. Left out are the temporary copies of a cast to float8, and what comes with a device: on
+CPU the packed weights of a matmul, and the float32 operands of an emulated float8 one; on a GPU the CUDA context, the
+buffers of cuBLAS and NCCL, and what the allocator holds without using it.
 
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """
@@ -24,6 +24,9 @@ from torchtitan_lite.config import (
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
 """Bytes of an element."""
+RESERVED_RATIO = 1.26
+"""Memory that a GPU reserves over the peak counted here, at most: 1.18 to 1.26 in eight readings that torchtitan
+published of Llama 3 8B and 70B on 8 to 256 GPUs. What one of FSDP's streams has freed is of no use to the others."""
 LINEAR_INPUTS = {
     "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
     "ffn_norm": ("feed_forward.w1", "feed_forward.w3"),
@@ -77,6 +80,21 @@ class Rank:
     def width(self) -> int:
         """Bytes of an element of the compute type."""
         return WIDTHS[self.training.mixed_precision_param]
+
+    @property
+    def reduce_width(self) -> int:
+        """Bytes of an element of a gradient that is being reduced."""
+        return WIDTHS[self.training.mixed_precision_reduce]
+
+    @property
+    def splits_loss(self) -> bool:
+        """Whether tensor parallelism splits the logits over the vocabulary up to the loss."""
+        return self.degrees.tp > 1 and not self.parallelism.disable_loss_parallel
+
+    @property
+    def logits(self) -> int:
+        """How many logits the rank has, of N * V."""
+        return self.tokens * self.model.vocab_size // (self.degrees.tp if self.splits_loss else 1)
 
     @property
     def compiled(self) -> bool:
@@ -140,17 +158,15 @@ def step_memory(rank: Rank) -> list[Moment]:
 
     The step is not the first, so that the optimizer has its states, and its microbatch is the last."""
     groups = [_embedding(rank), *(_block(rank, i) for i in range(rank.model.n_layers)), _head(rank)]
-    shards = rank.degrees.dp_shard
-    reduce_width = WIDTHS[rank.training.mixed_precision_reduce]
     # Earlier microbatches' gradients add up unsharded: only the last one's backward scatters.
-    accumulated_width = reduce_width if rank.grad_accum_steps > 1 else 0
+    accumulated_width = rank.reduce_width if rank.grad_accum_steps > 1 else 0
     never_freed = rank.parallelism.fsdp_reshard_after_forward == "never"
-    splits_loss = rank.degrees.tp > 1 and not rank.parallelism.disable_loss_parallel
-    logits = rank.tokens * rank.model.vocab_size // (rank.degrees.tp if splits_loss else 1)
+
+    def weights(of: list[Group]) -> int:
+        return sum(group.weights for group in of)
 
     def sharded(of: list[Group]) -> int:
-        on_device = not rank.training.enable_cpu_offload
-        return FLOAT32 * sum(group.weights for group in of) // shards if on_device else 0
+        return 0 if rank.training.enable_cpu_offload else FLOAT32 * weights(of) // rank.degrees.dp_shard
 
     def gathered(of: list[Group]) -> int:
         return sum(group.gathered for group in of)
@@ -160,50 +176,46 @@ def step_memory(rank: Rank) -> list[Moment]:
         return Moment(
             name,
             parameters=sharded(groups),
-            gradients=sharded(groups[left:]) + accumulated_width * sum(group.weights for group in groups[:left]),
+            gradients=sharded(groups[left:]) + accumulated_width * weights(groups[:left]),
             optimizer_states=2 * sharded(groups),
             **parts,
         )
 
-    moments = [
-        moment(
-            "loss",
-            left=len(groups),
-            activations=sum(group.saved for group in groups),
-            logits=_bytes_per_logit(rank, split=splits_loss) * logits,
-            buffers=gathered(groups if never_freed else groups[-1:]),
-        )
-    ]
+    kept, buffers = sum(group.saved for group in groups), gathered(groups if never_freed else groups[-1:])
+    logits = _bytes_per_logit(rank) * rank.logits
+    moments = [moment("loss", left=len(groups), activations=kept, logits=logits, buffers=buffers)]
     for i, group in reversed(list(enumerate(groups))):
-        saved = sum(earlier.saved for earlier in groups[:i])
-        # Meanwhile FSDP gathers the group that comes next in the backward, and scatters the one that came before.
-        ahead = gathered(groups[:i] if never_freed else groups[max(i - 1, 0) : i] if shards > 1 else [])
-        scattering = reduce_width * sum(later.weights for later in groups[i + 1 : i + 2])
+        kept -= group.saved
+        # Meanwhile FSDP gathers what the backward needs next, and scatters the gradients that it made before.
+        next_up = groups[max(i - 1, 0) : i] if rank.degrees.dp_shard > 1 else []
+        ahead = gathered(groups[:i] if never_freed else next_up)
+        scattering = rank.reduce_width * weights(groups[i + 1 : i + 2])
         height = moment(
             f"backward of {group.name}",
             left=i + 1,
-            activations=saved + group.working,
-            logits=rank.width * logits if group is groups[-1] else 0,
+            activations=kept + group.working,
+            logits=rank.width * rank.logits if group is groups[-1] else 0,
             buffers=ahead + group.gathered + scattering,
         )
+        # Its own buffer to scatter from then takes the place of its weights and of the buffer before.
+        replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
         end = moment(
             f"gradients of {group.name}",
             left=i + 1,
-            activations=saved + rank.residual,
-            # Its own buffer to scatter from takes the place of its weights and of the buffer before.
-            buffers=ahead + rank.width * group.weights + max(group.gathered + scattering, reduce_width * group.weights),
+            activations=kept + rank.residual,
+            buffers=ahead + rank.width * group.weights + replaced,
         )
         moments += [height, end]
     copies = sharded(groups) if rank.optimizer.implementation == "foreach" else 0
     return [*moments, moment("optimizer step", left=0, buffers=copies)]
 
 
-def _bytes_per_logit(rank: Rank, *, split: bool) -> int:
+def _bytes_per_logit(rank: Rank) -> int:
     """Held at once for each logit, in the loss or its backward. Eager: log-probabilities, their gradient and the
     logits', in float32. Compiled: the logits and their gradient. A loss over split logits makes copies of its own."""
     if rank.compile.enable and "loss" in rank.compile.components:
-        return rank.width + 2 * FLOAT32 if split else 2 * rank.width
-    return 4 * FLOAT32 if split else 3 * FLOAT32
+        return rank.width + 2 * FLOAT32 if rank.splits_loss else 2 * rank.width
+    return 4 * FLOAT32 if rank.splits_loss else 3 * FLOAT32
 
 
 def _embedding(rank: Rank) -> Group:
@@ -284,9 +296,9 @@ def _recomputed_by_compiler(rank: Rank) -> set[str]:
 
 
 def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
-    """What the "op" policy keeps: attention, every second matmul, and what tensor parallelism scatters. What w2 makes is
-    kept in vain, as no recomputation needs it; the compiler sees that."""
-    kept = {name: tensors[name] for name in ("q", "v", "attention", "log_sum_exp", "w1")}
+    """What the "op" policy keeps: attention, every second matmul, and the sums that tensor parallelism scatters. Of w2
+    it is kept in vain, as no recomputation needs it; the compiler sees that."""
+    kept = {name: tensors[name] for name in ("q", "v", "attention", "log_sum_exp", "w1")}  # wq's output for q
     scattered = rank.residual if rank.degrees.tp > 1 else 0
     kept["wo scattered"] = scattered
     if not rank.compiled:

@@ -1,0 +1,196 @@
+"""The pages about figures and the planner say what the code computes now."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_memory import PUBLISHED, build_rank, peak
+from test_roofline import (
+    DEBUG_RUN,
+    GATHERED,
+    H100,
+    H100_500W,
+    LLAMA_8B,
+    PUBLISHED_LINEARS,
+    PUBLISHED_STEPS,
+    ROWWISE,
+    SEVEN,
+    linears_of,
+)
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.float8 import roofline
+from torchtitan_lite.float8.roofline import Scheme, predict, step_time, time_linears
+from torchtitan_lite.metrics.records import Record
+from torchtitan_lite.metrics.tensorboard_writer import TAGS
+from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.plan import make_plan, resolve_device
+
+ROOT = Path(__file__).parents[2]
+METRICS, PLAN = ((ROOT / "docs" / name).read_text() for name in ("metrics.md", "plan.md"))
+
+
+def plan(config: str, *overrides: str, tps: float | None = None) -> dict[str, Any]:
+    words = ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), *overrides]
+    return make_plan(load_config(words, world_size=8), world_size=8, device=resolve_device("H100 SXM"), tps=tps)
+
+
+@pytest.fixture(scope="module")
+def bf16() -> dict[str, Any]:
+    return plan("llama3_8b", tps=6297)
+
+
+@pytest.fixture(scope="module")
+def float8() -> dict[str, Any]:
+    return plan("llama3_8b_float8", tps=7773)
+
+
+def assert_said(page: str, *sayings: str) -> None:
+    """On `page`, wherever its lines break."""
+    text = " ".join(page.split())
+    assert [saying for saying in sayings if saying not in text] == []
+
+
+def key_paths(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from key_paths(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for item in value:
+            yield from key_paths(item, f"{path}[]")
+    else:
+        yield path
+
+
+def test_every_key_of_the_json_is_explained_and_no_other() -> None:
+    reference = PLAN.partition("\n## JSON\n")[2]
+    explained = re.findall(r"^\| `([^`]+)` \|", reference, flags=re.MULTILINE)
+    assert sorted(explained) == sorted(set(key_paths(plan("debug_model"))))
+
+
+def test_the_documented_command_prints_the_documented_report() -> None:
+    command = re.search(r"^python (scripts/plan\.py .*)$", PLAN, flags=re.MULTILINE)
+    sections = re.findall(r"^```text\n(.*?)\n```$", PLAN, flags=re.MULTILINE | re.DOTALL)
+    assert command and len(sections) == 7
+    words = [sys.executable, *shlex.split(command[1])]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert [section for section in sections if section not in result.stdout] == []
+
+
+def test_the_rooflines_constants() -> None:
+    constants = dict(re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", PLAN, flags=re.MULTILINE))
+    names = [name for name in vars(roofline) if name.isupper() and not name.startswith("_")]
+    assert constants == {name: f"{getattr(roofline, name):g}" for name in names}
+
+
+def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
+    for _, _, _, bf16_tps, float8_tps, predicted, error in PUBLISHED_STEPS:
+        measured = f"{bf16_tps:,g} to {float8_tps:,g} | {float8_tps / bf16_tps:.2f}"
+        assert_said(PLAN, f"| {measured} | {predicted:.2f} | +{error} % |")
+    for m, k, n, recipe, _, measured, _, predicted in PUBLISHED_LINEARS:
+        assert_said(PLAN, f"| {m} x {n} x {k} | {recipe} | {measured:.2f} | {predicted:.2f} |")
+    eager = predict(*DEBUG_RUN, H100_500W, scheme=Scheme("tensorwise", compiled=False), converted=SEVEN)
+    step = step_time(*LLAMA_8B, H100_500W, scheme=GATHERED, converted=())
+    assert_said(
+        PLAN,
+        f"eager the model has {eager.step_speedup:.2f}",
+        f"a step of 8B is predicted at {step.seconds:.2f} s",
+        f"the planner says {float8['prediction']['step_speedup']:.2f} for row 1",
+        f"which is an upper bound: {plan('llama3_8b_float8')['schedule']['tps']:,.0f} here",
+    )
+
+
+def test_estimates_beside_what_gpus_reserved() -> None:
+    for reserved, flavor, seq_len, batch, dp_shard, tp, checkpoint, changes in PUBLISHED:
+        args = replace(FLAVORS[flavor], max_seq_len=seq_len)
+        rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes)
+        estimate = peak(rank).total / 2**30
+        assert_said(PLAN, f"| {estimate:.1f} | {reserved:.1f} | {reserved / estimate:.2f} |")
+
+
+def test_wk_under_tensor_parallelism() -> None:
+    def ratio(flavor: str, tp: int, tokens: int) -> str:
+        times = time_linears(linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE)
+        return next(f"{time.ratio:.2f}" for time in times if time.kind == "wk")
+
+    on_8b = (
+        f"{ratio('8B', 2, 8192)} on 8B with TP 2, {ratio('8B', 4, 8192)} with TP 4 and {ratio('8B', 8, 8192)} with TP 8"
+    )
+    assert_said(PLAN, on_8b, f"{ratio('70B', 8, 16 * 8192)} on 70B with TP 8 and batch 16")
+
+
+def test_the_flops_of_the_example(float8: dict[str, Any]) -> None:
+    flops = float8["flops_per_token"]
+    assert_said(
+        METRICS,
+        f"A token takes {flops['total']:,} FLOPs: {flops['block_linears']:,} in the seven linears",
+        f"{flops['output']:,} in the projection to the vocabulary, {flops['attention']:,} in attention",
+        f"{100 * flops['fp8'] / flops['total']:.2f} %, and leaves {flops['bf16']:,} in bf16",
+    )
+
+
+def test_the_times_of_the_example(bf16: dict[str, Any], float8: dict[str, Any]) -> None:
+    flops, peaks = float8["flops_per_token"], float8["peaks"]
+    ideal_bf16 = flops["total"] / peaks["bf16"] / 1e6
+    fp8_part, bf16_part = flops["fp8"] / peaks["fp8"] / 1e6, flops["bf16"] / peaks["bf16"] / 1e6
+    ideal = fp8_part + bf16_part
+    real_bf16, real = 1e6 / 6297, 1e6 / 7773
+    mfu_bf16, mfu = bf16["schedule"]["mfu"], float8["schedule"]["mfu"]
+    assert_said(
+        METRICS,
+        f"{flops['total'] / 1e9:.3f} G / {peaks['bf16']} T = {ideal_bf16:.2f} us in bf16",
+        f"{flops['fp8'] / 1e9:.3f} G / {peaks['fp8']} T + {flops['bf16'] / 1e9:.3f} G / {peaks['bf16']} T",
+        f"= {fp8_part:.2f} + {bf16_part:.2f} = {ideal:.2f} us in float8",
+        f"effective peak of {peaks['effective']:.1f} TFLOPS, and an ideal speedup of {ideal_bf16 / ideal:.3f}",
+        f"1 / 6,297 s = {real_bf16:.2f} us in bf16 and 1 / 7,773 s = {real:.2f} us in float8",
+        f"a speedup of {real_bf16 / real:.3f}",
+        f"{ideal_bf16:.2f} / {real_bf16:.2f} = {mfu_bf16:.2f} % in bf16",
+        f"{ideal:.2f} / {real:.2f} = {mfu:.2f} % in float8",
+        f"trained {100 * (real_bf16 / real - 1):.1f} % more tokens",
+        f"could have trained {100 * (ideal_bf16 / ideal - 1):.1f} % more",
+    )
+
+
+def test_the_figures_of_the_example(float8: dict[str, Any]) -> None:
+    rates, causal = float8["schedule"], plan("llama3_8b_float8", "--metrics.flops_convention=causal", tps=7773)
+    assert_said(
+        METRICS,
+        f"`mfu_bf16_peak` {rates['mfu_bf16_peak']:.2f} %, `mfu_arithmetic_peak` {rates['mfu_arithmetic_peak']:.2f} %",
+        f"(of {float8['peaks']['arithmetic']:.1f} TFLOPS) and `mfu_fp8_peak` {rates['mfu_fp8_peak']:.2f} %",
+        f"float8 `mfu` is then {causal['schedule']['mfu']:.2f} %",
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "override"),
+    [
+        ('`mode = "none"`', "--activation_checkpoint.mode=none"),
+        ('`"selective"`, `"op"`', "--activation_checkpoint.selective_ac_option=op"),
+        ('`"selective"`, `"2"`', "--activation_checkpoint.selective_ac_option=2"),
+        ('`"full"`', "--activation_checkpoint.mode=full"),
+    ],
+)
+def test_hfu_by_mode(row: str, override: str) -> None:
+    bf16, float8 = plan("llama3_8b", override, tps=6297), plan("llama3_8b_float8", override, tps=7773)
+    on_top = 100 * bf16["flops_per_token"]["recompute"] / bf16["flops_per_token"]["total"]
+    (line,) = (line for line in METRICS.splitlines() if line.startswith(f"| {row} |"))
+    assert line.endswith(f"| {on_top:.2f} % | {bf16['schedule']['hfu']:.2f}, {float8['schedule']['hfu']:.2f} |")
+
+
+def test_every_figure_of_a_step_is_explained_with_its_tag() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| (?:`(.+)`)?\s?\|$", METRICS, flags=re.MULTILINE))
+    for field in fields(Record):
+        assert rows[field.name] == TAGS.get(field.name, "")
+    assert_said(METRICS, *(f"`{tag}`" for tag in TAGS.values()))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []

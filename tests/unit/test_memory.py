@@ -1,0 +1,309 @@
+"""The estimate against what a step really allocates, for ranks of any layout: collectives of the fake process group
+allocate as real ones do, and send nothing. S seq_len, B local_batch_size, V vocab_size."""
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan_lite.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Float8Config,
+    OptimizerConfig,
+    ParallelDegrees,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_memory
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.loss import cross_entropy_sum
+from torchtitan_lite.optim import build_optimizer
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
+
+WIDE = ModelArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=512, max_seq_len=256)
+DEEP = dataclasses.replace(WIDE, dim=128, n_layers=12, ffn_dim=512)
+VOCABULARY = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=8192, max_seq_len=256)
+WEIGHTS = ModelArgs(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, vocab_size=64, max_seq_len=4)
+
+NONE, FULL, BY_OP, EVERY_SECOND = (
+    ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
+    for mode, option in (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
+)
+COMPILED = {"compile": CompileConfig(enable=True)}
+GATHERED_LOGITS = {"parallelism": ParallelismConfig(disable_loss_parallel=True)}
+
+
+def build_rank(args: ModelArgs, dp_shard: int = 1, tp: int = 1, *, batch: int = 4, **changes: Any) -> Rank:
+    """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven linears are converted."""
+    float8 = changes.get("float8", Float8Config())
+    defaults = {
+        "degrees": ParallelDegrees(1, dp_shard, tp),
+        "training": TrainingConfig(seq_len=args.max_seq_len, local_batch_size=batch),
+        "parallelism": ParallelismConfig(),
+        "activation_checkpoint": NONE,
+        "compile": CompileConfig(),
+        "optimizer": OptimizerConfig(),
+        "float8": float8,
+        "float8_linears": tuple(block_linear_shapes(args)) if float8.enable_float8_linear else (),
+        "grad_accum_steps": 1,
+        "on_cpu": True,
+    }
+    return Rank(model=args, **(defaults | changes))
+
+
+def peak(rank: Rank) -> Moment:
+    return max(step_memory(rank), key=lambda moment: moment.total)
+
+
+@contextlib.contextmanager
+def fake_process_group(size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build_model(rank: Rank) -> nn.Module:
+    args, tp = rank.model, rank.degrees.tp
+    with torch.device("meta"):
+        model = Transformer(args)
+    if rank.float8_linears:
+        choices = select_linears(model, filter_fqns=(), sharded_dims=SHARDED_DIMS, tp_degree=tp, tokens=rank.tokens)
+        convert_linears(model, choices, float8=rank.float8, emulate=True)
+    parallelize(
+        model,
+        build_mesh(rank.degrees, device_type="cpu"),
+        parallelism=rank.parallelism,
+        activation_checkpoint=rank.activation_checkpoint,
+        compile=rank.compile,
+        training=rank.training,
+    )
+    model.to_empty(device="cpu")
+    init_weights(model, seed=0)
+    return model
+
+
+def train(rank: Rank) -> None:
+    """Two steps, as the trainer makes them; what follows the second one's last forward is recorded as `measured`."""
+    model = build_model(rank)
+    optimizer = build_optimizer(model.parameters(), rank.optimizer)
+    loss_fn = torch.compile(cross_entropy_sum) if rank.compile.enable else cross_entropy_sum
+    tokens = torch.randint(rank.model.vocab_size, (rank.training.local_batch_size, rank.training.seq_len))
+    splits_loss = rank.degrees.tp > 1 and not rank.parallelism.disable_loss_parallel
+    for step in range(2):
+        for accum_step in range(rank.grad_accum_steps):
+            last = accum_step == rank.grad_accum_steps - 1
+            model.set_requires_gradient_sync(last)
+            with loss_parallel() if splits_loss else contextlib.nullcontext():
+                logits = [model(tokens)]  # a list, so that the loss alone holds them
+                with record_function("measured") if step and last else contextlib.nullcontext():
+                    loss_fn(logits.pop(), tokens).backward()
+        with record_function("measured") if step else contextlib.nullcontext():
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def measure(rank: Rank) -> tuple[int, int]:
+    """Bytes allocated after the last forward of a step, logits included, and at the most from then on."""
+    gc.collect()  # what an earlier test leaves must not be freed meanwhile
+    with (
+        fake_process_group(rank.degrees.world_size),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        train(rank)
+    events = profiler.profiler.kineto_results.events()
+    spans = [(event.start_ns(), event.end_ns()) for event in events if event.name() == "measured"]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    allocated, before, most = 0, 0, 0
+    for time, change in changes:
+        allocated += change
+        if time < min(spans)[0]:
+            before = allocated
+        if any(begin <= time <= end for begin, end in spans):
+            most = max(most, allocated)
+    return before, most
+
+
+@pytest.mark.parametrize(
+    ("args", "batch", "dp_shard", "tp", "checkpoint"),
+    [
+        (WIDE, 4, 1, 1, NONE),
+        (WIDE, 4, 1, 1, FULL),
+        (WIDE, 4, 1, 1, BY_OP),
+        (WIDE, 4, 1, 1, EVERY_SECOND),
+        (WIDE, 4, 2, 2, NONE),
+        (WIDE, 4, 2, 2, BY_OP),
+        (DEEP, 2, 8, 1, NONE),
+        (DEEP, 2, 8, 1, FULL),
+        (DEEP, 2, 8, 1, BY_OP),
+        (VOCABULARY, 4, 4, 2, FULL),
+        (WEIGHTS, 1, 8, 1, NONE),
+    ],
+)
+def test_peak_of_a_step(
+    args: ModelArgs, batch: int, dp_shard: int, tp: int, checkpoint: ActivationCheckpointConfig
+) -> None:
+    rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
+def training(**changes: Any) -> dict[str, TrainingConfig]:
+    return {"training": TrainingConfig(seq_len=256, local_batch_size=4, **changes)}
+
+
+@pytest.mark.parametrize(
+    ("args", "tp", "changes"),
+    [
+        (WIDE, 1, training(mixed_precision_param="float32")),
+        (WIDE, 1, training(mixed_precision_reduce="bfloat16")),
+        (WIDE, 1, {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}),
+        (WIDE, 1, {"degrees": ParallelDegrees(2, 2, 1)}),
+        (WIDE, 1, {"grad_accum_steps": 2}),
+        (VOCABULARY, 2, GATHERED_LOGITS),
+        (WEIGHTS, 1, {"optimizer": OptimizerConfig(implementation="foreach")}),
+    ],
+    ids=["float32", "bf16-reduce", "never", "hsdp", "accumulation", "gathered-logits", "foreach"],
+)
+def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, Any]) -> None:
+    rank = build_rank(args, 2, tp, activation_checkpoint=BY_OP, **changes)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("args", "tp", "checkpoint"), [(WIDE, 1, NONE), (DEEP, 1, FULL), (WIDE, 2, BY_OP)], ids=["none", "full", "op-tp"]
+)
+def test_peak_of_a_compiled_step(args: ModelArgs, tp: int, checkpoint: ActivationCheckpointConfig) -> None:
+    torch._dynamo.reset()
+    rank = build_rank(args, 2, tp, activation_checkpoint=checkpoint, **COMPILED)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
+def recipe(name: str) -> Float8Config:
+    return Float8Config.model_validate({"enable_float8_linear": True, "recipe_name": name})
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_kept_by_a_float8_forward(name: str, tp: int) -> None:
+    # The peak would hold the float32 operands of emulated matmuls, which no GPU makes.
+    check_kept(build_rank(WIDE, 2, tp, float8=recipe(name)))
+
+
+def test_kept_by_op_of_a_float8_forward() -> None:
+    check_kept(build_rank(WIDE, 2, 2, activation_checkpoint=BY_OP, float8=recipe("tensorwise")))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise_with_gw_hp"])
+def test_kept_by_a_compiled_float8_forward(name: str) -> None:
+    torch._dynamo.reset()
+    check_kept(build_rank(DEEP, 2, float8=recipe(name), **COMPILED))
+
+
+def check_kept(rank: Rank) -> None:
+    loss = step_memory(rank)[0]
+    logits = 2 * rank.tokens * rank.model.vocab_size // rank.degrees.tp
+    assert loss.total - loss.logits + logits == pytest.approx(measure(rank)[0], rel=0.01)
+
+
+GPU = {"on_cpu": False, "batch": 1}
+
+
+def test_8b_on_8_gpus() -> None:
+    rank = build_rank(FLAVORS["8B"], 8, activation_checkpoint=BY_OP, **GPU, **COMPILED)
+    moments = {moment.name: moment for moment in step_memory(rank)}
+    assert list(moments)[:3] == ["loss", "backward of output", "gradients of output"]
+    assert list(moments)[-1] == "optimizer step"
+    assert len(moments) == 1 + 2 * (32 + 2) + 1
+    shards = 8_030_261_248 * 4 // 8
+    tokens, block, output = 8192, 218_112_000, 128256 * 4096 + 4096
+    assert moments["optimizer step"] == Moment("optimizer step", shards, shards, 2 * shards)
+    # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head its norm's input
+    # and output. The compiled loss holds logits and their gradient; FSDP has gathered the head.
+    kept = 32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32) + 2 * tokens * 2 * 4096
+    assert moments["loss"] == Moment("loss", shards, 0, 2 * shards, kept, 2 * tokens * 128256 * 2, 2 * output)
+    # At the end of a block's backward: its weights, the next block's, its gradients, and the float32 ones in flight.
+    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block
+    assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
+    assert peak(rank) == moments["loss"]
+
+
+def test_float8_all_gather_halves_the_gathered_blocks() -> None:
+    float8 = Float8Config(enable_float8_linear=True, enable_fsdp_float8_all_gather=True)
+    buffers = {
+        moment.name: moment.buffers for moment in step_memory(build_rank(FLAVORS["8B"], 8, float8=float8, **GPU))
+    }
+    linears, norms = 218_103_808, 8192
+    assert buffers["backward of layers.5"] == 2 * (linears + 2 * norms) + 4 * (linears + norms)
+
+
+def test_accumulated_gradients_are_not_sharded() -> None:
+    moments = step_memory(build_rank(FLAVORS["8B"], 8, grad_accum_steps=2, **GPU))
+    assert moments[0].gradients == 8_030_261_248 * 4
+    assert moments[-1].gradients == 8_030_261_248 * 4 // 8
+
+
+def test_offloaded_shards_are_not_on_the_device() -> None:
+    offload = TrainingConfig(seq_len=8192, local_batch_size=1, enable_cpu_offload=True)
+    moments = step_memory(build_rank(FLAVORS["8B"], 8, training=offload, on_cpu=False))
+    assert [moment.parameters + moment.gradients + moment.optimizer_states for moment in moments] == [0] * len(moments)
+    assert moments[-1].total == 0
+
+
+def test_405b_on_512_gpus() -> None:
+    args = dataclasses.replace(FLAVORS["405B"], max_seq_len=8192)
+    rank = build_rank(args, 64, 8, activation_checkpoint=FULL, on_cpu=False, batch=2, **COMPILED)
+    most = peak(rank)
+    assert most.name == "backward of layers.124"
+    assert (
+        most.parameters == (405_849_243_648 // 8 + 253 * 16384) * 4 // 64
+    )  # matrices are split over tp, norms are not
+    assert 16 * 2**30 < most.total < 32 * 2**30
+
+
+EAGER_LOSS = {"compile": CompileConfig(enable=True, components=("model",))}
+PUBLISHED = [  # GiB reserved: torchtitan's benchmarks of December 2024 on H100, and of June 2025 on H200
+    (82.4, "8B", 8192, 2, 8, 1, BY_OP, {}),
+    (77.0, "8B", 8192, 2, 8, 1, BY_OP, EAGER_LOSS),
+    (67.0, "8B", 8192, 2, 128, 1, BY_OP, {}),
+    (62.0, "8B", 8192, 2, 128, 1, BY_OP, EAGER_LOSS),
+    (83.9, "8B", 32768, 1, 8, 1, FULL, EAGER_LOSS),
+    (71.9, "70B", 8192, 16, 32, 8, FULL, EAGER_LOSS),
+    (47.96, "8B", 8192, 2, 32, 1, BY_OP, COMPILED),
+    (46.97, "8B", 8192, 2, 64, 1, BY_OP, COMPILED),
+]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "flavor", "seq_len", "batch", "dp_shard", "tp", "checkpoint", "changes"), PUBLISHED
+)
+def test_gpus_reserve_more(
+    reserved: float,
+    flavor: str,
+    seq_len: int,
+    batch: int,
+    dp_shard: int,
+    tp: int,
+    checkpoint: ActivationCheckpointConfig,
+    changes: dict[str, Any],
+) -> None:
+    args = dataclasses.replace(FLAVORS[flavor], max_seq_len=seq_len)
+    rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes)
+    assert 1.18 <= round(reserved * 2**30 / peak(rank).total, 2) <= RESERVED_RATIO
