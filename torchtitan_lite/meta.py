@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_lite.config import Config, MetricsConfig, ParallelDegrees
+from torchtitan_lite.config import Config, MetricsConfig, ParallelDegrees, resolve_batch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
@@ -16,9 +16,8 @@ from torchtitan_lite.float8.roofline import (
     Prediction,
     Rest,
     Scheme,
-    choose_linears,
+    find_slower,
     predict,
-    time_linears,
 )
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.metrics.devices import DeviceSpec
@@ -101,22 +100,6 @@ def roofline_linears(choices: Iterable[LinearChoice], *, recomputed: Collection[
     return linears
 
 
-def find_slower(
-    choices: Sequence[LinearChoice], config: Config, rates: Device, *, recomputed: Collection[str]
-) -> dict[str, str]:
-    """The kinds among `choices` that float8 would not make faster, each with the reason."""
-    linears = roofline_linears(choices, recomputed=recomputed)
-    tokens, scheme = microbatch_tokens(config), float8_scheme(config)
-    faster = choose_linears(linears, rates, tokens=tokens, scheme=scheme)
-    reasons = {}
-    for linear in linears:
-        if linear.kind not in faster:
-            (alone,) = time_linears([linear], rates, tokens=tokens, scheme=scheme)
-            eager = "" if scheme.compiled else ", as eager casts are not fused"
-            reasons[linear.kind] = f"auto: float8 would take {alone.ratio:.2f}x the time of bf16{eager}"
-    return reasons
-
-
 def build_meta_model(
     config: Config,
     args: ModelArgs,
@@ -141,7 +124,10 @@ def build_meta_model(
                 '[float8] filter_fqns = ["auto"] weighs float8 by the bf16 and fp8 peaks and the memory bandwidth of '
                 'the device, and not all of them are known here; name the linears to keep, such as ["wk", "wv"].'
             )
-        return find_slower(converted, config, rates, recomputed=recompute())
+        linears = roofline_linears(converted, recomputed=recompute())
+        found = find_slower(linears, rates, tokens=microbatch_tokens(config), scheme=float8_scheme(config))
+        eager = "" if is_compiled(config) else ", as eager casts are not fused"
+        return {kind: f"auto: {ratio:.2f}x the time of bf16{eager}" for kind, ratio in found.items()}
 
     choices = select_linears(
         model,
@@ -181,6 +167,7 @@ def predict_step(
     # A kind may be in float8 in some layers only.
     in_bf16 = [dataclasses.replace(linear, kind=f"{linear.kind} in bf16") for linear in kept]
     parameters = sum(parameter.numel() for parameter in meta.model.parameters()) // degrees.tp
+    accum_steps = resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps
     rest = Rest(
         tokens=microbatch_tokens(config),
         seq_len=config.training.seq_len,
@@ -191,7 +178,7 @@ def predict_step(
         ffn_dim=args.ffn_dim // degrees.tp,
         vocab_size=args.vocab_size // degrees.tp,
         gathered_parameters=parameters,
-        sharded_parameters=parameters // degrees.dp_shard,
+        sharded_parameters=parameters // degrees.dp_shard // accum_steps,  # updated once a step
         recomputed_layers=len(checkpointed_layers(config.activation_checkpoint, n_layers=args.n_layers)),
         recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
     )

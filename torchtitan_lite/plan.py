@@ -25,7 +25,7 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.formulas import Dimensions, list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import Rank, step_memory
+from torchtitan_lite.metrics.memory import RESERVED_RATIO, Rank, step_memory
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
 from torchtitan_lite.models.flavors import ModelArgs
@@ -70,7 +70,13 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
     """The plan, in plain values that JSON can hold; docs/plan.md documents each. `tps` are tokens per second per device
     that were reached, None: predicted.
 
-    Raises ConfigError where the config does not fit `world_size`, or asks for float8 on a device that has none."""
+    Raises ConfigError where the config does not fit `world_size`, computes in float32, of whose matmul rates nothing is
+    known here, or asks for float8 on a device that has none."""
+    if config.training.mixed_precision_param != "bfloat16":
+        raise ConfigError(
+            f'[training] mixed_precision_param = "{config.training.mixed_precision_param}" cannot be planned: only '
+            'bf16 and fp8 rates are known; plan with "bfloat16".'
+        )
     if config.float8.enable_float8_linear and device.fp8_tflops is None:
         raise ConfigError(
             f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix units; "
@@ -195,18 +201,20 @@ def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     tokens, scheme = microbatch_tokens(request.config), float8_scheme(request.config)
     converted = roofline_linears([choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed)
+    all_kinds = roofline_linears(meta.choices, recomputed=meta.recomputed)
     precisions = {row.name: row for row in meta.ledger.linears}
     groups: dict[tuple[str, str], list[LinearChoice]] = {}
     for choice in meta.choices:
         groups.setdefault((choice.kind, choice.kept_because), []).append(choice)
     rows = []
     for (kind, reason), choices in groups.items():
-        (linear,), flops = roofline_linears(choices, recomputed=meta.recomputed), precisions[choices[0].name]
+        flops = precisions[choices[0].name]
         n, k = choices[0].local_shape
         ratio = None
         if request.rates is not None:
-            # A kept linear is timed as the only one in float8, a converted one beside those it shares casts with.
-            times = time_linears([linear] if reason else converted, request.rates, tokens=tokens, scheme=scheme)
+            # Linears that are in float8 together share casts: a kept one is timed as if all of them were.
+            together = all_kinds if reason else converted
+            times = time_linears(together, request.rates, tokens=tokens, scheme=scheme)
             ratio = next(time.ratio for time in times if time.kind == kind)
         rows.append(
             {
@@ -289,8 +297,9 @@ def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
     peak, device_bytes = max(moments, key=lambda moment: moment.total), round(request.device.memory_gb * 1e9)
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
+        "reserved": round(RESERVED_RATIO * peak.total),
         "device_bytes": device_bytes,
-        "fits": peak.total <= device_bytes,
+        "fits": RESERVED_RATIO * peak.total <= device_bytes,
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
 

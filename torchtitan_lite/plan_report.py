@@ -144,16 +144,13 @@ def _prediction(prediction: Mapping[str, Any]) -> str:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    peak = memory["peak"]
-    rows = [
-        (name.replace("_", " "), f"{count / GIB:,.2f}", "")
-        for name, count in peak.items()
-        if name not in ("name", "total") and count
-    ]
-    fits = "fits" if memory["fits"] else "does not fit"
-    rows.append(
-        (f"peak, at: {peak['name']}", f"{peak['total'] / GIB:,.2f}", f"{fits} into {memory['device_bytes'] / GIB:,.2f}")
-    )
+    peak, device = memory["peak"], memory["device_bytes"]
+    parts = {name.replace("_", " "): size for name, size in peak.items() if name not in ("name", "total") and size}
+    fits = "fits" if memory["fits"] else "tight" if peak["total"] <= device else "does not fit"
+    rows = [(name, f"{size / GIB:,.2f}", "") for name, size in parts.items()]
+    rows.append(("peak", f"{peak['total'] / GIB:,.2f}", f"at: {peak['name']}"))
+    note = f"{fits}: the device has {device / GIB:,.2f}"
+    rows.append(("reserved, at most", f"{memory['reserved'] / GIB:,.2f}", note))
     return _table(("GiB", "", ""), rows)
 
 
@@ -174,6 +171,6 @@ def _schedule(schedule: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
         + _table(("percent", "", ""), rows)
         + f"\n{schedule['tokens_per_day']:.3g} tokens a day, "
         f"{schedule['days_per_trillion_tokens']:,.1f} days for 10^12; "
-        f"the {schedule['run_tokens']:.3g} of this run take {schedule['run_days']:,.2f} days\n"
+        f"the {schedule['run_tokens']:.3g} of this run take {24 * schedule['run_days']:,.1f} hours\n"
         f"a checkpoint is {schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks"
     )

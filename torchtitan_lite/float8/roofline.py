@@ -252,16 +252,17 @@ def time_linears(linears: Sequence[Linear], device: Device, *, tokens: int, sche
     ]
 
 
-def choose_linears(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> frozenset[str]:
-    """The kinds of `linears` that float8 makes faster. A kind that is kept leaves its share of the input's casts to
-    the others, so they are timed again until each that is left gains."""
-    chosen = list(linears)
+def find_slower(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> dict[str, float]:
+    """The kinds of `linears` that float8 does not make faster, and how many times bf16's time they take. One that is left
+    out leaves its share of the input's casts to the others, so they are timed again until each that is in gains."""
+    slower: dict[str, float] = {}
     while True:
-        times = time_linears(chosen, device, tokens=tokens, scheme=scheme)
-        gaining = [linear for linear, time in zip(chosen, times, strict=True) if time.ratio < 1]
-        if gaining == chosen:
-            return frozenset(linear.kind for linear in chosen)
-        chosen = gaining
+        left = [linear for linear in linears if linear.kind not in slower]
+        times = time_linears(left, device, tokens=tokens, scheme=scheme)
+        losing = {time.kind: time.ratio for time in times if time.ratio >= 1}
+        if not losing:
+            return slower
+        slower |= losing
 
 
 def _rest_costs(rest: Rest, device: Device, compiled: bool) -> dict[str, Cost]:
@@ -315,10 +316,10 @@ def predict(
 ) -> Prediction:
     """The gain of training the kinds `converted` of `linears` in float8, and which of them had better be kept."""
     float8 = [linear for linear in linears if linear.kind in converted]
-    chosen = choose_linears(float8, device, tokens=rest.tokens, scheme=scheme)
+    slower = find_slower(float8, device, tokens=rest.tokens, scheme=scheme)
     return Prediction(
         bf16=step_time(linears, rest, device, scheme=scheme, converted=()),
         float8=step_time(linears, rest, device, scheme=scheme, converted=converted),
         converted=tuple(linear.kind for linear in float8),
-        better_kept=tuple(linear.kind for linear in float8 if linear.kind not in chosen),
+        better_kept=tuple(linear.kind for linear in float8 if linear.kind in slower),
     )
