@@ -144,7 +144,7 @@ class Float8Config(Section):
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """One all-reduce a step for all weight scales; needs enable_fsdp_float8_all_gather."""
     filter_fqns: Names = ("output",)
-    """Kept in high precision: name parts, * allowed ("wk", "layers.0"); "auto": what float8 slows down; and `output`."""
+    """In high precision: name parts, * allowed ("wk", "layers.0"); "auto": what float8 slows down; always `output`."""
     emulate: bool = False
     """Emulate float8 matmuls in float32, for GPUs without them; automatic on CPU."""
 

@@ -253,8 +253,8 @@ def time_linears(linears: Sequence[Linear], device: Device, *, tokens: int, sche
 
 
 def find_slower(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> dict[str, float]:
-    """The kinds of `linears` that float8 does not make faster, and how many times bf16's time they take. One that is left
-    out leaves its share of the input's casts to the others, so they are timed again until each that is in gains."""
+    """The kinds of `linears` that float8 does not make faster, and how many times bf16's time they take. One that is
+    left out leaves its share of the input's casts to the others: they are timed again until each that is in gains."""
     slower: dict[str, float] = {}
     while True:
         left = [linear for linear in linears if linear.kind not in slower]
