@@ -6,6 +6,7 @@ norms, rotary embeddings, softmax and the loss are not. What activation checkpoi
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -52,7 +53,7 @@ class FlopsLedger:
     emulated: bool
     """The fp8 matmuls run in fp32, and count as such in `by_precision` and `recompute`."""
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All FLOPs per token, none of them twice."""
         return self.attention + sum(3 * linear.flops_per_matmul for linear in self.linears)
@@ -62,7 +63,7 @@ class FlopsLedger:
         """FLOPs per token of the `output` linear, the projection to the vocabulary."""
         return sum(3 * linear.flops_per_matmul for linear in self.linears if linear.name == "output")
 
-    @property
+    @cached_property
     def by_precision(self) -> dict[Precision, int]:
         """FLOPs per token that the device computes in each precision; they add up to `total`."""
         return self._sum(
@@ -74,7 +75,7 @@ class FlopsLedger:
             ),
         )
 
-    @property
+    @cached_property
     def recompute(self) -> dict[Precision, int]:
         """FLOPs per token on top of `total` that the backward pass computes again, by precision."""
         return self._sum(
