@@ -26,16 +26,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(tmp_path_factory.mktemp("plain") / "run", f"{STEPS}=6", processes=2)
 
 
-TP_FULL = ["--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("changes", [[], FLOAT8_GATHER, TP_FULL], ids=["bf16", "float8", "tensor-parallel-full"])
-def test_compiled_blocks_and_loss_train_as_eager_ones_do(changes: list[str], tmp_path: Path) -> None:
-    settings = [f"{STEPS}=4", "--activation_checkpoint.mode=selective", *changes]
+@pytest.mark.parametrize("float8", [[], FLOAT8_GATHER], ids=["bf16", "float8"])
+def test_compiled_blocks_and_loss_train_as_eager_ones_do(float8: list[str], tmp_path: Path) -> None:
+    settings = [f"{STEPS}=4", "--activation_checkpoint.mode=selective", *float8]
     eager = losses(tmp_path / "eager", *settings, processes=2)
     compiled = losses(tmp_path / "compiled", *settings, "--compile.enable", processes=2)
     assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_under_tensor_parallelism_a_rank_takes_no_code_that_was_compiled_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [f"{STEPS}=4", "--parallelism.tensor_parallel_degree=2", "--activation_checkpoint.mode=full"]
+    eager = losses(tmp_path / "eager", *settings, processes=2)
+    monkeypatch.setitem(ENV, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    for cache in ("cold", "warm"):
+        compiled = losses(tmp_path / cache, *settings, "--compile.enable", processes=2)
+        assert compiled == pytest.approx(eager, rel=1e-3), f"with a {cache} cache"
 
 
 @pytest.mark.timeout(300)

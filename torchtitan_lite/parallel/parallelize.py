@@ -1,5 +1,6 @@
 """The order in which a model is made parallel, and nothing else."""
 
+import torch
 from torch import nn
 from torch._functorch import partitioners
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,16 +17,21 @@ from .fsdp import apply_fsdp
 from .tensor_parallel import apply_tensor_parallel
 
 
-def apply_compile(model: nn.Module, compile: CompileConfig, *, on_cpu: bool) -> None:
-    """Compile each block of `model` in place, as one full graph that equal blocks share."""
-    if not (compile.enable and "model" in compile.components):
+def apply_compile(model: nn.Module, mesh: DeviceMesh, compile: CompileConfig) -> None:
+    """Compile each block of `model` in place, as one full graph that equal blocks share, and set the compiler up for
+    ranks that share its cache."""
+    if not compile.enable:
         return
-    if on_cpu:
+    # The cache takes the DTensors of all ranks for the same (pytorch/pytorch#188390): a rank would be handed code for
+    # another's part of the vocabulary, and train on a wrong loss.
+    torch.compiler.config.cache_key_tag += f" rank {mesh.get_rank()} of {mesh.size()}"
+    if mesh.device_type == "cpu":
         # Attention may draw random numbers, so that where it is recomputed the compiler saves their state: on CPU in
         # the place where it looks for DTensor's mesh (torch 2.13). Ours draws none.
         partitioners.has_recomputable_rng_ops = lambda fx_g: False
-    for block in model.get_submodule("layers").children():
-        block.compile(fullgraph=True)
+    if "model" in compile.components:
+        for block in model.get_submodule("layers").children():
+            block.compile(fullgraph=True)
 
 
 def parallelize(
@@ -41,5 +47,5 @@ def parallelize(
     if mesh["tp"].size() > 1:  # a DTensor costs time also on one rank
         apply_tensor_parallel(model, mesh["tp"], loss_parallel=not parallelism.disable_loss_parallel)
     apply_activation_checkpointing(model, activation_checkpoint)
-    apply_compile(model, compile, on_cpu=mesh.device_type == "cpu")
+    apply_compile(model, mesh, compile)
     apply_fsdp(model, mesh, training=training, reshard_after_forward=parallelism.fsdp_reshard_after_forward)
