@@ -101,7 +101,7 @@ def build_model(
     )
     model, ledger = meta.model, meta.ledger
     logger.info(
-        f"Llama 3 {config.model.flavor}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
         f"vocabulary {args.vocab_size}; attention by {attention}"
     )
     if float8.enable_float8_linear:

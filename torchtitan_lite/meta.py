@@ -11,12 +11,13 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.roofline import (
-    Device,
+    DeviceRates,
     Linear,
     Prediction,
     Rest,
     Scheme,
-    find_slower,
+    added_ratio,
+    choose_linears,
     predict,
 )
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
@@ -43,13 +44,13 @@ def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
     return dataclasses.replace(flavor, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
 
 
-def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> Device | None:
+def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRates | None:
     """What the roofline needs of a device: its data sheet, or the peaks that the config gives; None where some of it is
     not known."""
     peaks = {**published_peaks(device), **given_peaks(metrics)}
     if device is None or not {"bf16", "fp8"} <= peaks.keys():
         return None
-    return Device(peaks["bf16"] * 1e12, peaks["fp8"] * 1e12, device.bandwidth_tb_s * 1e12)
+    return DeviceRates(peaks["bf16"] * 1e12, peaks["fp8"] * 1e12, device.bandwidth_tb_s * 1e12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,11 @@ class MetaModel:
     ledger: FlopsLedger
     recomputed: frozenset[str]
     """Modules whose forward the backward pass runs again."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def is_compiled(config: Config) -> bool:
@@ -107,7 +113,7 @@ def build_meta_model(
     tp_degree: int,
     emulate: bool,
     fused_attention: bool,
-    rates: Device | None,
+    rates: DeviceRates | None,
 ) -> MetaModel:
     """The model of `config`, of which each rank will hold a `tp_degree`-th; the device need not be there, but `rates`
     are needed for [float8] filter_fqns = ["auto"]."""
@@ -125,9 +131,15 @@ def build_meta_model(
                 'the device, and not all of them are known here; name the linears to keep, such as ["wk", "wv"].'
             )
         linears = roofline_linears(converted, recomputed=recompute())
-        found = find_slower(linears, rates, tokens=microbatch_tokens(config), scheme=float8_scheme(config))
-        eager = "" if is_compiled(config) else ", as eager casts are not fused"
-        return {kind: f"auto: {ratio:.2f}x the time of bf16{eager}" for kind, ratio in found.items()}
+        tokens, scheme = microbatch_tokens(config), float8_scheme(config)
+        chosen = choose_linears(linears, rates, tokens=tokens, scheme=scheme)
+        eager = "" if scheme.compiled else ", as eager casts are not fused"
+        return {
+            linear.kind: f"auto: {added_ratio(linear, chosen, rates, tokens=tokens, scheme=scheme):.2f}x the time of "
+            f"bf16{eager}"
+            for linear in linears
+            if linear not in chosen
+        }
 
     choices = select_linears(
         model,
@@ -154,7 +166,7 @@ def build_meta_model(
 
 
 def predict_step(
-    config: Config, args: ModelArgs, meta: MetaModel, *, degrees: ParallelDegrees, rates: Device
+    config: Config, args: ModelArgs, meta: MetaModel, *, degrees: ParallelDegrees, rates: DeviceRates
 ) -> Prediction:
     """How long a microbatch of `meta` takes on a device with `rates`, in bf16 and in float8 as converted."""
     converted, kept = (
@@ -166,7 +178,7 @@ def predict_step(
     )
     # A kind may be in float8 in some layers only.
     in_bf16 = [dataclasses.replace(linear, kind=f"{linear.kind} in bf16") for linear in kept]
-    parameters = sum(parameter.numel() for parameter in meta.model.parameters()) // degrees.tp
+    parameters = meta.parameters // degrees.tp
     accum_steps = resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps
     rest = Rest(
         tokens=microbatch_tokens(config),
@@ -181,6 +193,7 @@ def predict_step(
         sharded_parameters=parameters // degrees.dp_shard // accum_steps,  # updated once a step
         recomputed_layers=len(checkpointed_layers(config.activation_checkpoint, n_layers=args.n_layers)),
         recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
+        sequence_shards=degrees.tp,
     )
     return predict(
         [*converted, *in_bf16],

@@ -9,7 +9,7 @@ import torch
 from torchtitan_lite.config import BatchSizes, Config, ParallelDegrees, resolve_batch, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.roofline import Device, time_linears
+from torchtitan_lite.float8.roofline import DeviceRates, added_ratio, time_linears
 from torchtitan_lite.float8.selection import AUTO, MULTIPLE, LinearChoice
 from torchtitan_lite.meta import (
     MetaModel,
@@ -23,7 +23,7 @@ from torchtitan_lite.meta import (
 )
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.metrics.formulas import Dimensions, list_formulas
+from torchtitan_lite.metrics.formulas import list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.metrics.memory import RESERVED_RATIO, Rank, step_memory
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
@@ -56,7 +56,7 @@ class _Request:
     degrees: ParallelDegrees
     batch: BatchSizes
     peaks: Peaks
-    rates: Device | None
+    rates: DeviceRates | None
     """None where a device has no float8 peak."""
 
     def build(self, config: Config) -> MetaModel:
@@ -93,15 +93,14 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
         rates=device_rates(device, config.metrics),
     )
     meta = request.build(config)
-    parameters = sum(parameter.numel() for parameter in meta.model.parameters())
     in_float8 = meta
     if not config.float8.enable_float8_linear and request.rates is not None:
         in_float8 = request.build(_with_float8(config))
     return {
         "request": _plan_request(request),
-        "model": _plan_model(request.args, config.model.flavor, parameters),
+        "model": _plan_model(request.args, config.model.flavor, meta.parameters),
         "flops_per_token": _plan_flops(meta.ledger),
-        "formulas": _plan_formulas(request, parameters),
+        "formulas": _plan_formulas(request, meta.parameters),
         "operators": _plan_operators(request, meta),
         "linears": _plan_linears(request, in_float8),
         "peaks": _plan_peaks(request, meta.ledger),
@@ -113,7 +112,8 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
 
 def _with_float8(config: Config) -> Config:
     """`config` with float8 on wherever it pays."""
-    float8 = config.float8.model_copy(update={"enable_float8_linear": True, "filter_fqns": (AUTO,)})
+    filters = (*config.float8.filter_fqns, AUTO)
+    float8 = config.float8.model_copy(update={"enable_float8_linear": True, "filter_fqns": filters})
     return config.model_copy(update={"float8": float8})
 
 
@@ -162,19 +162,9 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 
 
 def _plan_formulas(request: _Request, parameters: int) -> list[dict[str, Any]]:
-    args = request.args
-    dimensions = Dimensions(
-        parameters=parameters,
-        dim=args.dim,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        n_kv_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        ffn_dim=args.ffn_dim,
-        vocab_size=args.vocab_size,
-        seq_len=request.config.training.seq_len,
-    )
-    return [dataclasses.asdict(formula) for formula in list_formulas(dimensions)]
+    seq_len = request.config.training.seq_len
+    formulas = list_formulas(request.args, parameters=parameters, seq_len=seq_len)
+    return [dataclasses.asdict(formula) for formula in formulas]
 
 
 def _plan_operators(request: _Request, meta: MetaModel) -> dict[str, Any]:
@@ -201,7 +191,6 @@ def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     tokens, scheme = microbatch_tokens(request.config), float8_scheme(request.config)
     converted = roofline_linears([choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed)
-    all_kinds = roofline_linears(meta.choices, recomputed=meta.recomputed)
     precisions = {row.name: row for row in meta.ledger.linears}
     groups: dict[tuple[str, str], list[LinearChoice]] = {}
     for choice in meta.choices:
@@ -212,10 +201,13 @@ def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
         n, k = choices[0].local_shape
         ratio = None
         if request.rates is not None:
-            # Linears that are in float8 together share casts: a kept one is timed as if all of them were.
-            together = all_kinds if reason else converted
-            times = time_linears(together, request.rates, tokens=tokens, scheme=scheme)
-            ratio = next(time.ratio for time in times if time.kind == kind)
+            # Linears that are in float8 together share casts.
+            times = time_linears(converted, request.rates, tokens=tokens, scheme=scheme)
+            if reason:
+                (kept,) = roofline_linears(choices, recomputed=meta.recomputed)
+                ratio = added_ratio(kept, converted, request.rates, tokens=tokens, scheme=scheme)
+            else:
+                ratio = next(time.ratio for time in times if time.kind == kind)
         rows.append(
             {
                 "kind": kind,
@@ -245,7 +237,7 @@ def _plan_peaks(request: _Request, ledger: FlopsLedger) -> dict[str, Any]:
         "fp8": known.get("fp8"),
         "effective": effective_peak(flops, known),
         "arithmetic": arithmetic,
-        "memory_gb": request.device.memory_gb,
+        "memory_gib": request.device.memory_gib,
         "bandwidth_tb_s": request.device.bandwidth_tb_s,
     }
 
@@ -294,7 +286,7 @@ def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
             on_cpu=False,
         )
     )
-    peak, device_bytes = max(moments, key=lambda moment: moment.total), round(request.device.memory_gb * 1e9)
+    peak, device_bytes = max(moments, key=lambda moment: moment.total), round(request.device.memory_gib * 2**30)
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
         "reserved": round(RESERVED_RATIO * peak.total),
@@ -310,7 +302,7 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
     origin = "given"
     if tps is None:
         # Without an fp8 peak nothing is in float8.
-        bf16_alone = Device(request.peaks.tflops["bf16"] * 1e12, math.nan, request.device.bandwidth_tb_s * 1e12)
+        bf16_alone = DeviceRates(request.peaks.tflops["bf16"] * 1e12, math.nan, request.device.bandwidth_tb_s * 1e12)
         rates = request.rates or bf16_alone
         step = predict_step(request.config, request.args, meta, degrees=degrees, rates=rates).float8
         tps, origin = microbatch_tokens(request.config) / step.seconds / degrees.tp, "predicted"
@@ -318,7 +310,6 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
     arithmetic = _plan_peaks(request, ledger)["arithmetic"]
     tokens_per_step = request.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
-    parameters = sum(parameter.numel() for parameter in meta.model.parameters())
     return {
         "origin": origin,
         "tps": tps,
@@ -334,5 +325,5 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
         "run_tokens": training.steps * tokens_per_step,
         "run_days": training.steps * tokens_per_step / tokens_per_second / SECONDS_PER_DAY,
         "days_per_trillion_tokens": 1e12 / tokens_per_second / SECONDS_PER_DAY,
-        "checkpoint_bytes": 3 * 4 * parameters,
+        "checkpoint_bytes": 3 * 4 * meta.parameters,
     }

@@ -74,7 +74,7 @@ def test_no_device_gets_the_data_sheet_of_another(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_gb", "bandwidth_tb_s"),
+    ("name", "memory_gib", "bandwidth_tb_s"),
     [
         ("NVIDIA A100-SXM4-40GB", 40, 1.555),
         ("NVIDIA A100-SXM4-80GB", 80, 2.039),
@@ -93,17 +93,17 @@ def test_no_device_gets_the_data_sheet_of_another(name):
         ("AMD Instinct MI325X", 256, 6.0),
         ("AMD Instinct MI350X", 288, 8.0),
         ("AMD Instinct MI355X", 288, 8.0),
-        ("NVIDIA L40S", 48, 0.864),
-        ("NVIDIA L40", 48, 0.864),
-        ("NVIDIA L4", 24, 0.3),
+        ("NVIDIA L40S", 45, 0.864),
+        ("NVIDIA L40", 45, 0.864),
+        ("NVIDIA L4", 22.5, 0.3),
         ("NVIDIA GeForce RTX 4090", 24, 1.008),
         ("NVIDIA GeForce RTX 5090", 32, 1.792),
     ],
 )
-def test_memory(name, memory_gb, bandwidth_tb_s):
+def test_memory(name, memory_gib, bandwidth_tb_s):
     device = lookup_device(name)
     assert isinstance(device, DeviceSpec)
-    assert (device.memory_gb, device.bandwidth_tb_s) == (memory_gb, bandwidth_tb_s)
+    assert (device.memory_gib, device.bandwidth_tb_s) == (memory_gib, bandwidth_tb_s)
 
 
 def test_every_row_is_found_by_its_name_and_no_name_is_there_twice():

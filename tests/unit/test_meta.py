@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_lite.config import Config, Float8Config, MetricsConfig, ModelConfig, TrainingConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.roofline import Device
+from torchtitan_lite.float8.roofline import DeviceRates
 from torchtitan_lite.meta import build_meta_model, device_rates
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.models.flavors import FLAVORS
@@ -13,9 +13,9 @@ H100 = lookup_device("H100 SXM")
 
 
 def test_rates_are_the_data_sheets_or_given():
-    assert device_rates(H100, MetricsConfig()) == Device(989e12, 1979e12, 3.35e12)
+    assert device_rates(H100, MetricsConfig()) == DeviceRates(989e12, 1979e12, 3.35e12)
     given = MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0)
-    assert device_rates(H100, given) == Device(800e12, 1500e12, 3.35e12)
+    assert device_rates(H100, given) == DeviceRates(800e12, 1500e12, 3.35e12)
 
 
 def test_rates_are_not_guessed():

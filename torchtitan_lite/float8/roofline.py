@@ -13,6 +13,7 @@ casts the operands, M*K, N*K and M*N elements: a linear gains where K and N both
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 GEMM_FRACTION = 0.78
@@ -40,7 +41,7 @@ Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRates:
     """The data sheet's dense rates of one device, in FLOP/s and in bytes/s of its memory."""
 
     bf16_flops: float
@@ -91,6 +92,8 @@ class Rest:
     """Whose pointwise operators run again in the backward pass."""
     recomputed_attention: int = 0
     """Layers whose attention does."""
+    sequence_shards: int = 1
+    """Ranks among which tensor parallelism splits norms and residuals along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class LinearTime:
-    """Device seconds of a kind of linear in one step, forward, recomputed and backward."""
+    """DeviceRates seconds of a kind of linear in one step, forward, recomputed and backward."""
 
     kind: str
     bf16: float
@@ -196,12 +199,14 @@ _EAGER: dict[str, Casts] = {
 _GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
 
 
-def _move(device: Device, nbytes: float, kernels: float) -> Cost:
+def _move(device: DeviceRates, nbytes: float, kernels: float) -> Cost:
     """Kernels that read and write `nbytes` in all and compute next to nothing."""
     return Cost(nbytes / (device.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS, kernels)
 
 
-def _gemm(device: Device, rows: int, columns: int, inner: int, *, fp8: bool = False, slowdown: float = 1.0) -> Cost:
+def _gemm(
+    device: DeviceRates, rows: int, columns: int, inner: int, *, fp8: bool = False, slowdown: float = 1.0
+) -> Cost:
     """A matmul [rows, inner] @ [inner, columns] with a bf16 result."""
     rate = (device.fp8_flops if fp8 else device.bf16_flops) * GEMM_FRACTION
     nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
@@ -209,14 +214,14 @@ def _gemm(device: Device, rows: int, columns: int, inner: int, *, fp8: bool = Fa
     return Cost(max(slowdown * 2 * rows * columns * inner / rate, memory) + KERNEL_SECONDS, 1)
 
 
-def _bf16_cost(linear: Linear, device: Device, tokens: int) -> Cost:
+def _bf16_cost(linear: Linear, device: DeviceRates, tokens: int) -> Cost:
     m, n, k = tokens, linear.out_features, linear.in_features
     forward = _gemm(device, m, n, k)
     backward = _gemm(device, m, k, n) + _gemm(device, n, k, m)
     return forward * (linear.count + linear.recomputed) + backward * linear.count
 
 
-def _float8_cost(linear: Linear, device: Device, tokens: int, scheme: Scheme, readers: int) -> Cost:
+def _float8_cost(linear: Linear, device: DeviceRates, tokens: int, scheme: Scheme, readers: int) -> Cost:
     """`readers` linears share the casts of the input if they are compiled."""
     m, n, k = tokens, linear.out_features, linear.in_features
     casts = (_COMPILED if scheme.compiled else _EAGER)[scheme.recipe]
@@ -239,7 +244,7 @@ def _float8_cost(linear: Linear, device: Device, tokens: int, scheme: Scheme, re
     return forward * (linear.count + linear.recomputed) + backward * linear.count
 
 
-def time_linears(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> list[LinearTime]:
+def time_linears(linears: Sequence[Linear], device: DeviceRates, *, tokens: int, scheme: Scheme) -> list[LinearTime]:
     """The times of each kind if all of `linears`, and no others, train in float8 on `tokens` tokens a rank."""
     readers = Counter(linear.reads for linear in linears)
     return [
@@ -252,20 +257,36 @@ def time_linears(linears: Sequence[Linear], device: Device, *, tokens: int, sche
     ]
 
 
-def find_slower(linears: Sequence[Linear], device: Device, *, tokens: int, scheme: Scheme) -> dict[str, float]:
-    """The kinds of `linears` that float8 does not make faster, and how many times bf16's time they take. One that is
-    left out leaves its share of the input's casts to the others: they are timed again until each that is in gains."""
-    slower: dict[str, float] = {}
-    while True:
-        left = [linear for linear in linears if linear.kind not in slower]
-        times = time_linears(left, device, tokens=tokens, scheme=scheme)
-        losing = {time.kind: time.ratio for time in times if time.ratio >= 1}
-        if not losing:
-            return slower
-        slower |= losing
+def _seconds(
+    linears: Sequence[Linear], converted: Collection[Linear], device: DeviceRates, tokens: int, scheme: Scheme
+) -> float:
+    """Of `linears` in a step, those `converted` in float8."""
+    float8 = time_linears([x for x in linears if x in converted], device, tokens=tokens, scheme=scheme)
+    bf16 = time_linears([x for x in linears if x not in converted], device, tokens=tokens, scheme=scheme)
+    return sum(time.float8 for time in float8) + sum(time.bf16 for time in bf16)
 
 
-def _rest_costs(rest: Rest, device: Device, compiled: bool) -> dict[str, Cost]:
+def choose_linears(linears: Sequence[Linear], device: DeviceRates, *, tokens: int, scheme: Scheme) -> list[Linear]:
+    """Those of `linears` that are to train in float8 for the shortest step. The ones that read the same input share its
+    casts, so that they gain or lose together: every subset of them is timed."""
+    chosen: list[Linear] = []
+    for reads in dict.fromkeys(linear.reads for linear in linears):
+        group = [linear for linear in linears if linear.reads == reads]
+        subsets = [subset for size in range(len(group) + 1) for subset in combinations(group, size)]
+        seconds = [_seconds(group, subset, device, tokens, scheme) for subset in subsets]
+        chosen += subsets[seconds.index(min(seconds))]
+    return chosen
+
+
+def added_ratio(linear: Linear, beside: Sequence[Linear], device: DeviceRates, *, tokens: int, scheme: Scheme) -> float:
+    """How many times its time in bf16 `linear` would take in float8, if it were converted beside those that are."""
+    every = [*beside, linear]
+    with_it, without = (_seconds(every, converted, device, tokens, scheme) for converted in (every, beside))
+    bf16 = _seconds([linear], [], device, tokens, scheme)
+    return (with_it - without + bf16) / bf16
+
+
+def _rest_costs(rest: Rest, device: DeviceRates, compiled: bool) -> dict[str, Cost]:
     """The parts of a step that float8 leaves alone, by name."""
     tokens, dim, ffn_dim, rotated = rest.tokens, rest.dim, rest.ffn_dim, rest.q_dim + rest.kv_dim
     # Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which recomputes the scores.
@@ -274,8 +295,8 @@ def _rest_costs(rest: Rest, device: Device, compiled: bool) -> dict[str, Cost]:
     attention_seconds = matmul * attention_matmuls / (device.bf16_flops * ATTENTION_FRACTION)
     # What norms, rotary embeddings, SwiGLU and residuals read and write in bf16 if they are fused, and how many kernels
     # Inductor makes of a block, or the profiler counts in an eager one, besides matmuls and attention.
-    forward = 9 * dim + 2 * rotated + 3 * ffn_dim
-    backward = 11 * dim + 2 * rotated + 5 * ffn_dim
+    forward = 9 * dim / rest.sequence_shards + 2 * rotated + 3 * ffn_dim
+    backward = 11 * dim / rest.sequence_shards + 2 * rotated + 5 * ffn_dim
     pointwise = 2 * tokens * (forward * (rest.n_layers + rest.recomputed_layers) + backward * rest.n_layers)
     output = _gemm(device, tokens, rest.vocab_size, dim)
     output += _gemm(device, tokens, dim, rest.vocab_size) + _gemm(device, rest.vocab_size, dim, tokens)
@@ -291,7 +312,7 @@ def _rest_costs(rest: Rest, device: Device, compiled: bool) -> dict[str, Cost]:
 
 
 def step_time(
-    linears: Sequence[Linear], rest: Rest, device: Device, *, scheme: Scheme, converted: Collection[str]
+    linears: Sequence[Linear], rest: Rest, device: DeviceRates, *, scheme: Scheme, converted: Collection[str]
 ) -> StepTime:
     """A step in which the kinds `converted` train in float8 as `scheme` says, and the other linears in bf16."""
     float8 = [linear for linear in linears if linear.kind in converted]
@@ -312,14 +333,14 @@ def step_time(
 
 
 def predict(
-    linears: Sequence[Linear], rest: Rest, device: Device, *, scheme: Scheme, converted: Collection[str]
+    linears: Sequence[Linear], rest: Rest, device: DeviceRates, *, scheme: Scheme, converted: Collection[str]
 ) -> Prediction:
     """The gain of training the kinds `converted` of `linears` in float8, and which of them had better be kept."""
     float8 = [linear for linear in linears if linear.kind in converted]
-    slower = find_slower(float8, device, tokens=rest.tokens, scheme=scheme)
+    chosen = choose_linears(float8, device, tokens=rest.tokens, scheme=scheme)
     return Prediction(
         bf16=step_time(linears, rest, device, scheme=scheme, converted=()),
         float8=step_time(linears, rest, device, scheme=scheme, converted=converted),
         converted=tuple(linear.kind for linear in float8),
-        better_kept=tuple(linear.kind for linear in float8 if linear.kind in slower),
+        better_kept=tuple(linear.kind for linear in float8 if linear not in chosen),
     )

@@ -13,8 +13,9 @@ class DeviceSpec:
     """Dense, here and below: sparse figures are double."""
     fp8_tflops: float | None
     """None where the device has no float8 matrix units."""
-    memory_gb: float
-    """10^9 bytes."""
+    memory_gib: float
+    """2^30 bytes: what the sheets call GB. A driver keeps 1 to 2 % of them, and ECC, which is on by default where the
+    memory is GDDR6, a sixteenth: 48 and 24 GB are 45 and 22.5 there."""
     bandwidth_tb_s: float
     """Of that memory, 10^12 bytes a second."""
     aliases: tuple[str, ...] = ()
@@ -39,9 +40,9 @@ DEVICES = (
     DeviceSpec("MI325X", 1307, 2615, 256, 6.0),
     DeviceSpec("MI350X", 2300, 4600, 288, 8.0),
     DeviceSpec("MI355X", 2500, 5000, 288, 8.0),
-    DeviceSpec("L40S", 362, 733, 48, 0.864),
-    DeviceSpec("L40", 181, 362, 48, 0.864),
-    DeviceSpec("L4", 121, 242, 24, 0.3),
+    DeviceSpec("L40S", 362, 733, 45, 0.864),
+    DeviceSpec("L40", 181, 362, 45, 0.864),
+    DeviceSpec("L4", 121, 242, 22.5, 0.3),
     DeviceSpec("RTX 4090", 165, 330, 24, 1.008),
     DeviceSpec("RTX 5090", 209.5, 419, 32, 1.792),
 )

@@ -2,20 +2,7 @@
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Dimensions:
-    """The numbers that the formulas are of. `parameters` are all, also the input embedding, `vocab_size * dim`."""
-
-    parameters: int
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    vocab_size: int
-    seq_len: int
+from .dimensions import Dimensions
 
 
 @dataclass(frozen=True)
@@ -29,30 +16,31 @@ class Formula:
     """What it counts otherwise than this project's `palm` convention does."""
 
 
-def list_formulas(d: Dimensions) -> list[Formula]:
-    """The formulas in use elsewhere, on the same model. Per-batch formulas are divided by the batch's tokens."""
-    full_attention = 12 * d.n_layers * d.n_heads * d.head_dim * d.seq_len
+def list_formulas(d: Dimensions, *, parameters: int, seq_len: int) -> list[Formula]:
+    """The formulas in use elsewhere, on the same model of so many `parameters`, with its input embedding. Formulas for
+    a batch are divided by its tokens."""
+    full_attention = 12 * d.n_layers * d.n_heads * d.head_dim * seq_len
     attention_weights = d.dim * d.head_dim * (2 * d.n_heads + 2 * d.n_kv_heads)
     block_weights = attention_weights + 3 * d.dim * d.ffn_dim
     # 96 B s l h^2 (1 + s / 6h + V / 16 l h) per batch, arXiv 2104.04473 (SC21), equation 3.
-    megatron_paper = 96 * d.n_layers * d.dim**2 + 16 * d.n_layers * d.dim * d.seq_len + 6 * d.dim * d.vocab_size
+    megatron_paper = 96 * d.n_layers * d.dim**2 + 16 * d.n_layers * d.dim * seq_len + 6 * d.dim * d.vocab_size
 
     def xtuner(*, recompute: bool) -> int:
         # (3 + AC) L (8 B s h^2 + 4 B s^2 h / (1 + causal) + 4 r B s h^2) + 6 B s h V per batch, r = 1.5 ffn / h.
-        layer = 8 * d.dim**2 + 2 * d.seq_len * d.dim + 6 * d.ffn_dim * d.dim
+        layer = 8 * d.dim**2 + 2 * seq_len * d.dim + 6 * d.ffn_dim * d.dim
         return (4 if recompute else 3) * d.n_layers * layer + 6 * d.dim * d.vocab_size
 
     return [
         Formula(
             "6 N + 12 L H Q T, N = all parameters",
             "PaLM (arXiv 2204.02311, appendix B), nanoGPT, fms-fsdp",
-            6 * d.parameters + full_attention,
+            6 * parameters + full_attention,
             "the embedding look-up and the norms as if they were matmuls",
         ),
         Formula(
             "6 N + 12 L H Q T, N without the input embedding",
             "torchtitan",
-            6 * (d.parameters - d.vocab_size * d.dim) + full_attention,
+            6 * (parameters - d.vocab_size * d.dim) + full_attention,
             "the norms as if they were matmuls",
         ),
         Formula(

@@ -9,7 +9,6 @@ Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, Q head_dim,
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
@@ -20,6 +19,8 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
 )
+
+from .dimensions import Dimensions
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
@@ -33,25 +34,6 @@ LINEAR_INPUTS = {
     "gated": ("feed_forward.w2",),
 }
 """The tensors of a block that are saved for linears alone, and those linears. Attention saves wo's input itself."""
-
-
-class Dimensions(Protocol):
-    """The sizes of a model, as its ModelArgs have them."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
