@@ -13,7 +13,7 @@ from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.token_store import TokenStore, open_token_store
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.float8.convert import resolve_emulate
+from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.selection import format_choices
 from torchtitan_lite.logger import logger
 from torchtitan_lite.meta import build_meta_model, device_rates, predict_step
@@ -151,8 +151,10 @@ def build_metrics(
     """The metrics of a run that goes on after `resume_step` and `start_tokens`; rank 0 alone writes. On CPU all ranks
     measure their peaks here, at the same time."""
     dist.barrier()
-    used = [precision for precision, count in ledger.by_precision.items() if count]
-    peaks = resolve_peaks(device, config.metrics, precisions=used)
+    precisions = {precision for precision, count in ledger.by_precision.items() if count}
+    if has_float8_units(device):
+        precisions |= {"bf16", "fp8"}
+    peaks = resolve_peaks(device, config.metrics, precisions=precisions)
     logger.info(f"{peaks}")
     writers: list[Writer] = []
     on_rank0(

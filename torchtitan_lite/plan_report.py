@@ -13,7 +13,9 @@ def format_plan(plan: Mapping[str, Any]) -> str:
         "Model": _model(plan["model"], plan["flops_per_token"]),
         "FLOPs per token as others count them": _formulas(plan["formulas"], plan["flops_per_token"]["total"]),
         "Operators of a forward pass, as PyTorch counts them": _operators(plan["operators"]),
-        "Float8, linear by linear": _linears(plan["linears"]),
+        f"Float8, linear by linear{'' if plan['request']['float8_recipe'] else ', if it were on'}": _linears(
+            plan["linears"]
+        ),
         "Prediction": _prediction(plan["prediction"]),
         "Memory of a rank": _memory(plan["memory"]),
         "What to expect": _schedule(plan["schedule"], plan["peaks"]),

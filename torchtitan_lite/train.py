@@ -200,7 +200,7 @@ class Trainer:
         return stopped_by
 
     def after_step(self, *, saves: bool) -> None:
-        """What comes between steps and is in none's time: validation, checkpoint, garbage collection, time-outs."""
+        """What comes between steps. Validation and checkpoints are in no step's time."""
         config, step = self.config, self.step
         validation_due = step % config.validation.freq == 0 or step == config.training.steps
         if self.validation_batches is not None and validation_due:
@@ -240,10 +240,11 @@ class Trainer:
 def check_finite(non_finite: Record | None) -> None:
     """Raise NumericError if there is a record of steps that had no update, as their loss or gradient was not finite."""
     if non_finite is not None:
+        step, skipped = non_finite.step, non_finite.skipped_steps
         raise NumericError(
-            f"up to step {non_finite.step}, {non_finite.skipped_steps} steps had a loss or gradient that is not "
-            f"finite, and so no update (in step {non_finite.step}: loss = {non_finite.loss}, grad_norm = "
-            f"{non_finite.grad_norm}). Lower [optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
+            f"{skipped} of the steps up to {step} had a loss or gradient that is not finite, and so no update; step "
+            f"{step}: loss = {non_finite.loss}, grad_norm = {non_finite.grad_norm}. Lower [optimizer] lr, lengthen "
+            "[lr_scheduler] warmup_steps, or look at the data."
         )
 
 

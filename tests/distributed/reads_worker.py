@@ -41,7 +41,8 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READS:
+        waits = name == "to" and "cpu" in map(str, args) and not (kwargs or {}).get("non_blocking")
+        if name in READS or waits:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -25,7 +25,7 @@ def main() -> None:
             trainer.advance(step)
         # The profiler itself waits once, at its end.
         waits.append(sum(event.name in WAITS for event in profiler.events()))
-    print(json.dumps(waits), flush=True)
+    print(json.dumps({"waits": waits}), flush=True)
     leave_distributed(0)
 
 

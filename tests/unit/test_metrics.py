@@ -339,6 +339,7 @@ def test_time_outside_steps_starts_when_the_device_is_done():
     assert run.device.waits == 0
     with run.metrics.outside_step("checkpoint", step=1):
         assert run.device.done == run.clock.now
+        assert [record.step for record in run.recorder.records] == [1]  # before what comes after it
         run.clock.now += 1.0
     assert run.recorder.scalars == [(1, {"checkpoint_s": 1.0})]
 
@@ -353,6 +354,9 @@ def test_a_step_without_an_update_is_told_of_from_its_record_on():
     record = run.train_step(1.0, skipped=1)
     assert run.metrics.non_finite == record
     assert record.skipped_steps == 1
+    run.train_step(1.0)
+    run.train_step(1.0, skipped=1)
+    assert run.metrics.non_finite == record  # the first that told
 
 
 def test_summary_leaves_the_first_step_out_of_the_medians():

@@ -16,7 +16,7 @@ from torchtitan_lite.train import check_finite, explain_disk_failure, run_entrie
 def test_steps_without_an_update_end_the_run() -> None:
     check_finite(None)
     record: Any = SimpleNamespace(step=7, skipped_steps=2, loss=math.nan, grad_norm=1.0)
-    with pytest.raises(NumericError, match=r"up to step 7, 2 steps had .* \(in step 7: loss = nan, grad_norm = 1.0\)"):
+    with pytest.raises(NumericError, match=r"2 of the steps up to 7 had .*; step 7: loss = nan, grad_norm = 1.0\."):
         check_finite(record)
 
 

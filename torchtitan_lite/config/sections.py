@@ -13,6 +13,7 @@ Whole = Annotated[int, Field(ge=0)]
 AllOrCount = Annotated[int, Field(ge=-1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Peak = Annotated[float, Field(ge=1e-3, le=1e6)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
@@ -188,9 +189,9 @@ class MetricsConfig(Section):
     """Log to Weights & Biases too; needs the wandb extra."""
     flops_convention: Literal["palm", "causal"] = "palm"
     """Attention's FLOPs: the full square (PaLM's, torchtitan's), or the causal half that is needed (Megatron-LM's)."""
-    peak_tflops_bf16: Positive | None = None
+    peak_tflops_bf16: Peak | None = None
     """Dense bf16 peak of a device; unset: the data sheet's, or on CPU what matmuls reach at start."""
-    peak_tflops_fp8: Positive | None = None
+    peak_tflops_fp8: Peak | None = None
     """Dense float8 peak of a device; unset: the data sheet's."""
     measure_peak: bool = False
     """Time matmuls at start, 2 s at most, and log mfu_achievable, against what they reached."""

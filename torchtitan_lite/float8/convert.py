@@ -22,15 +22,20 @@ MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
 """Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada; as ROCm counts, AMD's MI300."""
 
 
+def has_float8_units(device: torch.device) -> bool:
+    """Whether `device` multiplies float8 matrices."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
 def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     """Whether float8 matmuls are emulated in float32: on CPU always, on a GPU only if asked for.
 
     Raises ConfigError on a GPU without float8 matrix units and without `emulate`."""
     if device.type == "cpu" or float8.emulate:
         return True
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
+    if not has_float8_units(device):
         name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
         have, need = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
         raise ConfigError(
             f"[float8] enable_float8_linear = true needs a GPU of compute capability {need} or newer, and {name} has "

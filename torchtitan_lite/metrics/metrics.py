@@ -153,15 +153,15 @@ class MetricsProcessor:
         self._writers = writers
         self._clock = clock or build_clock(device)
         self._pending: deque[_Pending] = deque()
-        self._records = 0
         self._last_record: Record | None = None
+        self._non_finite: Record | None = None
         self._steady: list[Rates] = []
         self._times: dict[str, float] = {"training": 0.0, "data": 0.0, "compile": 0.0}
         self._tokens = start_tokens
         self._logged = False
         self._interval = _Interval()
         self._outside = False
-        self._began = self._clock.now()
+        self._began = self._compile_began = self._clock.now()
 
     def _end_span(self) -> None:
         self._interval.spans.append((self._began, self._clock.now()))
@@ -188,6 +188,7 @@ class MetricsProcessor:
         self._end_span()
         began = self._clock.now()
         self._clock.wait(began)  # what the steps have queued is their time
+        self._write_arrived()
         self._outside = True
         yield
         self._outside = False
@@ -215,10 +216,14 @@ class MetricsProcessor:
             self._began = self._pending[-1].arrives
             if settle:
                 self._clock.wait(self._pending[-1].arrives)
-        before = self._records
+        return self._write_arrived()
+
+    def _write_arrived(self) -> bool:
+        """Make the records of the steps that the device has done, in order; whether there were any."""
+        before = self._last_record
         while self._pending and self._clock.passed(self._pending[0].arrives):
             self._write(self._pending.popleft())
-        return self._records > before
+        return self._last_record is not before
 
     def _write(self, pending: _Pending) -> None:
         interval, values = pending.interval, pending.values
@@ -251,8 +256,9 @@ class MetricsProcessor:
         )
         if self._last_record is not None:
             self._steady.append(rates)
+        if record.skipped_steps:
+            self._non_finite = self._non_finite or record
         self._last_record, self._tokens = record, values.tokens
-        self._records += 1
         self._times["training"] += training_s
         self._times["data"] += data_s
         for writer in self._writers:
@@ -262,8 +268,8 @@ class MetricsProcessor:
 
     @property
     def non_finite(self) -> Record | None:
-        """The newest record, if it tells of steps whose loss or gradient was not finite."""
-        return self._last_record if self._last_record and self._last_record.skipped_steps else None
+        """The first record that tells of steps whose loss or gradient was not finite, if there is one."""
+        return self._non_finite
 
     def summary(self) -> Summary | None:
         """The outcome so far; None if no step was trained."""
