@@ -41,7 +41,9 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        waits = name == "to" and "cpu" in map(str, args) and not (kwargs or {}).get("non_blocking")
+        # Code that means the host, not the device, which here is the same, writes the word.
+        to_host = name == "to" and any(isinstance(arg, str) and arg == "cpu" for arg in args)
+        waits = to_host and not (kwargs or {}).get("non_blocking")
         if name in READS or waits:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
