@@ -26,7 +26,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.activation_checkpoint import checkpointed_layers, recomputed_modules
+from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
 
 
@@ -70,20 +70,10 @@ class MetaModel:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def is_compiled(config: Config) -> bool:
-    """Whether the blocks are compiled."""
-    return config.compile.enable and "model" in config.compile.components
-
-
-def microbatch_tokens(config: Config) -> int:
-    """Tokens of a forward pass on one data-parallel rank. Sequence parallelism does not divide what a linear sees."""
-    return config.training.local_batch_size * config.training.seq_len
-
-
 def float8_scheme(config: Config) -> Scheme:
     """What of the config decides how fast float8 is."""
     float8 = config.float8
-    return Scheme(float8.recipe_name, is_compiled(config), float8.enable_fsdp_float8_all_gather)
+    return Scheme(float8.recipe_name, config.compile.covers("model"), float8.enable_fsdp_float8_all_gather)
 
 
 def roofline_linears(choices: Iterable[LinearChoice], *, recomputed: Collection[str]) -> list[Linear]:
@@ -120,7 +110,9 @@ def build_meta_model(
     training, ac, float8 = config.training, config.activation_checkpoint, config.float8
     with torch.device("meta"):
         model = Transformer(args)
-    recompute = partial(recomputed_modules, model, ac, compiled=is_compiled(config), fused_attention=fused_attention)
+    recompute = partial(
+        recomputed_modules, model, ac, compiled=config.compile.covers("model"), fused_attention=fused_attention
+    )
 
     def slower(converted: Sequence[LinearChoice]) -> dict[str, str]:
         if not float8.enable_float8_linear:
@@ -131,7 +123,7 @@ def build_meta_model(
                 'the device, and not all of them are known here; name the linears to keep, such as ["wk", "wv"].'
             )
         linears = roofline_linears(converted, recomputed=recompute())
-        tokens, scheme = microbatch_tokens(config), float8_scheme(config)
+        tokens, scheme = config.training.microbatch_tokens, float8_scheme(config)
         chosen = choose_linears(linears, rates, tokens=tokens, scheme=scheme)
         eager = "" if scheme.compiled else ", as eager casts are not fused"
         return {
@@ -146,7 +138,7 @@ def build_meta_model(
         filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
         sharded_dims=SHARDED_DIMS,
         tp_degree=tp_degree,
-        tokens=None if float8.recipe_name == "rowwise_with_gw_hp" else microbatch_tokens(config),
+        tokens=None if float8.recipe_name == "rowwise_with_gw_hp" else config.training.microbatch_tokens,
         slower=slower,
     )
     if float8.enable_float8_linear:
@@ -181,7 +173,7 @@ def predict_step(
     parameters = meta.parameters // degrees.tp
     accum_steps = resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps
     rest = Rest(
-        tokens=microbatch_tokens(config),
+        tokens=config.training.microbatch_tokens,
         seq_len=config.training.seq_len,
         n_layers=args.n_layers,
         dim=args.dim,
@@ -191,7 +183,7 @@ def predict_step(
         vocab_size=args.vocab_size // degrees.tp,
         gathered_parameters=parameters,
         sharded_parameters=parameters // degrees.dp_shard // accum_steps,  # updated once a step
-        recomputed_layers=len(checkpointed_layers(config.activation_checkpoint, n_layers=args.n_layers)),
+        recomputed_layers=len(config.activation_checkpoint.checkpointed_layers(args.n_layers)),
         recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
         sequence_shards=degrees.tp,
     )

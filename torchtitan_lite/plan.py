@@ -16,7 +16,6 @@ from torchtitan_lite.meta import (
     build_meta_model,
     device_rates,
     float8_scheme,
-    microbatch_tokens,
     predict_step,
     resolve_model_args,
     roofline_linears,
@@ -96,6 +95,7 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
     in_float8 = meta
     if not config.float8.enable_float8_linear and request.rates is not None:
         in_float8 = request.build(_with_float8(config))
+    peaks = _plan_peaks(request, meta.ledger)
     return {
         "request": _plan_request(request),
         "model": _plan_model(request.args, config.model.flavor, meta.parameters),
@@ -103,10 +103,10 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
         "formulas": _plan_formulas(request, meta.parameters),
         "operators": _plan_operators(request, meta),
         "linears": _plan_linears(request, in_float8),
-        "peaks": _plan_peaks(request, meta.ledger),
+        "peaks": peaks,
         "prediction": _plan_prediction(request, in_float8),
         "memory": _plan_memory(request, meta),
-        "schedule": _plan_schedule(request, meta, tps=tps),
+        "schedule": _plan_schedule(request, meta, arithmetic_peak=peaks["arithmetic"], tps=tps),
     }
 
 
@@ -189,25 +189,25 @@ def _plan_operators(request: _Request, meta: MetaModel) -> dict[str, Any]:
 
 def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    tokens, scheme = microbatch_tokens(request.config), float8_scheme(request.config)
+    tokens, scheme = request.config.training.microbatch_tokens, float8_scheme(request.config)
     converted = roofline_linears([choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed)
     precisions = {row.name: row for row in meta.ledger.linears}
     groups: dict[tuple[str, str], list[LinearChoice]] = {}
     for choice in meta.choices:
         groups.setdefault((choice.kind, choice.kept_because), []).append(choice)
+    ratios: dict[str, float] = {}
+    if request.rates is not None:
+        # Linears that are in float8 together share casts.
+        times = time_linears(converted, request.rates, tokens=tokens, scheme=scheme)
+        ratios = {time.kind: time.ratio for time in times}
     rows = []
     for (kind, reason), choices in groups.items():
         flops = precisions[choices[0].name]
         n, k = choices[0].local_shape
-        ratio = None
-        if request.rates is not None:
-            # Linears that are in float8 together share casts.
-            times = time_linears(converted, request.rates, tokens=tokens, scheme=scheme)
-            if reason:
-                (kept,) = roofline_linears(choices, recomputed=meta.recomputed)
-                ratio = added_ratio(kept, converted, request.rates, tokens=tokens, scheme=scheme)
-            else:
-                ratio = next(time.ratio for time in times if time.kind == kind)
+        ratio = ratios.get(kind)
+        if reason and request.rates is not None:
+            (kept,) = roofline_linears(choices, recomputed=meta.recomputed)
+            ratio = added_ratio(kept, converted, request.rates, tokens=tokens, scheme=scheme)
         rows.append(
             {
                 "kind": kind,
@@ -296,7 +296,9 @@ def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
     }
 
 
-def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> dict[str, Any]:
+def _plan_schedule(
+    request: _Request, meta: MetaModel, *, arithmetic_peak: float | None, tps: float | None
+) -> dict[str, Any]:
     """Rates at `tps`, or else as predicted, and what follows from them."""
     training, degrees, ledger = request.config.training, request.degrees, meta.ledger
     origin = "given"
@@ -305,9 +307,8 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
         bf16_alone = DeviceRates(request.peaks.tflops["bf16"] * 1e12, math.nan, request.device.bandwidth_tb_s * 1e12)
         rates = request.rates or bf16_alone
         step = predict_step(request.config, request.args, meta, degrees=degrees, rates=rates).float8
-        tps, origin = microbatch_tokens(request.config) / step.seconds / degrees.tp, "predicted"
+        tps, origin = request.config.training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
     at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
-    arithmetic = _plan_peaks(request, ledger)["arithmetic"]
     tokens_per_step = request.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
     return {
@@ -317,7 +318,7 @@ def _plan_schedule(request: _Request, meta: MetaModel, *, tps: float | None) -> 
         "mfu": at.mfu,
         "mfu_bf16_peak": at.mfu_bf16_peak,
         "mfu_fp8_peak": at.mfu_fp8_peak,
-        "mfu_arithmetic_peak": None if arithmetic is None else 100 * at.tflops / arithmetic,
+        "mfu_arithmetic_peak": None if arithmetic_peak is None else 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,
         "step_s": tokens_per_step / tokens_per_second,
         "tokens_per_step": tokens_per_step,

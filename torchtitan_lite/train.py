@@ -79,7 +79,7 @@ class Trainer:
         )
         self.model, ledger = build_model(config, args, mesh=mesh, device=device)
         self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
-        if config.compile.enable and "loss" in config.compile.components:
+        if config.compile.covers("loss"):
             self.loss_fn = torch.compile(cross_entropy_sum)
         self.splits_logits = degrees.tp > 1 and not config.parallelism.disable_loss_parallel
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
@@ -117,7 +117,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # FSDP averages gradients over the data-parallel ranks; each sums its microbatches' share of the mean here.
-        scale = 1 / (accum_steps * training.local_batch_size * training.seq_len)
+        scale = 1 / (accum_steps * training.microbatch_tokens)
         losses = []
         for accum_step in range(accum_steps):
             with self.metrics.data_wait():
@@ -131,8 +131,9 @@ class Trainer:
         gathered = [torch.empty_like(loss) for _ in range(self.dp_mesh.size())]
         dist.all_gather(gathered, loss, group=self.dp_mesh.get_group())
         rank_losses = torch.stack(gathered)
+        mean_loss = rank_losses.mean()
         # The same on all ranks, and not read here: that would stall the device.
-        finite = rank_losses.mean().to(grad_norm.device).isfinite() & grad_norm.isfinite()
+        finite = mean_loss.to(grad_norm.device).isfinite() & grad_norm.isfinite()
         found_inf = 1 - finite.float()
         step_unless(self.optimizer, found_inf)
         self.optimizer.zero_grad()
@@ -141,7 +142,7 @@ class Trainer:
         self.tokens += self.batch.global_batch_size * training.seq_len
         return StepValues(
             tokens=self.tokens,
-            loss=rank_losses.mean(),
+            loss=mean_loss,
             loss_max=rank_losses.max(),
             grad_norm=grad_norm.to(self.device),  # from CPU where parameters are offloaded
             skipped_steps=self.skipped_steps,
@@ -157,9 +158,7 @@ class Trainer:
             for tokens, labels in self.validation_batches:
                 total += self.loss(tokens, labels)
             dist.all_reduce(total, group=self.dp_mesh.get_group())
-            training = self.config.training
-            count = self.config.validation.steps * training.local_batch_size * training.seq_len
-            loss = total.item() / count
+            loss = total.item() / (self.config.validation.steps * self.config.training.microbatch_tokens)
         self.metrics.log_validation(step, loss)
 
     def train(self) -> int:

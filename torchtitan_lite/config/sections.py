@@ -103,6 +103,11 @@ class TrainingConfig(Section):
     gc_freq: Count = 50
     """Steps between runs of Python's garbage collector, at the same step on every rank."""
 
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a forward pass on one data-parallel rank. Sequence parallelism does not divide what linears see."""
+        return self.local_batch_size * self.seq_len
+
 
 class ParallelismConfig(Section):
     data_parallel_replicate_degree: Count = 1
@@ -127,12 +132,28 @@ class ActivationCheckpointConfig(Section):
     selective_ac_option: Name = "op"
     """Under selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block, "3" every 3rd."""
 
+    @property
+    def keeps_by_op(self) -> bool:
+        """Whether blocks keep some operators' outputs, by the "op" policy."""
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
+    def checkpointed_layers(self, n_layers: int) -> range:
+        """The numbers of the blocks, out of `n_layers`, that recompute something."""
+        if self.mode == "none":
+            return range(0)
+        by_number = self.mode == "selective" and not self.keeps_by_op
+        return range(0, n_layers, int(self.selective_ac_option) if by_number else 1)
+
 
 class CompileConfig(Section):
     enable: bool = False
     """Use torch.compile."""
     components: Annotated[tuple[Literal["model", "loss"], ...], Strict(False)] = ("model", "loss")
     """What is compiled: the transformer blocks (one full graph each), the loss."""
+
+    def covers(self, component: Literal["model", "loss"]) -> bool:
+        """Whether `component` is compiled."""
+        return self.enable and component in self.components
 
 
 class Float8Config(Section):

@@ -56,7 +56,7 @@ class Rank:
     @property
     def tokens(self) -> int:
         """N."""
-        return self.training.local_batch_size * self.training.seq_len
+        return self.training.microbatch_tokens
 
     @property
     def width(self) -> int:
@@ -81,7 +81,7 @@ class Rank:
     @property
     def compiled(self) -> bool:
         """Whether the blocks are compiled."""
-        return self.compile.enable and "model" in self.compile.components
+        return self.compile.covers("model")
 
     @property
     def residual(self) -> int:
@@ -195,7 +195,7 @@ def step_memory(rank: Rank) -> list[Moment]:
 def _bytes_per_logit(rank: Rank) -> int:
     """Held at once for each logit, in the loss or its backward. Eager: log-probabilities, their gradient and the
     logits', in float32. Compiled: the logits and their gradient. A loss over split logits makes copies of its own."""
-    if rank.compile.enable and "loss" in rank.compile.components:
+    if rank.compile.covers("loss"):
         return rank.width + 2 * FLOAT32 if rank.splits_loss else 2 * rank.width
     return 4 * FLOAT32 if rank.splits_loss else 3 * FLOAT32
 
@@ -216,12 +216,10 @@ def _head(rank: Rank) -> Group:
 
 def _block(rank: Rank, index: int) -> Group:
     tensors, checkpoint = _block_tensors(rank), rank.activation_checkpoint
-    by_op = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
-    every = int(checkpoint.selective_ac_option) if checkpoint.mode == "selective" and not by_op else 1
-    if checkpoint.mode == "none" or index % every:
-        kept = {name: size for name, size in tensors.items() if name not in _recomputed_by_compiler(rank)}
+    if index in checkpoint.checkpointed_layers(rank.model.n_layers):
+        kept = {"input": rank.residual} | (_kept_by_op(rank, tensors) if checkpoint.keeps_by_op else {})
     else:
-        kept = {"input": rank.residual} | (_kept_by_op(rank, tensors) if by_op else {})
+        kept = {name: size for name, size in tensors.items() if name not in _recomputed_by_compiler(rank)}
     # SwiGLU's backward is the height: the gradients of its two factors, and the residual stream's.
     working = sum((tensors | kept).values()) + 2 * tensors["w1"] + rank.residual
     weights, in_float8 = _block_weights(rank)

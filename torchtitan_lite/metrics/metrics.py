@@ -154,7 +154,8 @@ class MetricsProcessor:
         self._clock = clock or build_clock(device)
         self._pending: deque[_Pending] = deque()
         self._last_record: Record | None = None
-        self._non_finite: Record | None = None
+        self.non_finite: Record | None = None
+        """The first record that tells of steps whose loss or gradient was not finite, if there is one."""
         self._steady: list[Rates] = []
         self._times: dict[str, float] = {"training": 0.0, "data": 0.0, "compile": 0.0}
         self._tokens = start_tokens
@@ -257,7 +258,7 @@ class MetricsProcessor:
         if self._last_record is not None:
             self._steady.append(rates)
         if record.skipped_steps:
-            self._non_finite = self._non_finite or record
+            self.non_finite = self.non_finite or record
         self._last_record, self._tokens = record, values.tokens
         self._times["training"] += training_s
         self._times["data"] += data_s
@@ -265,11 +266,6 @@ class MetricsProcessor:
             writer.write(record)
         if compile_s:
             self._write_time(pending.step, "compile", compile_s)
-
-    @property
-    def non_finite(self) -> Record | None:
-        """The first record that tells of steps whose loss or gradient was not finite, if there is one."""
-        return self._non_finite
 
     def summary(self) -> Summary | None:
         """The outcome so far; None if no step was trained."""

@@ -46,17 +46,6 @@ def _op_contexts() -> Any:
     return create_selective_checkpoint_contexts(partial(_keep_every_second_matmul, Counter()))
 
 
-def _keeps_by_op(ac: ActivationCheckpointConfig) -> bool:
-    return ac.mode == "selective" and ac.selective_ac_option == "op"
-
-
-def checkpointed_layers(ac: ActivationCheckpointConfig, *, n_layers: int) -> range:
-    """The numbers of the blocks that recompute something."""
-    if ac.mode == "none":
-        return range(0)
-    return range(0, n_layers, int(ac.selective_ac_option) if ac.mode == "selective" and not _keeps_by_op(ac) else 1)
-
-
 def recomputed_modules(
     model: nn.Module, ac: ActivationCheckpointConfig, *, compiled: bool, fused_attention: bool
 ) -> frozenset[str]:
@@ -68,8 +57,8 @@ def recomputed_modules(
     is not one of the fused operators is no operator to keep."""
     layers = model.get_submodule("layers")
     names = []
-    for i in checkpointed_layers(ac, n_layers=len(list(layers.children()))):
-        if _keeps_by_op(ac):
+    for i in ac.checkpointed_layers(len(list(layers.children()))):
+        if ac.keeps_by_op:
             parts = [*LINEARS[1::2], *([] if fused_attention else ["attention"])]
         else:
             eager_float8 = isinstance(layers.get_submodule(f"{i}.{LINEARS[-1]}"), Float8Linear) and not compiled
@@ -81,8 +70,8 @@ def recomputed_modules(
 def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
     """Wrap the blocks of `model` in place as [activation_checkpoint] says: none, all, every n-th, or all with the "op"
     policy, which keeps attention, the scattered sums of tensor parallelism and every second matmul."""
-    contexts: dict[str, Any] = {"context_fn": _op_contexts} if _keeps_by_op(ac) else {}
+    contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"
-    for i in checkpointed_layers(ac, n_layers=len(layers)):
+    for i in ac.checkpointed_layers(len(layers)):
         layers[i] = checkpoint_wrapper(layers[i], preserve_rng_state=False, **contexts)

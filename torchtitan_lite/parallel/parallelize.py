@@ -29,7 +29,7 @@ def apply_compile(model: nn.Module, mesh: DeviceMesh, compile: CompileConfig) ->
         # Attention may draw random numbers, so that where it is recomputed the compiler saves their state: on CPU in
         # the place where it looks for DTensor's mesh (torch 2.13). Ours draws none.
         partitioners.has_recomputable_rng_ops = lambda fx_g: False
-    if "model" in compile.components:
+    if compile.covers("model"):
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
 
