@@ -9,24 +9,22 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.tokenizer import train_tokenizer
+from torchtitan_lite.data.train_tokenizer import train_tokenizer
 from torchtitan_lite.errors import RunError
 
 
 def main() -> int:
     """The exit code; 3 if the text, the vocabulary or the output is not possible."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--source", default="pystdlib", help="pystdlib (default), a folder, or a file of text or .jsonl"
-    )
-    parser.add_argument("--text-field", default="text", help="field of .jsonl rows that holds the text (default: text)")
+    parser.add_argument("--source", default="pystdlib", help="pystdlib (default), a folder, a file, or hf:DATASET")
+    parser.add_argument("--text-field", default="text", help="field of rows that holds the text (default: text)")
     parser.add_argument("--vocab-size", type=int, default=2256, help="number of ids (default: 2256)")
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     args = parser.parse_args()
     path = None if args.source == "pystdlib" else args.source
     try:
-        source = build_source("pystdlib", path, text_field=args.text_field, key="--source")
+        source = build_source(path, text_field=args.text_field)
         train_tokenizer(source.documents(), vocab_size=args.vocab_size, output=args.output, overwrite=args.force)
     except RunError as error:
         print(error, file=sys.stderr)

@@ -1,140 +1,163 @@
-"""Tokenizers: the shipped one, lossless round trips, training, and what is refused."""
+"""Tokenizers: the shipped one, framed documents, folders and files of each form, and what is refused."""
 
 import io
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer, train_tokenizer
+from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
 from torchtitan_lite.errors import DataError
 
-TEXTS = ["def f(x):\n\treturn x + 1\n", "class A:\n    value = 1234\n", "the return of the value\n"] * 3
+ROOT = Path(__file__).parents[2]
+BYTES = {chr(i): i for i in range(256)}
 
 
 @pytest.fixture(scope="module")
-def shipped():
+def shipped() -> Tokenizer:
     return build_tokenizer("")
 
 
-def test_shipped_model(shipped):
+def json_file(path: Path, *special: str) -> Path:
+    """A tokenizer.json of the bytes and `special` tokens, the first of which is 256."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(BYTES, []))
+    tokenizer.add_special_tokens(list(special))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return path
+
+
+def model_file(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(SHIPPED_MODEL.read_bytes())
+    return path
+
+
+def test_shipped_model(shipped: Tokenizer) -> None:
     assert (shipped.vocab_size, shipped.bos_id, shipped.eos_id) == (2256, 1, 2)
+    assert (shipped.path, shipped.name) == (SHIPPED_MODEL, "pystdlib-2256.model")
     assert SHIPPED_MODEL.stat().st_size < 100_000
     assert len(shipped.encode("    return self.value\n")) <= 6
-    assert shipped.fingerprint == build_tokenizer(str(SHIPPED_MODEL)).fingerprint
 
 
-def test_python_source_survives(shipped):
+def test_python_source_survives(shipped: Tokenizer) -> None:
     source = 'def f():\r\n\t\t\tif x:\n    y = "é 日本 😀"   \n\n\n  # <s> </s> <0x0A> trailing \x0c\x00 '
     assert shipped.decode(shipped.encode(source)) == source
 
 
 @settings(max_examples=200)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
-def test_any_text_survives(text):
+def test_any_text_survives(text: str) -> None:
     tokenizer = build_tokenizer("")
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not {0, 1, 2} & set(ids)
 
 
-def test_documents_are_framed(shipped):
-    assert shipped.encode_documents(["a b", "</s>"]) == [
+def test_documents_are_framed(shipped: Tokenizer) -> None:
+    assert shipped.encode_documents(["a b", "", "</s>"]) == [
         [1, *shipped.encode("a b"), 2],
+        [1, 2],
         [1, *shipped.encode("</s>"), 2],
     ]
+    assert shipped.decode([1, *shipped.encode("a b"), 2]) == "a b"
 
 
-def test_training_is_exact_deterministic_and_lossless(tmp_path):
-    for name in ("a.model", "b.model"):
-        train_tokenizer(TEXTS, vocab_size=300, output=tmp_path / name)
-    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
-    tokenizer = build_tokenizer(str(tmp_path / "a.model"))
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (300, 1, 2)
-    assert tokenizer.decode(tokenizer.encode(" new\twords 78\n  ")) == " new\twords 78\n  "
-    digits = tokenizer.encode("12341234")
-    assert len(digits) == 8, "numbers are split into digits"
+def test_the_fingerprint_is_of_the_content_and_of_what_frames_it(tmp_path: Path, shipped: Tokenizer) -> None:
+    assert build_tokenizer(str(model_file(tmp_path / "copy"))).fingerprint == shipped.fingerprint
+    path = json_file(tmp_path / "tokenizer.json", "<s>", "</s>", "<end>")
+    first = build_tokenizer(str(path))
+    assert (first.bos_id, first.eos_id) == (256, 257)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    second = build_tokenizer(str(path))
+    assert (second.bos_id, second.eos_id) == (256, 258)
+    assert len({shipped.fingerprint, first.fingerprint, second.fingerprint}) == 3
 
 
-def test_a_very_long_line_is_trained_on(tmp_path):
-    train_tokenizer(["quixotic " * 1000], vocab_size=270, output=tmp_path / "m")
-    assert len(build_tokenizer(str(tmp_path / "m")).encode(" quixotic")) < 9
+def test_a_folders_first_file_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "Llama-3"
+    model_file(folder / "original" / "tokenizer.model")
+    assert build_tokenizer(str(folder)).name == "Llama-3/original/tokenizer.model"
+    model_file(folder / "tokenizer.model")
+    assert build_tokenizer(str(folder)).name == "Llama-3/tokenizer.model"
+    json_file(folder / "tokenizer.json", "<s>", "</s>")
+    tokenizer = build_tokenizer(str(folder))
+    assert (tokenizer.name, tokenizer.path) == ("Llama-3/tokenizer.json", folder / "tokenizer.json")
+    assert build_tokenizer(str(folder / "tokenizer.json")).name == "tokenizer.json"
 
 
-def test_home_folder_is_expanded(tmp_path, monkeypatch):
+def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "t.model").write_bytes(SHIPPED_MODEL.read_bytes())
+    model_file(tmp_path / "t.model")
     assert build_tokenizer("~/t.model").vocab_size == 2256
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read: No such file or directory"),
-        (b"", "is not a sentencepiece model"),
-        (b"no model" * 100, "is not a sentencepiece model"),
-        (SHIPPED_MODEL.read_bytes()[:1000], "is not a sentencepiece model"),
-    ],
-)
-def test_refused_model_files(tmp_path, content, message):
-    path = tmp_path / "bad.model"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=rf'^\[model\] tokenizer_path = "{re.escape(str(path))}" {message}'):
+def test_the_optional_packages_are_not_needed_and_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from torchtitan_lite.data.tokenizer import build_tokenizer; build_tokenizer('');"
+        "print({'torch', 'tiktoken', 'tokenizers'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
+
+
+def refused(path: Path, reason: str) -> None:
+    """See that `path` is refused: `reason`, a pattern, follows the setting."""
+    with pytest.raises(DataError, match=rf'^\[model\] tokenizer_path = "{re.escape(str(path))}" {reason}'):
         build_tokenizer(str(path))
 
 
-def test_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match="cannot be read: Is a directory; name a sentencepiece model file"):
-        build_tokenizer(str(tmp_path))
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / "none", "cannot be read: No such file or directory; name a tokenizer's file or folder$")
 
 
-def test_model_without_bos_is_refused(tmp_path):
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    refused(tmp_path / "empty", "is not a whole sentencepiece model")
 
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    names = "tokenizer.json, tokenizer.model, original/tokenizer.model"
+    refused(tmp_path, f"is a folder with none of {names}; name a tokenizer's file$")
+
+
+@pytest.mark.parametrize(("package", "content"), [("tiktoken", b"AA== 0\n"), ("tokenizers", b"{}")])
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, content: bytes
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "t").write_bytes(content)
+    refused(tmp_path / "t", rf'is read with the package {package}, .*; pip install "torchtitan-lite\[llama\]"$')
+
+
+def test_a_model_without_bos_is_refused(tmp_path: Path) -> None:
     model = io.BytesIO()
+    texts = ["def f(x):\n\treturn x + 1\n", "class A:\n    value = 1234\n"] * 3
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=30, bos_id=-1, model_type="bpe", minloglevel=2
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=30, bos_id=-1, model_type="bpe", minloglevel=2
     )
     (tmp_path / "m").write_bytes(model.getvalue())
-    with pytest.raises(DataError, match=r"has BOS id -1 and EOS id 2, where -1 is none; documents need both"):
-        build_tokenizer(str(tmp_path / "m"))
+    refused(tmp_path / "m", "has BOS id -1 and EOS id 2, where -1 is none; documents need both, so train")
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "message"),
+    ("special", "config", "ids"),
     [
-        (5000, r"too high \(5000\). Please set it to a value <= \d+"),
-        (100, r"100 vs \d+"),
-        (-4, r"vocab_size.* > \(0\)"),
+        ((), {}, (-1, -1)),
+        (("<s>",), {}, (256, -1)),
+        (("<s>", "</s>"), {"bos_token": "[BOS]"}, (-1, 257)),
     ],
 )
-def test_impossible_vocabulary(tmp_path, vocab_size, message):
-    with pytest.raises(DataError, match=rf"--vocab-size = {vocab_size} does not suit this text: .*{message}"):
-        train_tokenizer(TEXTS, vocab_size=vocab_size, output=tmp_path / "m")
-    assert not list(tmp_path.iterdir())
-
-
-def test_output_is_not_overwritten_unasked(tmp_path):
-    output = tmp_path / "m"
-    output.write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"--output = .* exists; .* --force"):
-        train_tokenizer(TEXTS, vocab_size=300, output=output)
-    assert output.read_bytes() == b"mine"
-    train_tokenizer(TEXTS, vocab_size=300, output=output, overwrite=True)
-    assert build_tokenizer(str(output)).vocab_size == 300
-
-
-def test_output_that_cannot_be_written(tmp_path):
-    with pytest.raises(DataError, match=r"--output = .* cannot be written: No such file or directory"):
-        train_tokenizer(TEXTS, vocab_size=300, output=tmp_path / "missing" / "m")
-
-
-def test_an_error_of_the_documents_stays_itself(tmp_path):
-    def documents():
-        yield "text"
-        raise DataError("line 7 is broken")
-
-    with pytest.raises(DataError, match="^line 7 is broken$"):
-        train_tokenizer(documents(), vocab_size=300, output=tmp_path / "m")
+def test_a_json_file_without_bos_or_eos_is_refused(
+    tmp_path: Path, special: tuple[str, ...], config: dict, ids: tuple[int, int]
+) -> None:
+    path = json_file(tmp_path / "tokenizer.json", *special)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    refused(path, f"has BOS id {ids[0]} and EOS id {ids[1]}, .* or name them in a tokenizer_config.json")

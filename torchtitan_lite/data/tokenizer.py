@@ -1,95 +1,65 @@
-"""Text to token ids and back: sentencepiece models, read and trained."""
+"""Text to token ids and back, by the vocabulary in a file; and documents, framed by BOS and EOS."""
 
 import hashlib
-import io
-from collections.abc import Iterable
 from pathlib import Path
 
-import sentencepiece
-
+from torchtitan_lite.data.vocabularies import read_vocabulary
 from torchtitan_lite.errors import DataError
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
+FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 class Tokenizer:
-    """A sentencepiece model. Raises DataError for a file that is none, or that has no BOS or EOS id."""
+    """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has. `vocab_size` is above every id;
+    `fingerprint` changes with the file and with the ids of BOS and EOS. Raises DataError for a path
+    without a whole vocabulary that has both, and where the package that reads it is missing."""
 
-    def __init__(self, path: Path) -> None:
-        setting = f'[model] tokenizer_path = "{path}"'
-        self.path = path
-        self._model = sentencepiece.SentencePieceProcessor()
+    def __init__(self, given: Path) -> None:
+        setting = f'[model] tokenizer_path = "{given}"'
         try:
-            proto = path.read_bytes()
-            self._model.load_from_serialized_proto(proto)
+            self.path = _vocabulary_file(given) if given.is_dir() else given
+            content = self.path.read_bytes()
+            self._vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
-            raise DataError(f"{setting} cannot be read: {error.strerror}; name a sentencepiece model file") from error
-        except RuntimeError as error:
-            raise DataError(f"{setting} is not a sentencepiece model; scripts/train_tokenizer.py makes one") from error
-        self.fingerprint = hashlib.sha256(proto).hexdigest()
-        self.vocab_size: int = self._model.vocab_size()
-        self.bos_id: int = self._model.bos_id()
-        self.eos_id: int = self._model.eos_id()
+            raise DataError(f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder") from error
+        except ModuleNotFoundError as error:
+            fix = 'pip install "torchtitan-lite[llama]"'
+            raise DataError(f"{setting} is read with the package {error.name}, which is missing; {fix}") from error
+        except ValueError as error:
+            raise DataError(f"{setting} {error}") from error
+        self.name = str(self.path.relative_to(given.parent))
+        self.vocab_size = self._vocabulary.size
+        self.bos_id = self._vocabulary.bos_id
+        self.eos_id = self._vocabulary.eos_id
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
                 f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; documents need both, "
-                "so train the model with both"
+                "so train the model with both, or name them in a tokenizer_config.json beside a tokenizer.json"
             )
+        self.fingerprint = hashlib.sha256(content + b" %d %d" % (self.bos_id, self.eos_id)).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without BOS and EOS."""
-        return self._model.encode(text)
+        """The ids of a text, without BOS and EOS: what looks like a special token is text too."""
+        return self._vocabulary.encode([text])[0]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """BOS, the ids, EOS of each text, computed on all cores."""
-        return self._model.encode(texts, add_bos=True, add_eos=True, num_threads=-1)
+        """BOS, the ids, EOS of each text, computed on one core."""
+        return [[self.bos_id, *ids, self.eos_id] for ids in self._vocabulary.encode(texts)]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; BOS and EOS have none. Models of `train_tokenizer` give back every character of the encoded
-        text but U+2581, sentencepiece's own mark for a space, which comes back as a space."""
-        return self._model.decode(ids)
+        """The text of ids; BOS and EOS have none. It is the encoded text again where a vocabulary loses nothing, as
+        Llama 3's; one of `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
+        return self._vocabulary.decode(ids)
 
 
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
-    """The tokenizer of a sentencepiece model file; of the one shipped with the package for ""."""
+    """The tokenizer of a file or folder; the one shipped with the package for ""."""
     return Tokenizer(Path(tokenizer_path).expanduser() if tokenizer_path else SHIPPED_MODEL)
 
 
-def train_tokenizer(documents: Iterable[str], *, vocab_size: int, output: Path, overwrite: bool = False) -> None:
-    """Write a sentencepiece BPE model of exactly `vocab_size` ids: UNK 0, BOS 1, EOS 2, the 256 bytes, then pieces.
-
-    Lossless: whitespace is kept, and what is not in the vocabulary (newlines and tabs too) is spelled in bytes. The
-    same documents make the same file. All of them are held in memory. Raises DataError for an output that exists,
-    unless told to overwrite it, or cannot be written, and for a vocabulary that the text cannot fill or fit in.
-    """
-    if output.exists() and not overwrite:
-        raise DataError(f"--output = {output} exists; choose another name, or overwrite it with --force")
-    # A list, because sentencepiece would turn an error that the documents raise into a RuntimeError of its own.
-    lines = [line for text in documents for line in text.splitlines()]
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=False,
-            max_sentence_length=2**30,  # bytes; longer lines would be left out silently
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2] or error
-        raise DataError(f"--vocab-size = {vocab_size} does not suit this text: {reason}") from error
-    try:
-        output.write_bytes(model.getvalue())
-    except OSError as error:
-        raise DataError(f"--output = {output} cannot be written: {error.strerror}") from error
+def _vocabulary_file(folder: Path) -> Path:
+    for name in FILES_OF_A_FOLDER:
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"is a folder with none of {', '.join(FILES_OF_A_FOLDER)}; name a tokenizer's file")
