@@ -1,131 +1,132 @@
-"""Text in: the documents of a folder, of a file, or of the running Python's own standard library."""
+"""Text in: the documents of a folder, a file, a Hugging Face dataset, or the running Python's own standard library."""
 
 import hashlib
-import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.errors import DataError
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-ROWS_SUFFIX = ".jsonl"
-READABLE = (*TEXT_SUFFIXES, ROWS_SUFFIX)
-PART_BYTES = 2**22
+from .columns import open_dataset, read_dataset, read_parquet
+from .rows import START, BadRow, Parser, Position, Row, reading
+from .text_files import JSONL_ENDINGS, TEXT_ENDINGS, read_text_file
+
+PARQUET_ENDING = ".parquet"
+ENDINGS = (*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET_ENDING)
+KINDS = ".txt .md .rst .py .jsonl (each also with .gz or .zst) or .parquet"
+HF_PREFIX = "hf:"
 NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
+@dataclass(frozen=True)
 class Source:
-    """Those of the named files that are readable, sorted. `fingerprint` changes when the name, size or time of
-    modification of one does. `setting` leads every message. Raises DataError if there is none."""
+    """Text that is read as it is asked for, always in the same order. `fingerprint` changes when the text does, as far
+    as names, sizes and times of modification tell."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        setting: str,
-        root: Path,
-        files: Iterable[str],
-        text_field: str = "text",
-        decode_errors: str = "strict",
-    ) -> None:
-        self.name = name
-        self._setting = setting
-        self._text_field = text_field
-        self._decode_errors = decode_errors
-        self._paths: list[Path] = []
-        digest = hashlib.sha256(text_field.encode())
-        try:
-            for file in sorted(files):
-                path = root / file
-                if path.suffix.lower() in READABLE and path.is_file():
-                    self._paths.append(path)
-                    digest.update(os.fsencode(f"\n{file}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}"))
-        except OSError as error:
-            raise DataError(f"{setting}: {error.filename} cannot be read: {error.strerror}") from error
-        if not self._paths:
-            raise DataError(f"{setting}: {root} holds 0 files of the kinds {' '.join(READABLE)}; name one, or a folder")
-        self.fingerprint = digest.hexdigest()
+    name: str
+    fingerprint: str
+    parser: Parser
+    read: Callable[[Position], Iterator[Row]]
+    files: Callable[[], Iterable[Path]] = tuple
+
+    def rows(self, start: Position = START) -> Iterator[Row]:
+        """The rows after a position. Raises DataError for a file that cannot be read."""
+        return self.read(start)
 
     def documents(self) -> Iterator[str]:
-        """Every text that is not empty, read as it is asked for: each row of a .jsonl file is a document, any other
-        file is one, or several, cut at line ends, where it is longer than PART_BYTES. Raises DataError with file and
-        line for what is no text, and at the end if there was no document."""
-        documents = 0
-        for path in self._paths:
+        """The text of every row. Raises DataError also for the first row without text, and if there is no row."""
+        row = None
+        for row in self.rows():
             try:
-                for text in self._rows(path) if path.suffix.lower() == ROWS_SUFFIX else self._parts(path):
-                    if text:
-                        documents += 1
-                        yield text
-            except OSError as error:
-                raise DataError(f"{self._setting}: {path} cannot be read: {error.strerror}") from error
-        if not documents:
-            raise DataError(f"{self._setting}: 0 bytes of text in {len(self._paths)} files; name files with text")
+                yield self.parser(row)
+            except BadRow as error:
+                raise DataError(f"{error}; mend it") from error
+        if row is None:
+            raise DataError(f"{self.name}: holds no text")
 
-    def _parts(self, path: Path) -> Iterator[str]:
-        lines_before = 0
-        with path.open("rb") as file:
-            while lines := file.readlines(PART_BYTES):
-                part = b"".join(lines)
-                try:
-                    text = part.decode("utf-8-sig", self._decode_errors)
-                except UnicodeDecodeError as error:
-                    line = lines_before + part.count(b"\n", 0, error.start) + 1
-                    raise DataError(f"{self._setting}: {path}, line {line}: {error}; make it UTF-8") from error
-                yield text
-                lines_before += len(lines)
-
-    def _rows(self, path: Path) -> Iterator[str]:
-        with path.open("rb") as file:
-            for line, row in enumerate(file, start=1):
-                if row.strip():
-                    try:
-                        text = self._field_of(row)
-                    except (ValueError, RecursionError) as error:
-                        raise DataError(f"{self._setting}: {path}, line {line}: {error}; mend the row") from error
-                    yield text
-
-    def _field_of(self, row: bytes) -> str:
-        fields = json.loads(row.decode("utf-8-sig"))
-        text = fields.get(self._text_field) if isinstance(fields, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(f'text_field = "{self._text_field}" names no string in {fields!r:.80}')
-        text.encode()  # half a surrogate pair is valid JSON, but no text
-        return text
+    def sizes(self) -> Iterator[int]:
+        """Bytes on disk of each of the files, by their numbers in positions; of none where there are no files."""
+        return (path.stat().st_size for path in self.files())
 
 
 def build_source(
-    dataset: str,
-    dataset_path: str | None,
-    *,
-    text_field: str = "text",
-    key: str = "[training] dataset_path",
+    path: str | None, *, text_field: str = "text", hf_name: str | None = None, hf_split: str = "train"
 ) -> Source:
-    """The text at `dataset_path`: one file, or all files of a folder and its sub-folders. .txt, .md, .rst and .py
-    files are text, .jsonl files have it in the `text_field` of each row, others are passed over. Without a path, the
-    text of `dataset`. `key` is what messages call the path. Raises DataError for a path that is not there."""
-    if dataset_path is None:
-        assert dataset == "pystdlib", f"there is no corpus {dataset}"
+    """The text at a path: of all files of a folder and its sub-folders that are of a readable kind, or of one file;
+    the source text of the running Python's library for None; and after `hf:` that of a Hugging Face dataset, by folder
+    or by name, of which `hf_name` is the configuration and `hf_split` the split. .jsonl files, parquet files and
+    datasets have the text in `text_field` of each row. Raises DataError if there is nothing to read."""
+    if path is None:
         library = Path(sysconfig.get_path("stdlib"))
-        modules = (file for file in _walk(library, skip=NOT_THE_LIBRARY) if file.endswith(".py"))
-        setting = f'[training] dataset = "{dataset}"'
-        return Source(dataset, setting=setting, root=library, files=modules, decode_errors="ignore")
-    setting = f'{key} = "{dataset_path}"'
-    path = Path(dataset_path).expanduser()
-    if not path.exists():
-        raise DataError(f"{setting}: {path.absolute()} does not exist; name a folder, a .txt or a .jsonl file")
-    root, files = (path, _walk(path)) if path.is_dir() else (path.parent, iter([path.name]))
-    return Source(dataset_path, setting=setting, root=root, files=files, text_field=text_field)
+        modules = partial(_walk, library, endings=(".py",), passed_over=NOT_THE_LIBRARY)
+        return _of_files("pystdlib", modules, root=library, parser=Parser("text", decode_errors="ignore"))
+    parser = Parser(text_field)
+    if path.startswith(HF_PREFIX):
+        name = path.removeprefix(HF_PREFIX)
+        dataset, state = open_dataset(name, config=hf_name, split=hf_split, text_field=text_field)
+        fingerprint = hashlib.sha256(f"{path}\n{state}\n{text_field}".encode()).hexdigest()
+        return Source(path, fingerprint, parser, partial(read_dataset, dataset, name=path, text_field=text_field))
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
+    if root.is_dir():
+        return _of_files(path, partial(_walk, root), root=root, parser=parser)
+    if not (root.is_file() and root.name.lower().endswith(ENDINGS)):
+        raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
+    return _of_files(path, lambda: [root], root=root.parent, parser=parser)
 
 
-def _walk(root: Path, *, skip: Set[str] = frozenset()) -> Iterator[str]:
-    for folder, subfolders, files in os.walk(root, onerror=_raise):
-        subfolders[:] = set(subfolders) - skip
-        yield from (Path(folder, file).relative_to(root).as_posix() for file in files)
+def _of_files(name: str, files: Callable[[], Iterable[Path]], *, root: Path, parser: Parser) -> Source:
+    digest = hashlib.sha256(parser.text_field.encode())
+    path = None
+    with reading(root, OSError):
+        for path in files():
+            status = path.stat()
+            relative = path.relative_to(root).as_posix()
+            digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
+    if path is None:
+        raise DataError(f"{root}: holds 0 files of {KINDS}; name a file, or a folder with some")
+    read = partial(_read_files, files, text_field=parser.text_field)
+    return Source(name, digest.hexdigest(), parser, read, files)
 
 
-def _raise(error: OSError) -> None:
-    """Without this, os.walk passes over what it cannot read, and training would silently lose it."""
-    raise error
+def _read_files(files: Callable[[], Iterable[Path]], start: Position, *, text_field: str) -> Iterator[Row]:
+    for number, path in enumerate(files()):
+        if number >= start.file:
+            begin = start if number == start.file else Position(number, START.offset, START.line)
+            if path.name.lower().endswith(PARQUET_ENDING):
+                yield from read_parquet(path, begin, text_field=text_field)
+            else:
+                yield from read_text_file(path, begin)
+
+
+def _walk(
+    folder: Path,
+    *,
+    endings: tuple[str, ...] = ENDINGS,
+    passed_over: Set[str] = frozenset(),
+    above: tuple[tuple[int, int], ...] = (),
+) -> Iterator[Path]:
+    """The files with such endings in a folder and those below it, in the order of their paths as strings; only one
+    folder's names are in memory for each level. Links are followed, but not back into a folder `above`."""
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        raise DataError(f"{folder}: is a link back to a folder that it is in; remove it")
+    for name in names:
+        path = folder / name
+        if name.endswith("/"):
+            if path.name not in passed_over:
+                yield from _walk(path, endings=endings, passed_over=passed_over, above=(*above, here))
+        elif name.lower().endswith(endings):
+            if not path.is_file():
+                raise DataError(f"{path}: is a broken link, or no regular file; remove it")
+            yield path

@@ -1,0 +1,242 @@
+"""Text files: what a row is, whole or compressed, short or long, sound or broken."""
+
+import gzip
+import json
+import tracemalloc
+from io import BytesIO
+from pathlib import Path
+from random import Random
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite.data import text_files
+from torchtitan_lite.data.rows import START, BadRow, Parser, Position, Row
+from torchtitan_lite.data.text_files import read_text_file
+from torchtitan_lite.errors import DataError
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("text")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Limits so small that short files meet them."""
+    monkeypatch.setattr(text_files, "PART_BYTES", 8)
+    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 7)
+
+
+def rows(path: Path, content: bytes, start: Position = START) -> list[Row]:
+    """The rows of a file with this content, compressed as the name of the file says."""
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
+    return list(read_text_file(path, start))
+
+
+def lines_and_data(path: Path, content: bytes) -> list[tuple[int, bytes]]:
+    return [(row.line, row.data or row.problem.encode()) for row in rows(path, content)]
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_text_file_is_a_row(folder, ending):
+    path = folder / f"a.TXT{ending}"
+    assert rows(path, b"one\r\n\ntwo\n") == [
+        Row(str(path), 1, "text", b"one\r\n\ntwo\n", "", Position(0, 10, 4), path.stat().st_size)
+    ]
+    assert rows(path, b"") == []
+    assert lines_and_data(path, b" \n") == [(1, b" \n")]
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_line_of_jsonl_is_a_row(folder, ending):
+    path = folder / f"a.JSONL{ending}"
+    content = b"\n{1}\r\n  \n\n{2}"
+    disk = [len(COMPRESS[ending](content))] * 2 if ending else [6, 13]
+    assert rows(path, content, Position(5, 0, 1)) == [
+        Row(str(path), 2, "jsonl", b"{1}\r\n", "", Position(5, 6, 3), disk[0]),
+        Row(str(path), 5, "jsonl", b"{2}", "", Position(5, 13, 6), disk[1]),
+    ]
+
+
+def test_only_a_line_feed_ends_a_line(folder):
+    content = b"\xc2\x85 \xe2\x80\xa8 \r \x0b \x0c \x1c\n2"
+    assert lines_and_data(folder / "a.jsonl", content) == [(1, content[:-1]), (2, b"2")]
+
+
+def test_byte_order_marks_are_left_out(folder, small):
+    mark = b"\xef\xbb\xbf"
+    assert rows(folder / "a.txt", mark) == []
+    assert rows(folder / "a.jsonl", mark + b"\n") == []
+    assert lines_and_data(folder / "a.txt", mark + b"a2345\n" + mark + b"b") == [(1, b"a2345\n"), (2, mark + b"b")]
+    assert lines_and_data(folder / "a.jsonl", mark + b"{1}\n" + mark + b"{2}\n") == [(1, b"{1}\n"), (2, b"{2}\n")]
+
+
+@given(st.lists(st.binary(max_size=12)), st.integers(1, 20))
+@settings(max_examples=300, deadline=None)
+def test_a_long_text_is_cut_at_the_first_line_end_past_the_size_of_a_part(folder, lines, part_bytes):
+    content = b"\n".join(lines)
+    file, parts = BytesIO(content), []
+    reader = iter(file.readline, b"")
+    part = b""
+    for line in reader:  # a reference that goes line by line
+        part += line
+        if len(part) > part_bytes:
+            parts.append(part)
+            part = b""
+    parts += [part] if part else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "PART_BYTES", part_bytes)
+        found = rows(folder / "parts.rst", content)
+    assert [row.data for row in found] == parts
+    assert [row.line for row in found] == [1 + b"".join(parts[:i]).count(b"\n") for i in range(len(parts))]
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_row_that_is_too_long_is_passed_over(folder, small, ending):
+    long, problem = b"x" * 20, b"longer than 20 bytes"
+    name = f"long.jsonl{ending}"
+    assert lines_and_data(folder / name, long[1:] + b"\n2") == [(1, long[1:] + b"\n"), (2, b"2")]
+    assert lines_and_data(folder / name, long + b"\n2") == [(1, problem), (2, b"2")]
+    assert lines_and_data(folder / name, b"1\n" + long * 9 + b"\n\n4") == [(1, b"1\n"), (2, problem), (4, b"4")]
+    assert lines_and_data(folder / name, b"1\n" + long * 9) == [(1, b"1\n"), (2, problem)]
+    name = f"long.md{ending}"
+    assert lines_and_data(folder / name, b"1\n2\n" + long[1:] + b"\n4") == [
+        (1, b"1\n2\n" + long[1:] + b"\n"),
+        (4, b"4"),
+    ]
+    assert lines_and_data(folder / name, b"1\n2\n" + long * 9 + b"\n4") == [(1, b"1\n2\n"), (3, problem), (4, b"4")]
+    assert lines_and_data(folder / name, long + b"\n2") == [(1, problem), (2, b"2")]
+
+
+@pytest.mark.parametrize("name", ["long.txt", "long.jsonl", "long.txt.gz", "long.jsonl.zst"])
+def test_a_row_that_is_too_long_is_not_held_in_memory(folder, monkeypatch, name):
+    monkeypatch.setattr(text_files, "PART_BYTES", 2**16)
+    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 2**17)
+    path = folder / name
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(Random(0).randbytes(2**23).hex().encode() + b"\n2"))
+    tracemalloc.start()
+    found = [row.line for row in read_text_file(path, START)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [1, 2]
+    assert peak < 2**23  # half the row
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_joined_compressed_files_are_one(folder, ending):
+    compress = COMPRESS[ending]
+    path = folder / f"joined.jsonl{ending}"
+    path.write_bytes(compress(b"1\n2") + compress(b"") + compress(b"0\n3\n"))
+    assert [row.data for row in read_text_file(path, START)] == [b"1\n", b"20\n", b"3\n"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_refused(folder, ending):
+    lines = [b"%d\n" % i**5 for i in range(300)]
+    path = folder / f"cut.jsonl{ending}"
+    whole = COMPRESS[ending](b"".join(lines))
+    for size in range(1, len(whole)):
+        path.write_bytes(whole[:size])
+        found = []
+        with pytest.raises(DataError, match=rf"cut\.jsonl{ending}: cannot be read: "):
+            found.extend(row.data for row in read_text_file(path, START))
+        assert found == lines[: len(found)]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize(
+    "content", [b"no such format", b"\x1f\x8b\x08\0\0\0\0\0\0\0\xff\xff\xff", b"\x28\xb5\x2f\xfd\xff"]
+)
+def test_a_compressed_file_that_is_broken_is_refused(folder, ending, content):
+    path = folder / f"broken.txt{ending}"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"broken\.txt{ending}: cannot be read: \S+"):
+        list(read_text_file(path, START))
+
+
+def test_a_file_that_is_not_there_is_refused(folder):
+    with pytest.raises(DataError, match=r"none\.txt: cannot be read: No such file or directory"):
+        list(read_text_file(folder / "none.txt", START))
+
+
+@given(
+    st.lists(st.sampled_from([b"", b"1", b"  ", b"{22}", b"333\r", b"x" * 19, b"x" * 20, b"x" * 50, b"\xef\xbb\xbf"]))
+)
+@settings(max_examples=100, deadline=None)
+def test_reading_goes_on_after_any_row(folder, lines):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "PART_BYTES", 8)
+        patch.setattr(text_files, "MAX_ROW_BYTES", 20)
+        patch.setattr(text_files, "CHUNK_BYTES", 7)
+        for name in ["on.txt", "on.jsonl", "on.txt.gz", "on.jsonl.zst"]:
+            found = rows(folder / name, b"\n".join(lines))
+            for i, row in enumerate(found, start=1):
+                assert list(read_text_file(folder / name, row.end)) == found[i:]
+
+
+TEXTS = st.text(min_size=1, max_size=20)
+PRETTY = TEXTS.map(lambda text: json.dumps({"text": text}).encode())
+PLAIN = TEXTS.map(lambda text: json.dumps({"id": 1, "text": text}, ensure_ascii=False).encode())
+GOOD = st.tuples(
+    st.sampled_from([b"", b" \t", b"\xef\xbb\xbf"]),
+    st.one_of(PRETTY, PLAIN),
+    st.sampled_from([b"", b"\r", b"  \r"]),
+).map(b"".join)
+NO_OBJECT = st.binary(min_size=1, max_size=40).map(lambda data: b"\x01" + data.replace(b"\n", b""))
+CUT_OFF = st.tuples(PRETTY, st.floats(0, 1)).map(lambda cut: cut[0][: 1 + int(cut[1] * (len(cut[0]) - 2))])
+NO_TEXT = st.sampled_from(
+    [
+        b'{"text": 1}',
+        b'{"text": ["a"]}',
+        b'{"text": ' + b"9" * 3000 + b"}",
+        b'{"text": ""}',
+        b'{"text": "\\udc00"}',
+        b'{"text": "\xed\xa0\x80"}',
+        b'{"text": "a\0"}',
+        b'{"text": "a\rb"}',
+        b'{"text": "\xff"}',
+        b'{"Text": "a"}',
+        b'"text"',
+        b"null",
+        b"[" * 2000,
+        b'{"text":' * 400,
+        b"\xef\xbb\xbf\xef\xbb\xbf{}",
+        b"\0",
+        b'{"text": "' + b"a" * 5000 + b'"}',
+    ]
+)
+BLANK = st.sampled_from([b"", b"\r", b" \t\r"])
+LINES = st.one_of(
+    GOOD.map(lambda line: ("good", line)),
+    st.one_of(NO_OBJECT, CUT_OFF, NO_TEXT).map(lambda line: ("bad", line)),
+    BLANK.map(lambda line: ("blank", line)),
+)
+
+
+@given(
+    st.lists(LINES, min_size=20, max_size=80), st.sampled_from(["f.jsonl", "f.jsonl.gz", "f.jsonl.zst"]), st.booleans()
+)
+@settings(max_examples=150, deadline=None)
+def test_malformed_rows_are_named_and_good_ones_are_read(folder, lines, name, ended):
+    parser = Parser("text")
+    texts, bad_lines = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "MAX_ROW_BYTES", 4096)
+        for row in rows(folder / name, b"\n".join(line for _, line in lines) + b"\n" * ended):
+            try:
+                texts.append((row.line, parser(row)))
+            except BadRow as error:
+                assert str(error).startswith(f"{folder / name}, line {row.line}: ")
+                bad_lines.append(row.line)
+    assert bad_lines == [i for i, (kind, _) in enumerate(lines, start=1) if kind == "bad"]
+    assert texts == [
+        (i, json.loads(line.decode("utf-8-sig"))["text"])
+        for i, (kind, line) in enumerate(lines, start=1)
+        if kind == "good"
+    ]
