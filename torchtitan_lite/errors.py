@@ -38,6 +38,6 @@ class NumericError(RunError):
 
 
 class StorageError(RunError):
-    """The run folder cannot be written: no space left, or a broken disk."""
+    """The run folder, or a token store, cannot be written: no space left, or a broken disk."""
 
     exit_code = 7

@@ -1,29 +1,46 @@
-"""Token stores: the stream, its cache made once and whole, damage, and the entropy."""
+"""Token stores: any part of the stream, the cache made once and whole, and the tokenizer that must be the store's."""
 
 import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_stores import RECIPE, stream, write_store
 
-from torchtitan_lite.data import token_store
+from torchtitan_lite.data import prepare, token_store
 from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.token_store import TokenStore, open_token_store
+from torchtitan_lite.data.token_store import TokenStore, open_cached, open_data
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError
 
-TEXTS = ["first document\n", "the second", "", "third: é 日本"]
+TEXTS = ["first document\n", "the second", "third: é 日本"]
+DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return TokenStore(write_store(tmp_path_factory.mktemp("stores") / "numbers", DOCUMENTS))
 
 
 @pytest.fixture
-def source(tmp_path):
+def corpus(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return build_source("pystdlib", str(path))
+    return path
+
+
+@pytest.fixture
+def source(corpus):
+    return build_source(str(corpus))
 
 
 @pytest.fixture
@@ -40,172 +57,199 @@ def messages(monkeypatch, caplog):
 
 def expected_ids() -> list[int]:
     tokenizer = build_tokenizer("")
-    return [i for text in TEXTS if text for i in [1, *tokenizer.encode(text), 2]]
+    return [i for text in TEXTS for i in [1, *tokenizer.encode(text), 2]]
 
 
-def only_folder(cache):
-    [folder] = [path for path in cache.iterdir() if path.is_dir()]
-    return folder
+def contents(opened: TokenStore) -> list[int]:
+    return opened.read(0, opened.tokens).tolist()
 
 
-@pytest.mark.parametrize("batch_characters", [1, 2**21])
-def test_stream_of_documents(source, cache, monkeypatch, batch_characters):
-    monkeypatch.setattr(token_store, "BATCH_CHARACTERS", batch_characters)
-    store = open_token_store(source, build_tokenizer(""), cache_dir=cache)
-    assert store.tokens.tolist() == expected_ids()
-    assert (store.documents, store.vocab_size, store.tokens.dtype) == (3, 2256, np.dtype("<u2"))
-    assert not store.tokens.flags.writeable
-    assert sorted(path.name for path in only_folder(cache).iterdir()) == ["manifest.json", "tokens.bin"]
+def test_what_a_store_is(store):
+    assert (store.tokens, store.documents, store.vocab_size, store.max_token_id) == (45, 5, 1000, 59)
+    assert (store.name, store.dtype) == ("numbers", np.dtype("<u2"))
+    assert contents(store) == stream(DOCUMENTS)
+    assert not store.read(3, 4).flags.writeable
 
 
-def test_large_vocabularies_take_four_bytes(source, cache):
-    tokenizer = build_tokenizer("")
-    tokenizer.vocab_size = 2**16
-    assert open_token_store(source, tokenizer, cache_dir=cache / "2").tokens.dtype == np.dtype("<u2")
-    tokenizer.vocab_size = 2**16 + 1
-    store = open_token_store(source, tokenizer, cache_dir=cache / "4")
-    assert store.tokens.dtype == np.dtype("<u4")
-    assert store.tokens.tolist() == expected_ids()
+@given(data=st.data())
+@settings(max_examples=200)
+def test_any_part_of_the_stream(store, data):
+    start = data.draw(st.integers(0, 45))
+    count = data.draw(st.integers(0, 45 - start))
+    part = store.read(start, count)
+    assert part.tolist() == stream(DOCUMENTS)[start : start + count]
+    assert part.dtype == store.dtype
 
 
-def test_made_once(source, cache, messages):
-    first = open_token_store(source, build_tokenizer(""), cache_dir=cache)
-    again = open_token_store(source, build_tokenizer(""), cache_dir=cache)
+@given(length=st.integers(1, 30), data=st.data())
+def test_windows_of_any_length(store, length, data):
+    starts = data.draw(st.lists(st.integers(0, 45 - length), max_size=5))
+    windows = store.windows(np.array(starts, np.int64), length)
+    assert windows.dtype == store.dtype
+    assert windows.shape == (len(starts), length)
+    assert windows.tolist() == [stream(DOCUMENTS)[start : start + length] for start in starts]
+
+
+def test_only_what_is_there(store):
+    with pytest.raises(AssertionError, match="no 2 tokens at 44 of 45"):
+        store.read(44, 2)
+    with pytest.raises(AssertionError, match="no 1 tokens at -1 of 45"):
+        store.read(-1, 1)
+
+
+def test_where_documents_begin(store):
+    starts = [10 * shard + place for shard in range(5) for place in store.document_starts(shard).tolist()]
+    assert starts == [0, 5, 8, 40, 42]
+    assert [len(store.document_starts(shard)) for shard in range(5)] == [3, 0, 0, 0, 2]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_store, "MAPPED_SHARDS", 3)
+    store = TokenStore(write_store(tmp_path / "many", [list(range(100, 500))], replace(RECIPE, shard_tokens=4)))
+    before = open_files()
+    assert contents(store) == [1, *range(100, 500), 2]
+    assert open_files() - before <= 3
+
+
+def test_counts_of_ids(store, monkeypatch):
+    counts = store.token_counts()
+    assert counts.tolist() == np.bincount(stream(DOCUMENTS), minlength=1000).tolist()
+    monkeypatch.setattr(token_store, "CHUNK_TOKENS", 7)
+    assert store.token_counts().tolist() == counts.tolist()
+    monkeypatch.setattr(token_store, "COUNTED_CHUNKS", 2)  # of 7 chunks, every 4th
+    ids = stream(DOCUMENTS)
+    assert store.token_counts().tolist() == np.bincount(ids[0:7] + ids[28:35], minlength=1000).tolist()
+
+
+def test_text_is_tokenized_once(source, cache, messages):
+    first = open_cached(source, build_tokenizer(""), cache_dir=cache)
+    assert contents(first) == expected_ids()
+    again = open_cached(source, build_tokenizer(""), cache_dir=cache)
     assert again.fingerprint == first.fingerprint
     [message] = [record.getMessage() for record in messages.records]
-    assert message.startswith(f"tokenized {source.name}: 3 documents, {len(expected_ids())} tokens, ")
-    assert str(only_folder(cache)) in message
+    assert message.startswith(f"tokenized {source.name}: 3 documents, {len(expected_ids())} tokens, 0 rows skipped, ")
+    assert [path.name for path in cache.iterdir()] == [first.folder.name]
 
 
-def test_other_text_and_other_tokenizer_have_other_stores(source, cache, tmp_path):
-    first = open_token_store(source, build_tokenizer(""), cache_dir=cache)
-    (tmp_path / "corpus.jsonl").write_text('{"text": "other"}')
-    changed = build_source("pystdlib", str(tmp_path / "corpus.jsonl"))
-    assert open_token_store(changed, build_tokenizer(""), cache_dir=cache).fingerprint != first.fingerprint
-    tokenizer = build_tokenizer("")
-    tokenizer.fingerprint = "another"
-    open_token_store(changed, tokenizer, cache_dir=cache)
-    assert len([path for path in cache.iterdir() if path.is_dir()]) == 3
+def test_other_text_and_other_tokenizer_have_other_stores(source, corpus, cache):
+    first = open_cached(source, build_tokenizer(""), cache_dir=cache)
+    corpus.write_text('{"text": "other"}')
+    changed = open_cached(build_source(str(corpus)), build_tokenizer(""), cache_dir=cache)
+    assert changed.fingerprint != first.fingerprint
+    other = build_tokenizer("")
+    other.fingerprint = "other"
+    open_cached(source, other, cache_dir=cache)
+    assert len(list(cache.iterdir())) == 3
 
 
 def test_default_cache(source, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    open_token_store(source, build_tokenizer(""))
-    only_folder(tmp_path / "home" / ".cache" / "torchtitan_lite" / "tokens")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    open_token_store(source, build_tokenizer(""))
-    only_folder(tmp_path / "xdg" / "torchtitan_lite" / "tokens")
-
-
-def set_format(folder):
-    fields = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**fields, "format": 99}))
+    assert open_cached(source, build_tokenizer("")).folder.parent == tmp_path / "xdg" / "torchtitan_lite" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = open_cached(source, build_tokenizer("")).folder
+    assert folder.parent == tmp_path / "home" / ".cache" / "torchtitan_lite" / "tokens"
 
 
 DAMAGE = {
-    "truncated": (lambda folder: os.truncate(folder / "tokens.bin", 7), r"tokens\.bin has 7 bytes, not \d+"),
-    "no tokens": (lambda folder: (folder / "tokens.bin").unlink(), "No such file"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
-    "broken manifest": (lambda folder: (folder / "manifest.json").write_text("{"), "Expecting property name"),
-    "empty manifest": (lambda folder: (folder / "manifest.json").write_text("{}"), "format"),
-    "listed manifest": (lambda folder: (folder / "manifest.json").write_text("[]"), "list indices"),
-    "lacking manifest": (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "missing 8 required"),
-    "other format": (set_format, "its format is 99, not 1"),
+    "cut off": lambda folder: os.truncate(folder / "tokens-00000.bin", 4),
+    "file missing": lambda folder: (folder / "documents-00000.bin").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest cut off": lambda folder: (folder / "manifest.json").write_text('{"recipe": 1'),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named_and_mended(source, cache, messages, kind):
-    damage, reason = DAMAGE[kind]
-    open_token_store(source, build_tokenizer(""), cache_dir=cache)
-    damage(only_folder(cache))
-    with pytest.raises(DataError, match=f"token store .* is damaged: .*{reason}.*; it must be made anew"):
-        TokenStore(only_folder(cache))
-    messages.clear()
-    assert open_token_store(source, build_tokenizer(""), cache_dir=cache).tokens.tolist() == expected_ids()
-    assert [record.levelname for record in messages.records] == ["WARNING", "INFO"]
-
-
-def test_no_half_store_is_left_by_an_error(cache, tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"a\.txt, line 1"):
-        open_token_store(build_source("pystdlib", str(tmp_path)), build_tokenizer(""), cache_dir=cache)
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+def test_a_damaged_cache_is_named_and_mended(source, cache, messages, kind):
+    folder = open_cached(source, build_tokenizer(""), cache_dir=cache).folder
+    DAMAGE[kind](folder)
+    with pytest.raises(DataError, match=f"^token store {folder} is damaged: "):
+        TokenStore(folder)
+    assert contents(open_cached(source, build_tokenizer(""), cache_dir=cache)) == expected_ids()
+    assert any(record.getMessage().startswith(f"token store {folder} is damaged: ") for record in messages.records)
 
 
 def test_cache_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        DataError, match=r"token cache .*file/deep cannot be written: Not a directory; set XDG_CACHE_HOME"
-    ):
-        open_token_store(source, build_tokenizer(""), cache_dir=tmp_path / "file" / "deep")
+    with pytest.raises(DataError, match=r"^token cache .*file/cache cannot be written: Not a directory; set XDG_CACHE"):
+        open_cached(source, build_tokenizer(""), cache_dir=tmp_path / "file" / "cache")
 
 
-class SlowSource:
-    """Two documents with a pause between them; `log` gets a line each time they are read."""
-
-    name = fingerprint = "slow"
-
-    def __init__(self, log, seconds):
-        self.log = log
-        self.seconds = seconds
-
-    def documents(self):
-        with self.log.open("a") as file:
-            file.write("read\n")
-        yield "first"
-        time.sleep(self.seconds)
-        yield "second"
+def make_in_process(path, cache, started):
+    started.set()
+    open_cached(build_source(str(path)), build_tokenizer(""), cache_dir=cache)
 
 
-def open_slowly(cache, log, seconds):
-    store = open_token_store(SlowSource(log, seconds), build_tokenizer(""), cache_dir=cache)
-    assert store.documents == 2
-
-
-def test_one_process_makes_it_and_the_others_wait(cache, tmp_path):
-    fork = multiprocessing.get_context("fork")
-    log = tmp_path / "log"
-    processes = [fork.Process(target=open_slowly, args=(cache, log, 0.3)) for _ in range(4)]
+def test_one_process_makes_it_and_the_others_wait(source, corpus, cache):
+    cache.mkdir()
+    context = multiprocessing.get_context("spawn")
+    started = [context.Event() for _ in range(2)]
+    processes = [context.Process(target=make_in_process, args=(corpus, cache, event)) for event in started]
+    folder = token_store.open_cached(source, build_tokenizer(""), cache_dir=cache / "elsewhere").folder
+    with prepare.exclusive(prepare.lock_of(cache / folder.name)):
+        for process, event in zip(processes, started, strict=True):
+            process.start()
+            assert event.wait(60)
+        time.sleep(0.5)
+        assert not (cache / folder.name).exists()
     for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    assert log.read_text() == "read\n"
+        process.join(60)
+        assert process.exitcode == 0
+    assert contents(TokenStore(cache / folder.name)) == expected_ids()
+    assert sorted(path.name for path in cache.iterdir()) == sorted(["elsewhere", folder.name])
 
 
-def test_a_killed_maker_is_replaced(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "BATCH_CHARACTERS", 1)
-    log = tmp_path / "log"
-    maker = multiprocessing.get_context("fork").Process(target=open_slowly, args=(cache, log, 60))
-    maker.start()
-    while not log.exists():
-        time.sleep(0.01)
-    os.kill(maker.pid, signal.SIGKILL)
-    maker.join()
-    assert only_folder(cache).suffix == ".partial"
-    open_slowly(cache, log, 0)
-    assert only_folder(cache).suffix == ""
+def test_a_lock_of_a_killed_process_keeps_no_one_out(tmp_path):
+    def hold(path, held):
+        with prepare.exclusive(path):
+            held.set()
+            time.sleep(60)
+
+    context = multiprocessing.get_context("fork")
+    held = context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "x.lock", held))
+    process.start()
+    assert held.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert (tmp_path / "x.lock").exists()
+    with prepare.exclusive(tmp_path / "x.lock"):
+        pass
+    assert not (tmp_path / "x.lock").exists()
 
 
-def test_unigram_entropy(source, cache, monkeypatch):
-    monkeypatch.setattr(token_store, "CHUNK_TOKENS", 5)
-    store = open_token_store(source, build_tokenizer(""), cache_dir=cache)
-    store.tokens = np.array([7] * 8 + [9] * 4 + [0] * 2 + [2255] * 2, np.uint16)
-    assert store.unigram_entropy() == pytest.approx(1.75 * np.log(2))
-    store.tokens = np.array([5] * 12, np.uint16)
-    assert store.unigram_entropy() == 0
+OPTIONS = {"text_field": "text", "setting": '[training] dataset_path = "x"'}
 
 
-def test_the_entropy_of_a_large_store_is_that_of_evenly_spaced_chunks(tmp_path, monkeypatch):
-    text = "".join(chr(97 + i % 7) * (i % 11 + 1) + "\n" for i in range(4000))
-    (tmp_path / "text.txt").write_text(text)
-    source = build_source("pystdlib", str(tmp_path / "text.txt"))
-    store = open_token_store(source, build_tokenizer(""), cache_dir=tmp_path / "cache")
-    exact = store.unigram_entropy()
-    monkeypatch.setattr(token_store, "CHUNK_TOKENS", 100)
-    assert store.unigram_entropy() == pytest.approx(exact, rel=0.05)
-    monkeypatch.setattr(token_store, "ENTROPY_CHUNKS", 10**6)
-    assert store.unigram_entropy() == pytest.approx(exact, rel=1e-12)
+def test_a_store_is_read_where_it_is(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    tokenizer = build_tokenizer("")
+    made = open_data(str(corpus), tokenizer=tokenizer, **OPTIONS)
+    assert contents(made) == expected_ids()
+    moved = made.folder.rename(tmp_path / "moved")
+    opened = open_data(str(moved), tokenizer=tokenizer, **OPTIONS)
+    assert (opened.folder, opened.fingerprint) == (moved, made.fingerprint)
+    assert list((tmp_path / "xdg" / "torchtitan_lite" / "tokens").iterdir()) == []
+
+
+def test_a_store_of_another_tokenizer_is_refused(tmp_path):
+    folder = write_store(tmp_path / "store", DOCUMENTS)
+    message = (
+        rf'^\[training\] dataset_path = "x": token store {folder} was made with tokenizer none \(1000 ids, '
+        r"fingerprint t\), and \[model\] tokenizer_path names .* \(2256 ids, \w{12}\); name the tokenizer that "
+    )
+    with pytest.raises(DataError, match=message):
+        open_data(str(folder), tokenizer=build_tokenizer(""), **OPTIONS)
+
+
+def test_data_that_training_does_not_read(tmp_path):
+    for path, message in {
+        "hf:some/set": "training reads no Hugging Face dataset; make a store of it: .* make hf:some/set STORE",
+        str(tmp_path / "nowhere"): f"{tmp_path}/nowhere: does not exist",
+    }.items():
+        with pytest.raises(DataError, match=re.escape('[training] dataset_path = "x": ') + f".*{message}"):
+            open_data(path, tokenizer=build_tokenizer(""), **OPTIONS)

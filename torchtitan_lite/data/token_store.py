@@ -1,80 +1,129 @@
-"""Tokens on disk: the documents of a source as one stream of ids, made once and memory-mapped from then on."""
+"""Token stores, opened: memory-mapped ids of any number, and the data that a config names."""
 
-import fcntl
 import hashlib
-import json
 import os
 import shutil
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from torchtitan_lite.data.sources import Source
+from torchtitan_lite.data.manifest import (
+    MANIFEST_FILE,
+    START_DTYPE,
+    check_sizes,
+    documents_file,
+    read_manifest,
+    tokens_file,
+)
+from torchtitan_lite.data.prepare import exclusive, lock_of, make_store
+from torchtitan_lite.data.sources import Source, build_source
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.logger import logger
 
-FORMAT = 1
-TOKENS_FILE = "tokens.bin"
-MANIFEST_FILE = "manifest.json"
-BATCH_CHARACTERS = 2**21
+MAPPED_SHARDS = 256
+"""Shards that are mapped at a time, each of which takes a file descriptor."""
 CHUNK_TOKENS = 2**20
-ENTROPY_CHUNKS = 64
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a token store holds, and what it was made of. `sha256` is that of the tokens file."""
-
-    format: int
-    source: str
-    source_fingerprint: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    dtype: str
-    tokens: int
-    documents: int
-    sha256: str
+COUNTED_CHUNKS = 64
 
 
 class TokenStore:
-    """A folder with `manifest.json` and `tokens.bin`: BOS, ids, EOS of every document, one after the other, in little
-    endian. `tokens` is the read-only memory map; `fingerprint` changes with any token. Raises DataError for a folder
-    that is incomplete, damaged or of another format."""
+    """The store in a folder, ready to read from. What it costs to open and to hold grows with the number of shards
+    only. `tokens` and `documents` are counts; `fingerprint` changes with any id. Raises DataError for a folder that is
+    no store, or one of another version or whose files do not have their sizes."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            fields = json.loads((folder / MANIFEST_FILE).read_text())
-            if fields["format"] != FORMAT:
-                raise ValueError(f"its format is {fields['format']}, not {FORMAT}")
-            manifest = Manifest(**fields)
-            dtype = np.dtype(manifest.dtype)
-            size, expected = (folder / TOKENS_FILE).stat().st_size, manifest.tokens * dtype.itemsize
-            if size != expected:
-                raise ValueError(f"{TOKENS_FILE} has {size} bytes, not {expected}")
-            self.tokens = np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(f"token store {folder} is damaged: {error}; it must be made anew") from error
-        self.fingerprint = manifest.sha256
-        self.documents = manifest.documents
-        self.vocab_size = manifest.vocab_size
+        self.manifest = read_manifest(folder)
+        check_sizes(folder, self.manifest)
+        recipe = self.manifest.recipe
+        self.folder = folder
+        self.name = recipe.source
+        self.tokens = self.manifest.tokens
+        self.documents = self.manifest.documents
+        self.vocab_size = recipe.vocab_size
+        self.max_token_id = self.manifest.max_token_id
+        self.fingerprint = self.manifest.fingerprint
+        self.dtype = np.dtype(recipe.dtype)
+        self._shard_tokens = recipe.shard_tokens
+        self._shard = lru_cache(MAPPED_SHARDS)(self._map)
 
-    def unigram_entropy(self) -> float:
-        """Nats per token of a model that knows the frequency of each id and no context. Reads the tokens in at most
-        ENTROPY_CHUNKS chunks, evenly spaced in a larger store."""
+    def _map(self, shard: int) -> np.ndarray:
+        # As a plain array: slicing the memmap class itself takes several times as long.
+        return np.asarray(np.memmap(tokens_file(self.folder, shard), self.dtype, "r"))
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """The ids [count] from place `start` of the stream on, in the store's own type; a view where one shard has
+        them all."""
+        assert 0 <= start <= start + count <= self.tokens, f"no {count} tokens at {start} of {self.tokens}"
+        shard, place = divmod(start, self._shard_tokens)
+        if place + count <= self._shard_tokens:
+            return self._shard(shard)[place : place + count]
+        parts = []
+        while count:
+            parts.append(self._shard(shard)[place : place + count])
+            count -= len(parts[-1])
+            shard, place = shard + 1, 0
+        return np.concatenate(parts)
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` ids from each of `starts` on, in the store's own type, [len(starts), length]."""
+        windows = np.empty((len(starts), length), self.dtype)
+        for window, start in zip(windows, starts.tolist(), strict=True):
+            window[:] = self.read(start, length)
+        return windows
+
+    def document_starts(self, shard: int) -> np.ndarray:
+        """Where in a shard its documents begin, uint32 [documents of the shard]."""
+        if not self.manifest.shards[shard].documents:
+            return np.empty(0, START_DTYPE)
+        return np.memmap(documents_file(self.folder, shard), START_DTYPE, "r")
+
+    def token_counts(self) -> np.ndarray:
+        """How often each id occurs, int64 [vocab_size]; in a larger store, in COUNTED_CHUNKS chunks of CHUNK_TOKENS,
+        evenly spaced."""
         counts = np.zeros(self.vocab_size, np.int64)
-        chunks = range(0, len(self.tokens), CHUNK_TOKENS)
-        for start in chunks[:: -(-len(chunks) // ENTROPY_CHUNKS)]:
-            counts += np.bincount(self.tokens[start : start + CHUNK_TOKENS], minlength=self.vocab_size)
-        shares = counts[counts > 0] / counts.sum()
-        return float(-(shares * np.log(shares)).sum())
+        chunks = range(0, self.tokens, CHUNK_TOKENS)
+        for start in chunks[:: -(-len(chunks) // COUNTED_CHUNKS)]:
+            ids = self.read(start, min(CHUNK_TOKENS, self.tokens - start))
+            counts += np.bincount(ids, minlength=self.vocab_size)
+        return counts
 
 
-def open_token_store(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None) -> TokenStore:
+def is_store(path: Path) -> bool:
+    """Whether a path is a folder that says of itself that it is a token store."""
+    return (path / MANIFEST_FILE).is_file()
+
+
+def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, setting: str) -> TokenStore:
+    """The tokens at `path`: a token store, or text, of pystdlib if None, whose tokens are made where they are not in
+    the cache yet. `setting` leads every message. Raises DataError for a path that is neither, and for a store of
+    another tokenizer."""
+    try:
+        if path is not None and is_store(folder := Path(path).expanduser()):
+            store = TokenStore(folder)
+            _check_tokenizer(store, tokenizer)
+            return store
+        if path is not None and path.startswith("hf:"):
+            raise DataError(
+                f"training reads no Hugging Face dataset; make a store of it: scripts/prepare_data.py make {path} STORE"
+            )
+        return open_cached(build_source(path, text_field=text_field), tokenizer)
+    except DataError as error:
+        raise DataError(f"{setting}: {error}") from error
+
+
+def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
+    recipe = store.manifest.recipe
+    if recipe.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"token store {store.folder} was made with tokenizer {recipe.tokenizer} ({recipe.vocab_size} ids, "
+            f"fingerprint {recipe.tokenizer_fingerprint[:12]}), and [model] tokenizer_path names {tokenizer.name} "
+            f"({tokenizer.vocab_size} ids, {tokenizer.fingerprint[:12]}); name the tokenizer that it was made with"
+        )
+
+
+def open_cached(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None) -> TokenStore:
     """The tokens of a source, from the cache. The first process to ask makes them while the others wait, each machine
     or shared file system once; a damaged store is made anew. `cache_dir` is `torchtitan_lite/tokens` in
     $XDG_CACHE_HOME or ~/.cache if not given. Raises DataError if it cannot be written."""
@@ -82,9 +131,11 @@ def open_token_store(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | 
     folder = (cache_dir or _user_cache()) / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            return _opened(folder) or _made(folder, source, tokenizer)
+        with exclusive(lock_of(folder)):
+            if (store := _opened(folder)) is None:
+                make_store(folder, source, tokenizer)
+                store = TokenStore(folder)
+        return store
     except OSError as error:
         raise DataError(
             f"token cache {folder.parent} cannot be written: {error.strerror}; "
@@ -106,69 +157,3 @@ def _opened(folder: Path) -> TokenStore | None:
         logger.warning("%s", error)
         shutil.rmtree(folder)
         return None
-
-
-def _made(folder: Path, source: Source, tokenizer: Tokenizer) -> TokenStore:
-    """The new store in a folder. It is written beside it and then moved, so that the folder is whole if it exists."""
-    started = time.monotonic()
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir()
-    try:
-        _write(partial, source, tokenizer)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    store = TokenStore(folder)
-    seconds = time.monotonic() - started
-    counts = f"{store.documents} documents, {len(store.tokens)} tokens"
-    logger.info("tokenized %s: %s, %.1f s, %s", source.name, counts, seconds, folder)
-    return store
-
-
-def _write(folder: Path, source: Source, tokenizer: Tokenizer) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    digest, tokens, documents = hashlib.sha256(), 0, 0
-    with (folder / TOKENS_FILE).open("wb") as file:
-        for texts in _batches(source.documents()):
-            for ids in tokenizer.encode_documents(texts):
-                data = np.array(ids, dtype).tobytes()
-                file.write(data)
-                digest.update(data)
-                tokens += len(ids)
-            documents += len(texts)
-        _sync(file)
-    manifest = Manifest(
-        format=FORMAT,
-        source=source.name,
-        source_fingerprint=source.fingerprint,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        dtype=dtype.str,
-        tokens=tokens,
-        documents=documents,
-        sha256=digest.hexdigest(),
-    )
-    with (folder / MANIFEST_FILE).open("w") as file:
-        json.dump(asdict(manifest), file, indent=2)
-        _sync(file)
-
-
-def _sync(file: IO) -> None:
-    """Have the file on disk before the folder gets its name: its size alone would not show that data is missing."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of texts, each cut off once it has BATCH_CHARACTERS: enough for all cores, little enough for memory."""
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Token stores: text, tokenized once, that training reads from.
+
+  make SOURCE STORE   tokenize; run again after an interruption, it goes on where it was
+  verify STORE        read all of it and name what is broken
+  inspect STORE       print its counts and the text of a window
+
+SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet (parquet extra);
+hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the running Python's standard library.
+"""
+
+import argparse
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from torchtitan_lite.data.prepare import SHARD_TOKENS, prepare_store
+from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.store_report import ProgressLine, format_store, format_window
+from torchtitan_lite.data.token_store import TokenStore
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.data.verify import verify_store
+from torchtitan_lite.errors import DataError, RunError
+from torchtitan_lite.logger import init_logger
+
+
+def count(minimum: int):  # type: ignore[no-untyped-def]
+    """The parser of a whole number of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return parse
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    tokenizer = argparse.ArgumentParser(add_help=False)
+    tokenizer.add_argument(
+        "--tokenizer",
+        default="",
+        help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one (default: the shipped one)",
+    )
+    make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
+    make.add_argument("source", help="what to tokenize: see prepare_data.py --help")
+    make.add_argument("store", type=Path, help="folder to make")
+    make.add_argument("--text-field", default="text", help="field of .jsonl and .parquet rows with the text (text)")
+    make.add_argument("--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)")
+    make.add_argument("--workers", type=count(1), help="processes that tokenize (one a core)")
+    make.add_argument("--shard-tokens", type=count(1), default=SHARD_TOKENS, help=f"tokens of a shard ({SHARD_TOKENS})")
+    make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
+    make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
+    verify = commands.add_parser("verify", help="read all of a store and name what is broken")
+    verify.add_argument("store", type=Path, help="folder of the store")
+    inspect = commands.add_parser("inspect", parents=[tokenizer], help="print counts and the text of a window")
+    inspect.add_argument("store", type=Path, help="folder of the store")
+    inspect.add_argument("--window", type=count(0), default=0, help="number of the window (0)")
+    inspect.add_argument("--seq-len", type=count(1), default=256, help="tokens in a window (256)")
+    return parser.parse_args(argv)
+
+
+def make(args: argparse.Namespace) -> None:
+    """Make the store, or finish it."""
+    source = build_source(
+        None if args.source == "pystdlib" else args.source,
+        text_field=args.text_field,
+        hf_name=args.hf_name,
+        hf_split=args.hf_split,
+    )
+    with closing(ProgressLine()) as report:
+        prepare_store(
+            args.store,
+            source,
+            build_tokenizer(args.tokenizer),
+            skip_bad=args.skip_bad,
+            workers=args.workers,
+            shard_tokens=args.shard_tokens,
+            report=report,
+        )
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Check the store. Raises DataError if something is wrong."""
+    if problems := verify_store(args.store):
+        raise DataError("\n".join(problems))
+    print(f"{args.store}: every byte is as it was made")
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Print the store."""
+    store = TokenStore(args.store)
+    print(format_store(store))
+    print(format_window(store, build_tokenizer(args.tokenizer), window=args.window, seq_len=args.seq_len))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 3 for data that is missing or broken, 130 after Ctrl-C."""
+    init_logger()
+    args = parse_arguments(argv)
+    try:
+        {"make": make, "verify": verify, "inspect": inspect}[args.command](args)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

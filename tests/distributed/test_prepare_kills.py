@@ -1,0 +1,80 @@
+"""Stores that are killed while they are made, by SIGKILL, as a user's machine would."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ENV, ROOT
+
+KILLS = 20
+COMMAND = (
+    "import runpy; from torchtitan_lite.data import prepare; prepare.BATCH_BYTES = 20_000; prepare.COMMIT_SECONDS = 0; "
+    "runpy.run_path('scripts/prepare_data.py', run_name='__main__')"
+)
+"""scripts/prepare_data.py, but with batches and commits so small that it can be killed between many of them."""
+
+
+def start(corpus: Path, store: Path) -> subprocess.Popen[str]:
+    arguments = ["make", str(corpus), str(store), "--shard-tokens", "50000"]
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(corpus: Path, store: Path) -> str:
+    process = start(corpus, store)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    return output
+
+
+def files(store: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in store.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
+    words = random.Random(0)
+    with path.open("w") as file:
+        for i in range(4000):
+            text = " ".join(
+                words.choice(("def", "self", "return", "value", "x")) for _ in range(words.randrange(1, 150))
+            )
+            file.write(json.dumps({"text": f"{i} {text}"}) + "\n")
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_the_run_after_a_kill_ends_with_the_same_store(corpus: Path, tmp_path: Path) -> None:
+    """Also of a run after several kills: each third store is killed again."""
+    began = time.monotonic()
+    finish(corpus, tmp_path / "undisturbed")
+    seconds = time.monotonic() - began
+    expected = files(tmp_path / "undisturbed")
+    assert len(expected) > 10
+    moments = random.Random(1)
+    went_on = 0
+    for number in range(KILLS):
+        store = tmp_path / str(number)
+        for _ in range(1 + (number % 3 == 0)):
+            process = start(corpus, store)
+            time.sleep(moments.uniform(0.1, 1) * seconds)
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        assert not store.exists() or files(store) == expected, "a half store has the name of a whole one"
+        went_on += "going on after" in finish(corpus, store)
+        assert files(store) == expected
+    assert went_on >= KILLS // 4, "kills at these moments do not test that a store is gone on with"
+    left = {path.name for path in tmp_path.iterdir() if not path.name.isdecimal()}
+    assert left == {"undisturbed"}

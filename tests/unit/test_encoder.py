@@ -1,0 +1,128 @@
+"""Rows to ids in processes: the same as in this one, in order, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.data import encoder
+from torchtitan_lite.data.encoder import Encoded, encode_batches, encode_rows
+from torchtitan_lite.data.rows import START, Parser, Row
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+U2 = np.dtype("<u2")
+
+
+def text_row(data: bytes, line: int = 1, problem: str = "") -> Row:
+    return Row("a.txt", line, "text", data, problem, START, 0)
+
+
+def framed(text: str) -> list[int]:
+    return [1, *build_tokenizer("").encode(text), 2]
+
+
+def test_documents_one_after_the_other():
+    rows = [text_row(b"one two"), text_row(b"\xff", line=2), text_row("\u00e9".encode()), text_row(b"", 4, "too long")]
+    encoded = encode_rows(rows, parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2)
+    assert encoded.ids.tolist() == framed("one two") + framed("\u00e9")
+    assert encoded.ids.dtype == U2
+    assert encoded.lengths.tolist() == [len(framed("one two")), len(framed("\u00e9"))]
+    assert [reason.partition(":")[0] for reason in encoded.bad_rows] == ["a.txt, line 2", "a.txt, line 4"]
+
+
+def test_nothing_but_bad_rows():
+    encoded = encode_rows([text_row(b"\xff")], parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2)
+    assert (len(encoded.ids), encoded.ids.dtype, len(encoded.lengths), len(encoded.bad_rows)) == (0, U2, 0, 1)
+
+
+def processes(batches: Iterator[list[Row]], workers: int) -> Iterator[tuple[list[Row], Encoded]]:
+    return encode_batches(batches, parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_processes_keep_the_order(workers):
+    # Long batches between short ones are overtaken if anything can be.
+    batches = [[text_row(f"row {i} ".encode() * (20_000 if i % 5 == 0 else 1))] for i in range(20)]
+    answers = list(processes(iter(batches), workers))
+    assert [rows for rows, _ in answers] == batches
+    for rows, encoded in answers:
+        assert encoded.ids.tolist() == framed(rows[0].data.decode())
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+def test_few_batches_are_read_ahead_and_no_process_is_left():
+    before, read = children(), []
+
+    def batches() -> Iterator[list[Row]]:
+        for i in range(1000):
+            read.append(i)
+            yield [text_row(b"text")]
+
+    answers = processes(batches(), 2)
+    next(answers)
+    assert len(children() - before) == 2
+    assert len(read) == encoder.AHEAD * 2 + 1
+    answers.close()
+    assert children() == before
+
+
+def test_an_error_of_the_reader_stays_itself_and_ends_the_processes():
+    before = children()
+
+    def batches() -> Iterator[list[Row]]:
+        yield [text_row(b"text")]
+        raise DataError("a.gz: cut off")
+
+    with pytest.raises(DataError, match="^a.gz: cut off$"):
+        list(processes(batches(), 2))
+    assert children() == before
+
+
+def test_a_process_that_is_killed_is_told_of():
+    def batches() -> Iterator[list[Row]]:
+        yield from ([text_row(b"text", line=7)] for _ in range(2))
+        for pid in children() - before:
+            os.kill(int(pid), signal.SIGKILL)
+        yield from ([text_row(b"text", line=9)] for _ in range(100))
+
+    before = children()
+    message = r"^a tokenizing process ended with exit code -9, on rows from a.txt, line [79] on; if it was killed"
+    with pytest.raises(DataError, match=message):
+        list(processes(batches(), 2))
+
+
+def test_processes_end_with_the_one_that_started_them():
+    """Killed, it cannot end them itself."""
+    code = (
+        "import sys, time; sys.path.insert(0, 'tests/unit'); import test_encoder as t\n"
+        "answers = t.processes(iter([[t.text_row(b'text')]] * 100), 2); next(answers)\n"
+        "print(*sorted(t.children()), flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    workers = parent.stdout.readline().split()
+    assert len(workers) == 2
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in workers if alive(pid)] == []
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that has ended but was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,97 @@
+"""The manifest: what it takes for damage, and what its fingerprint follows."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from sample_stores import RECIPE, write_store
+
+from torchtitan_lite.data.manifest import Shard, check_sizes, fingerprint_of, read_manifest, write_json, wrong_sizes
+from torchtitan_lite.errors import DataError
+
+DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write_store(tmp_path / "store", DOCUMENTS)
+
+
+def change(folder, **fields):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_what_a_store_says_of_itself(store):
+    manifest = read_manifest(store)
+    assert (manifest.recipe, manifest.tokens, manifest.documents) == (RECIPE, 18, 4)
+    assert (manifest.max_token_id, manifest.skipped_rows) == (35, 0)
+    assert [(shard.tokens, shard.documents) for shard in manifest.shards] == [(10, 3), (8, 1)]
+    assert sorted(path.name for path in store.iterdir()) == [
+        "documents-00000.bin", "documents-00001.bin", "manifest.json", "tokens-00000.bin", "tokens-00001.bin"
+    ]  # fmt: skip
+
+
+def test_the_fingerprint_follows_ids_and_nothing_else(tmp_path, store):
+    same = write_store(tmp_path / "same", DOCUMENTS, replace(RECIPE, source="elsewhere", source_fingerprint="x"))
+    other = write_store(tmp_path / "other", [*DOCUMENTS[:-1], [7]])
+    fingerprint = read_manifest(store).fingerprint
+    assert read_manifest(same).fingerprint == fingerprint
+    assert read_manifest(other).fingerprint != fingerprint
+    shard = Shard(1, 1, "a", "b")
+    assert fingerprint_of(RECIPE, (shard,)) != fingerprint_of(replace(RECIPE, tokenizer_fingerprint="u"), (shard,))
+    assert fingerprint_of(RECIPE, (shard,)) != fingerprint_of(RECIPE, (shard, shard))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recipe": {"format": 1}}, r"its format is 1, this version reads 2; make it anew"),
+        ({"fingerprint": "0"}, r"its fingerprint is not that of its shards"),
+        ({"tokens": 19}, r"its 2 shards have 18 tokens together, not 19"),
+        ({"documents": 3}, r"its 2 shards have 4 documents together, not 3"),
+        ({"surplus": 1}, r"unexpected keyword argument 'surplus'"),
+        ({"shards": [{}]}, r"missing 4 required positional arguments"),
+        ({"recipe": None}, r"'NoneType' object is not subscriptable"),
+    ],
+)
+def test_a_manifest_that_is_not_right(store, fields, message):
+    change(store, **fields)
+    with pytest.raises(DataError, match=rf"^token store {store} is damaged: manifest.json: .*{message}"):
+        read_manifest(store)
+
+
+def test_a_manifest_that_is_missing_or_cut_off(store):
+    path = store / "manifest.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(
+        DataError, match="is damaged: manifest.json: Unterminated string|is damaged: manifest.json: Expecting"
+    ):
+        read_manifest(store)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="is damaged: manifest.json: no field 'recipe'"):
+        read_manifest(store)
+    path.unlink()
+    with pytest.raises(DataError, match="is damaged: manifest.json: .*No such file"):
+        read_manifest(store)
+
+
+def test_files_of_wrong_sizes(store):
+    manifest = read_manifest(store)
+    check_sizes(store, manifest)
+    with (store / "tokens-00001.bin").open("ab") as file:
+        file.write(b"\0")
+    (store / "documents-00000.bin").unlink()
+    assert wrong_sizes(store, RECIPE, manifest.shards) == [
+        "documents-00000.bin: No such file or directory", "tokens-00001.bin has 17 bytes, not 16"
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=f"^token store {store} is damaged: documents-00000.bin: No such file"):
+        check_sizes(store, manifest)
+
+
+def test_json_is_old_or_new(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}

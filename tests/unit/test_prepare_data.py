@@ -1,0 +1,82 @@
+"""The command line of token stores, as users call it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def prepare_data(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"body": f"text number {i}"}) + "\n" for i in range(100)))
+    return path
+
+
+def test_from_text_to_a_window(tmp_path, corpus):
+    store = tmp_path / "store"
+    made = prepare_data("make", corpus, store, "--text-field", "body")
+    assert made.returncode == 0, made.stderr
+    assert "tokenized" in made.stdout
+    again = prepare_data("make", corpus, store, "--text-field", "body")
+    assert (again.returncode, "is made already: 100 documents" in again.stdout) == (0, True)
+    verified = prepare_data("verify", store)
+    assert (verified.returncode, verified.stdout) == (0, f"{store}: every byte is as it was made\n")
+    inspected = prepare_data("inspect", store, "--seq-len", "32")
+    assert inspected.returncode == 0, inspected.stderr
+    assert "in 100 documents" in inspected.stdout
+    assert "'text number 0'\n'text number 1'" in inspected.stdout
+
+
+def test_damage(tmp_path, corpus):
+    store = tmp_path / "store"
+    prepare_data("make", corpus, store, "--text-field", "body")
+    os.truncate(store / "tokens-00000.bin", 10)
+    for command in ("verify", "inspect"):
+        result = prepare_data(command, store)
+        assert result.returncode == 3
+        assert "tokens-00000.bin has 10 bytes, not " in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["make", "nowhere", "store"], 3, "nowhere: does not exist"),
+        (["make", "corpus.jsonl", "store"], 3, 'corpus.jsonl, line 1: no field "text" among'),
+        (["make", "corpus.jsonl", "store", "--skip-bad", "99"], 3, "line 100: "),
+        (["make", "corpus.jsonl", "store", "--skip-bad", "100"], 3, "corpus.jsonl holds 0 documents"),
+        (["make", "corpus.jsonl", "corpus.jsonl"], 3, "corpus.jsonl exists and is no token store"),
+        (["make", "corpus.jsonl", "corpus.jsonl/store"], 7, "corpus.jsonl/store"),
+        (["make", "corpus.jsonl", "store", "--tokenizer", "nowhere"], 3, "nowhere"),
+        (["make", "corpus.jsonl", "store", "--workers", "0"], 2, "'0' is not a whole number of 1 or more"),
+        (["verify", "nowhere"], 3, "token store nowhere is damaged: manifest.json: "),
+        (["inspect", "nowhere"], 3, "token store nowhere is damaged: manifest.json: "),
+        ([], 2, "the following arguments are required"),
+    ],
+)
+def test_bad_inputs(corpus, monkeypatch, arguments, exit_code, message):
+    monkeypatch.chdir(corpus.parent)
+    before = sorted(corpus.parent.rglob("*"))
+    result = prepare_data(*arguments)
+    assert result.returncode == exit_code, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path for path in sorted(corpus.parent.rglob("*")) if "partial" not in str(path)] == before
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["make", "--help"], ["verify", "--help"], ["inspect", "--help"]])
+def test_help(arguments):
+    result = prepare_data(*arguments)
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: prepare_data.py")

@@ -1,0 +1,415 @@
+"""Token stores, made: rows in, shards out, on all cores, in constant memory, and safe to kill at any moment.
+
+The store grows in a folder beside its own, `STORE.partial`, which takes the store's name once it is whole. Every
+COMMIT_SECONDS the files are on disk and `progress.json` tells how much of them counts and where in the source to read
+on, so that a killed run goes on there. The ids do not depend on when that was: a store is the same, byte by byte.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from torchtitan_lite.data.encoder import encode_batches
+from torchtitan_lite.data.manifest import (
+    FORMAT,
+    START_DTYPE,
+    Manifest,
+    Recipe,
+    Shard,
+    documents_file,
+    fingerprint_of,
+    read_manifest,
+    tokens_file,
+    write_json,
+    write_manifest,
+    wrong_sizes,
+)
+from torchtitan_lite.data.rows import START, Position, Row
+from torchtitan_lite.data.sources import Source
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.logger import logger
+
+SHARD_TOKENS = 2**29
+"""Ids of a shard: 1 GiB where an id takes 2 bytes."""
+BATCH_BYTES = 2**20
+"""Of rows that a process gets at a time."""
+COMMIT_SECONDS = 2.0
+REPORTED_ROWS = 20
+"""Bad rows that are named; of more only the number is told."""
+PROGRESS_FILE = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an unfinished store is: what counts of its files, and where in the source to read on."""
+
+    recipe: Recipe
+    position: Position = START
+    tokens: int = 0
+    documents: int = 0
+    max_token_id: int = 0
+    skipped_rows: int = 0
+    shards: tuple[Shard, ...] = ()
+    """Those that are full."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a progress line is made of."""
+
+    progress: Progress
+    read: float | None
+    """Share of the source, 0 to 1; None where its size is not known."""
+    tokens_per_s: float
+
+
+def prepare_store(
+    folder: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad: int = 0,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Callable[[Pace], None] | None = None,
+) -> Manifest:
+    """The manifest of the store of `source` in `folder`: made, finished where an earlier run was killed, or there
+    already. Arguments are those of `make_store`. Raises DataError for a folder that is something else, and
+    StorageError where the store cannot be written."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(lock_of(folder)):
+            if folder.exists():
+                return _made_before(folder, _recipe(source, tokenizer, shard_tokens))
+            return make_store(
+                folder, source, tokenizer, skip_bad=skip_bad, workers=workers, shard_tokens=shard_tokens, report=report
+            )
+    except OSError as error:
+        raise StorageError(
+            f"token store {folder} cannot be written: {error.strerror}; make room, or name another folder; run again, "
+            "it goes on where it was"
+        ) from error
+
+
+def make_store(
+    folder: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad: int = 0,
+    workers: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Callable[[Pace], None] | None = None,
+) -> Manifest:
+    """The manifest of the store of `source` in `folder`, which is not there yet; the caller is alone there. Up to
+    `skip_bad` rows that are no documents are left out and counted. `workers` processes tokenize, by default one a
+    core. `report` is called with each batch. Raises DataError for more bad rows, and if there is no document."""
+    started = time.monotonic()
+    partial = folder.with_name(folder.name + ".partial")
+    progress = _unfinished(partial, _recipe(source, tokenizer, shard_tokens))
+    with StoreWriter(partial, progress) as writer:
+        _fill(writer, source, tokenizer, skip_bad=skip_bad, workers=workers or _cores(), report=report)
+        manifest = writer.finish()
+    if not manifest.documents:
+        shutil.rmtree(partial)
+        raise DataError(f"{source.name} holds 0 documents; name text that has some")
+    write_manifest(partial, manifest)
+    (partial / PROGRESS_FILE).unlink(missing_ok=True)
+    _sync_folder(partial)
+    partial.rename(folder)
+    _sync_folder(folder.parent)
+    logger.info(
+        f"tokenized {source.name}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
+        f"{manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
+    )
+    return manifest
+
+
+def _recipe(source: Source, tokenizer: Tokenizer, shard_tokens: int) -> Recipe:
+    return Recipe(
+        format=FORMAT,
+        source=source.name,
+        source_fingerprint=source.fingerprint,
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
+        shard_tokens=shard_tokens,
+    )
+
+
+def lock_of(folder: Path) -> Path:
+    """The file for `exclusive` use of a store's folder."""
+    return folder.with_name(folder.name + ".lock")
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """One process at a time, of all that name the same file; the others wait. The file is there only meanwhile."""
+    while True:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # The process waited for may have removed the file: a lock on that would keep no one out.
+            if path.exists() and path.stat().st_ino == os.fstat(lock.fileno()).st_ino:
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _made_before(folder: Path, recipe: Recipe) -> Manifest:
+    """The manifest of a folder that is there, if it is the store that `recipe` makes."""
+    try:
+        manifest = read_manifest(folder)
+    except DataError as error:
+        raise DataError(f"{folder} exists and is no token store: {error}; name another folder") from error
+    if differences := _differences(manifest.recipe, recipe):
+        raise DataError(f"{folder} is another token store: {'; '.join(differences)}; remove it, or name another folder")
+    logger.info(f"{folder} is made already: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+    return manifest
+
+
+def _differences(old: Recipe, new: Recipe) -> list[str]:
+    was, asked = asdict(old), asdict(new)
+    return [f"{name} is {was[name]}, asked for is {asked[name]}" for name in was if was[name] != asked[name]]
+
+
+def _unfinished(partial: Path, recipe: Recipe) -> Progress:
+    """How far a killed run came in `partial`; nowhere if it was making another store, whose files are removed."""
+    fresh = Progress(recipe)
+    try:
+        fields = json.loads((partial / PROGRESS_FILE).read_text())
+        progress = replace(
+            Progress(**fields),
+            recipe=Recipe(**fields["recipe"]),
+            position=Position(*fields["position"]),
+            shards=tuple(Shard(**shard) for shard in fields["shards"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        progress = fresh
+    if progress.recipe != recipe:
+        logger.info(f"{partial}: starting anew, as {'; '.join(_differences(progress.recipe, recipe))}")
+        progress = fresh
+    if progress == fresh:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    else:
+        if problems := wrong_sizes(partial, recipe, progress.shards):
+            raise DataError(f"{partial}: {problems[0]}; remove it, to start anew")
+        logger.info(f"{partial}: going on after {progress.documents:,} documents, {progress.tokens:,} tokens")
+    return progress
+
+
+def _fill(
+    writer: "StoreWriter",
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad: int,
+    workers: int,
+    report: Callable[[Pace], None] | None,
+) -> None:
+    """Write what is left of the source."""
+    began, tokens_before, committed = time.monotonic(), writer.progress.tokens, time.monotonic()
+    share_read = ShareRead(source)
+    batches = batched(source.rows(writer.progress.position))
+    encoded_batches = encode_batches(
+        batches, parser=source.parser, tokenizer=tokenizer, dtype=writer.dtype, workers=workers
+    )
+    with closing(encoded_batches):
+        for rows, encoded in encoded_batches:
+            _name_bad_rows(encoded.bad_rows, before=writer.progress.skipped_rows, skip_bad=skip_bad)
+            writer.append(encoded.ids, encoded.lengths, skipped=len(encoded.bad_rows), position=rows[-1].end)
+            if time.monotonic() - committed >= COMMIT_SECONDS:
+                writer.commit()
+                committed = time.monotonic()
+            if report is not None:
+                rate = (writer.progress.tokens - tokens_before) / (time.monotonic() - began)
+                report(Pace(writer.progress, share_read(rows[-1]), rate))
+
+
+def _name_bad_rows(bad_rows: list[str], *, before: int, skip_bad: int) -> None:
+    """Log rows that are left out. Raises DataError for the first that is too many."""
+    for count, reason in enumerate(bad_rows, start=before + 1):
+        if count > skip_bad:
+            raise DataError(
+                f"{reason}; mend the row, or make a store with scripts/prepare_data.py make --skip-bad {count} or more"
+            )
+        if count <= REPORTED_ROWS:
+            logger.warning("skipped: %s", reason)
+
+
+def batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Runs of rows, each cut off once it has BATCH_BYTES."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row.data)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class ShareRead:
+    """The share of a source that is read up to a row, from 0 to 1, of rows in their order; None where there are no
+    files."""
+
+    def __init__(self, source: Source) -> None:
+        self._all = sum(source.sizes())
+        self._sizes = enumerate(source.sizes())
+        self._file, self._size, self._before = -1, 0, 0
+
+    def __call__(self, row: Row) -> float | None:
+        while self._all and self._file < row.end.file:
+            self._before += self._size
+            self._file, self._size = next(self._sizes)
+        return min(1.0, (self._before + row.disk) / self._all) if self._all else None
+
+
+class StoreWriter:
+    """Appends documents to the shards in `folder`, from where `progress` says on; what the files hold beyond that is
+    cut off. A context manager, which closes the files."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self.progress = progress
+        self.dtype = np.dtype(progress.recipe.dtype)
+        self._folder = folder
+        self._shard_tokens = progress.recipe.shard_tokens
+        self._open_shard(
+            tokens=progress.tokens - sum(shard.tokens for shard in progress.shards),
+            documents=progress.documents - sum(shard.documents for shard in progress.shards),
+        )
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for part in self._parts:
+            part.file.close()
+
+    def append(self, ids: np.ndarray, lengths: np.ndarray, *, skipped: int, position: Position) -> None:
+        """Add the documents of a batch, after `skipped` rows of which reading goes on at `position`."""
+        start = self.progress.tokens
+        starts = start + np.cumsum(lengths) - lengths  # of the documents, in the whole stream
+        written = 0
+        while written < len(ids):
+            if self._tokens.count == self._shard_tokens:
+                self._close_shard()
+                self._open_shard(tokens=0, documents=0)
+            begin = len(self.progress.shards) * self._shard_tokens + self._tokens.count
+            part = ids[written : written + self._shard_tokens - self._tokens.count]
+            here = starts[(starts >= begin) & (starts < begin + len(part))]
+            self._documents.write((here - begin + self._tokens.count).astype(START_DTYPE))
+            self._tokens.write(part)
+            written += len(part)
+        self.progress = replace(
+            self.progress,
+            position=position,
+            tokens=start + len(ids),
+            documents=self.progress.documents + len(lengths),
+            max_token_id=max(self.progress.max_token_id, int(ids.max(initial=0))),
+            skipped_rows=self.progress.skipped_rows + skipped,
+        )
+
+    def commit(self) -> None:
+        """Have all that was appended on disk, and go on from here after a crash."""
+        for part in self._parts:
+            part.sync()
+        write_json(self._folder / PROGRESS_FILE, asdict(self.progress))
+
+    def finish(self) -> Manifest:
+        """The manifest of all that was appended, which is on disk then."""
+        if self._tokens.count:
+            self._close_shard()
+        progress = self.progress
+        return Manifest(
+            recipe=progress.recipe,
+            tokens=progress.tokens,
+            documents=progress.documents,
+            max_token_id=progress.max_token_id,
+            skipped_rows=progress.skipped_rows,
+            fingerprint=fingerprint_of(progress.recipe, progress.shards),
+            shards=progress.shards,
+        )
+
+    def _open_shard(self, *, tokens: int, documents: int) -> None:
+        """Go on in the shard after the full ones, which has so many of each so far."""
+        shard = len(self.progress.shards)
+        self._tokens = _ShardFile(tokens_file(self._folder, shard), self.dtype, count=tokens)
+        self._documents = _ShardFile(documents_file(self._folder, shard), START_DTYPE, count=documents)
+        self._parts = (self._tokens, self._documents)
+
+    def _close_shard(self) -> None:
+        for part in self._parts:
+            part.sync()
+            part.file.close()
+        shard = Shard(
+            tokens=self._tokens.count,
+            documents=self._documents.count,
+            tokens_sha256=self._tokens.sha256,
+            documents_sha256=self._documents.sha256,
+        )
+        self.progress = replace(self.progress, shards=(*self.progress.shards, shard))
+
+
+class _ShardFile:
+    """A file of numbers that is appended to, from its first `count` on, and hashed on the way."""
+
+    def __init__(self, path: Path, dtype: np.dtype, *, count: int) -> None:
+        self.count = count
+        self._digest = hashlib.sha256()
+        path.touch()
+        size = count * dtype.itemsize
+        if path.stat().st_size < size:
+            raise DataError(f"{path.parent}: {path.name} has less than {size} bytes; remove it, to start anew")
+        os.truncate(path, size)
+        self.file: IO[Any] = path.open("r+b")
+        while chunk := self.file.read(2**24):
+            self._digest.update(chunk)
+
+    def write(self, numbers: np.ndarray) -> None:
+        """Append."""
+        data = numbers.tobytes()
+        self.file.write(data)
+        self._digest.update(data)
+        self.count += len(numbers)
+
+    def sync(self) -> None:
+        """Have the file on disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    @property
+    def sha256(self) -> str:
+        """Of all that is in the file."""
+        return self._digest.hexdigest()

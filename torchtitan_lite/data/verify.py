@@ -1,0 +1,78 @@
+"""What is wrong with a token store, read whole: sizes, hashes, ids, and where documents begin."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan_lite.data.manifest import (
+    MANIFEST_FILE,
+    START_DTYPE,
+    Manifest,
+    documents_file,
+    read_manifest,
+    tokens_file,
+    wrong_sizes,
+)
+from torchtitan_lite.errors import DataError
+
+CHUNK_TOKENS = 2**22
+
+
+def verify_store(folder: Path) -> list[str]:
+    """All that is wrong with the store in `folder`, a line each; nothing, if it is as it was made. Shards are read in
+    chunks, one on each core at a time."""
+    try:
+        manifest = read_manifest(folder)
+    except DataError as error:
+        return [str(error)]
+    if problems := wrong_sizes(folder, manifest.recipe, manifest.shards):
+        return problems
+    hashes = _hashes(folder, manifest)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        shards = range(len(manifest.shards))
+        for found in threads.map(lambda shard: list(_shard_problems(folder, manifest, shard, hashes)), shards):
+            problems += found
+    own = {MANIFEST_FILE, *hashes}
+    problems += [f"{path.name} is no file of the store" for path in sorted(folder.iterdir()) if path.name not in own]
+    return problems
+
+
+def _hashes(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The sha256 that each file should have, by its name."""
+    hashes = {}
+    for i, shard in enumerate(manifest.shards):
+        hashes[tokens_file(folder, i).name] = shard.tokens_sha256
+        hashes[documents_file(folder, i).name] = shard.documents_sha256
+    return hashes
+
+
+def _shard_problems(folder: Path, manifest: Manifest, shard: int, hashes: dict[str, str]) -> Iterator[str]:
+    recipe = manifest.recipe
+    path, starts_path = tokens_file(folder, shard), documents_file(folder, shard)
+    digest, place = hashlib.sha256(), 0
+    begins = []
+    with path.open("rb") as file:
+        while data := file.read(CHUNK_TOKENS * np.dtype(recipe.dtype).itemsize):
+            digest.update(data)
+            ids = np.frombuffer(data, recipe.dtype)
+            if (highest := int(ids.max())) > manifest.max_token_id:
+                at = place + int(ids.argmax())
+                yield f"{path.name}: id {highest} at place {at} is above the highest one, {manifest.max_token_id}"
+            begins.append(place + np.flatnonzero(ids == recipe.bos_id))
+            place += len(ids)
+    yield from _wrong_hash(path, digest.hexdigest(), hashes)
+    data = starts_path.read_bytes()
+    yield from _wrong_hash(starts_path, hashlib.sha256(data).hexdigest(), hashes)
+    if not np.array_equal(np.concatenate(begins), np.frombuffer(data, START_DTYPE)):
+        yield f"{starts_path.name}: the BOS ids of {path.name} are at other places than it says"
+
+
+def _wrong_hash(path: Path, found: str, hashes: dict[str, str]) -> Iterator[str]:
+    if found != hashes[path.name]:
+        twins = [name for name, sha256 in hashes.items() if sha256 == found]
+        contents = f"it has the contents of {twins[0]}" if twins else "its contents have changed"
+        yield f"{path.name}: {contents} (sha256 {found[:12]}, not {hashes[path.name][:12]})"
