@@ -31,7 +31,8 @@ from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
 
 
 def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
-    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of seq_len positions.
+    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of seq_len positions,
+    and what begins a document where attention is not to leave it.
 
     Raises ConfigError for a tokenizer with more ids than the model's vocabulary."""
     flavor = FLAVORS[config.model.flavor]
@@ -41,7 +42,12 @@ def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
             f"[model] tokenizer_path = {str(tokenizer.path)!r} has {tokenizer.vocab_size} ids, more than the "
             f"{vocab_size} of flavor {config.model.flavor}; use a tokenizer with at most that many, or another flavor."
         )
-    return dataclasses.replace(flavor, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
+    return dataclasses.replace(
+        flavor,
+        vocab_size=vocab_size,
+        max_seq_len=config.training.seq_len,
+        document_bos_id=tokenizer.bos_id if config.training.document_mask else None,
+    )
 
 
 def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRates | None:

@@ -126,6 +126,7 @@ def _plan_request(request: _Request) -> dict[str, Any]:
         **dataclasses.asdict(degrees),
         **dataclasses.asdict(request.batch),
         "seq_len": training.seq_len,
+        "document_mask": training.document_mask,
         "steps": training.steps,
         "float8_recipe": float8.recipe_name if float8.enable_float8_linear else None,
         "float8_all_gather": float8.enable_fsdp_float8_all_gather,

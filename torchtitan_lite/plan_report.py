@@ -45,13 +45,14 @@ def _number(value: float | None, form: str = ",.2f") -> str:
 
 def _run(request: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
     recipe = request["float8_recipe"] or "off"
+    mask = ", document mask (attention counts as if documents were one)" if request["document_mask"] else ""
     gather = " with float8 all-gather" if request["float8_recipe"] and request["float8_all_gather"] else ""
     return (
         f"{request['flavor']} on {request['world_size']} x {request['device']}: dp_replicate {request['dp_replicate']} "
         f"x dp_shard {request['dp_shard']} x tp {request['tp']}, global batch {request['global_batch_size']} x "
         f"{request['seq_len']:,} tokens\n"
         f"float8 {recipe}{gather}, activation checkpointing {request['activation_checkpoint']}, "
-        f"compile {'on' if request['compile'] else 'off'}\n"
+        f"compile {'on' if request['compile'] else 'off'}{mask}\n"
         f"dense peaks in TFLOPS: bf16 {_number(peaks['bf16'], '.4g')}, fp8 {_number(peaks['fp8'], '.4g')}; "
         f"of this run's mix {_number(peaks['effective'], '.1f')}, a harmonic mean "
         f"(arithmetic {_number(peaks['arithmetic'], '.1f')})"

@@ -20,7 +20,7 @@ def main() -> None:
     trainer = Trainer(config, device=init_distributed(config.comm), run_folder=None, resume_step=0)
     trainer.report_progress()
     waits = []
-    for step in range(1, config.training.steps + 1):
+    for step in range(1, trainer.last_step + 1):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             trainer.advance(step)
         # The profiler itself waits once, at its end.

@@ -1,9 +1,12 @@
-"""Real float8 matmuls on a GPU against their emulation. One command: pytest tests/gpu."""
+"""What only a GPU runs: real float8 matmuls against their emulation, FlexAttention. One command: pytest tests/gpu."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from launching import ask, losses, train
+
+from torchtitan_lite.models.llama3 import attend, document_mask, document_starts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 FLOAT8 = "--float8.enable_float8_linear"
@@ -21,6 +24,31 @@ def test_compiled_float8_with_its_all_gather_trains_as_eager_float8_does(tmp_pat
     settings = [FLOAT8, "--float8.enable_fsdp_float8_all_gather", "--training.steps=10"]
     eager = losses(tmp_path / "eager", *settings, processes=1)
     compiled = losses(tmp_path / "compiled", *settings, "--compile.enable", processes=1)
+    assert compiled == pytest.approx(eager, rel=5e-3)
+
+
+def test_flex_attention_is_attention_under_the_dense_mask() -> None:
+    torch.manual_seed(0)
+    starts = document_starts(torch.randint(0, 100, (2, 500)), bos_id=0)
+    inputs = [torch.randn(2, heads, 500, 64) for heads in (8, 2, 2)]
+    weights = torch.randn(2, 8, 500, 64)
+
+    def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = (tensor.to(device, dtype).requires_grad_() for tensor in inputs)
+        out = attend(q, k, v, document_mask(starts.to(device)))
+        out.backward(weights.to(device, dtype))
+        return [tensor.detach().cpu().float() for tensor in (out, q.grad, k.grad, v.grad)]
+
+    for actual, expected in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
+        assert ((actual - expected).norm() / expected.norm()).item() < 2e-2
+
+
+def test_masked_documents_train_compiled_and_checkpointed_as_eager(tmp_path: Path) -> None:
+    settings = ["--training.document_mask", "--training.steps=10"]
+    eager = losses(tmp_path / "eager", *settings, processes=1)
+    kept = losses(tmp_path / "kept", *settings, "--activation_checkpoint.mode=selective", processes=1)
+    compiled = losses(tmp_path / "compiled", *settings, "--compile.enable", processes=1)
+    assert kept == pytest.approx(eager, rel=1e-3)
     assert compiled == pytest.approx(eager, rel=5e-3)
 
 

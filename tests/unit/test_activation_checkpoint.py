@@ -1,12 +1,17 @@
 """What each mode recomputes, counted, in high precision and under emulated float8; and that it changes no gradient."""
 
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,12 +19,14 @@ from torchtitan_lite.config import ActivationCheckpointConfig, Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.metrics.flops import count_flops
+from torchtitan_lite.models import llama3
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.llama3 import Transformer, document_mask
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing, recomputed_modules
 
 ARGS = ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=48, max_seq_len=32)
+MASKED = replace(ARGS, document_bos_id=0)
 BACKWARD_MATMULS = 2 * (4 * 7 + 1)
 """Two for each linear of four blocks, and for the output."""
 
@@ -29,28 +36,36 @@ class OpCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] = self.calls.get(func.overloadpacket.__name__, 0) + 1
+        self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
-def build_model(*, float8: bool) -> Transformer:
+def build_model(*, float8: bool, args: ModelArgs = ARGS) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(ARGS)
+        model = Transformer(args)
     if float8:
         choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=64)
         convert_linears(model, choices, float8=Float8Config(enable_float8_linear=True), emulate=True)
     return model
 
 
-def backward(ac: ActivationCheckpointConfig, *, float8: bool) -> tuple[dict[str, int], list[torch.Tensor]]:
-    """Calls of each operator in a backward pass, and the gradients."""
-    model = build_model(float8=float8)
+def materialise(ac: ActivationCheckpointConfig, *, float8: bool, args: ModelArgs = ARGS) -> Transformer:
+    """The model with its weights, checkpointed."""
+    model = build_model(float8=float8, args=args)
     apply_activation_checkpointing(model, ac)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
+    return model
+
+
+def backward(
+    ac: ActivationCheckpointConfig, *, float8: bool, args: ModelArgs = ARGS
+) -> tuple[Counter[str], list[torch.Tensor]]:
+    """Calls of each operator in a backward pass, and the gradients."""
+    model = materialise(ac, float8=float8, args=args)
     torch.manual_seed(0)
     loss = model(torch.randint(0, 48, (2, 32))).square().mean()
     with OpCounter() as counter:
@@ -73,20 +88,21 @@ def test_whole_blocks_are_recomputed(mode: str, option: str, blocks: int, float8
     # Recomputation ends once everything saved is back: before w2, or, as a Float8Linear saves its input after its
     # matmul, behind it.
     assert calls["mm"] == BACKWARD_MATMULS + blocks * (7 if float8 else 6)
-    assert calls.get(FLASH, 0) == blocks
+    assert calls[FLASH] == blocks
     check_gradients(gradients, float8=float8)
 
 
+@pytest.mark.parametrize("args", [ARGS, MASKED], ids=["causal", "masked"])
 @pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
-def test_op_recomputes_every_second_matmul_and_no_attention(float8: bool) -> None:
-    calls, gradients = backward(ActivationCheckpointConfig(), float8=float8)
+def test_op_recomputes_every_second_matmul_and_no_attention(float8: bool, args: ModelArgs) -> None:
+    calls, gradients = backward(ActivationCheckpointConfig(), float8=float8, args=args)
     assert calls["mm"] == BACKWARD_MATMULS + 4 * 3  # wk, wo and w3 of each block
     assert FLASH not in calls
-    check_gradients(gradients, float8=float8)
+    check_gradients(gradients, float8=float8, args=args)
 
 
-def check_gradients(gradients: list[torch.Tensor], *, float8: bool) -> None:
-    _, expected = backward(NONE, float8=float8)
+def check_gradients(gradients: list[torch.Tensor], *, float8: bool, args: ModelArgs = ARGS) -> None:
+    _, expected = backward(NONE, float8=float8, args=args)
     assert len(gradients) == len(expected) == 4 * 9 + 3
     for gradient, reference in zip(gradients, expected, strict=True):
         assert torch.equal(gradient, reference)
@@ -126,13 +142,12 @@ def test_what_is_counted_as_recomputed_is_what_pytorch_counts(mode: str, option:
     assert (expected == 0) == (mode == "none")
 
 
-def compiled_backward_matmuls(ac: ActivationCheckpointConfig, *, float8: bool) -> int:
-    """Matmuls in the compiled backward pass of one block, without generating code for it."""
-    matmuls = 0
+def compiled_backward(ac: ActivationCheckpointConfig, *, float8: bool, mask: Any = None) -> Counter[Any]:
+    """Calls of each operator in the compiled backward pass of one block, without generating code for it."""
+    calls: Counter[Any] = Counter()
 
     def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        nonlocal matmuls
-        matmuls = sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+        calls.update(node.target for node in graph.graph.nodes)
         return make_boxed_func(graph)
 
     backend = aot_autograd(
@@ -140,15 +155,12 @@ def compiled_backward_matmuls(ac: ActivationCheckpointConfig, *, float8: bool) -
         bw_compiler=count,
         partition_fn=min_cut_rematerialization_partition,
     )
-    model = build_model(float8=float8)
-    apply_activation_checkpointing(model, ac)
-    model.to_empty(device="cpu")
-    init_weights(model, seed=0)
+    model = materialise(ac, float8=float8)
     torch._dynamo.reset()
     block = model.layers[0]
     block.compile(backend=backend, fullgraph=True)
-    block(torch.randn(1, 32, 64, requires_grad=True), model.rope_cos, model.rope_sin).sum().backward()
-    return matmuls
+    block(torch.randn(1, 32, 64, requires_grad=True), model.rope_cos, model.rope_sin, mask).sum().backward()
+    return calls
 
 
 @pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
@@ -162,7 +174,35 @@ def test_a_compiled_block_recomputes_what_is_counted(mode: str, option: str, flo
         if name.startswith("layers.0.") and isinstance(model.get_submodule(name), nn.Linear)
     ]
     assert len(linears) == {"full": 6, "selective": 3}[mode]
-    assert compiled_backward_matmuls(ac, float8=float8) == 2 * 7 + len(linears)
+    assert compiled_backward(ac, float8=float8)[torch.ops.aten.mm.default] == 2 * 7 + len(linears)
+
+
+@pytest.mark.parametrize(("mode", "recomputed"), [("full", 1), ("selective", 0)])
+def test_a_compiled_block_keeps_flex_attention_under_op(
+    mode: str, recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)  # as on CUDA
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
+    mask = document_mask(torch.zeros(1, 32, dtype=torch.long))
+    calls = compiled_backward(ActivationCheckpointConfig.model_validate({"mode": mode}), float8=False, mask=mask)
+    assert calls[torch.ops.higher_order.flex_attention_backward] == 1
+    assert calls[torch.ops.higher_order.flex_attention] == recomputed
+
+
+@pytest.mark.parametrize(("mode", "recomputed"), [("full", 4), ("selective", 0)])
+def test_an_eager_block_keeps_attention_that_alone_is_compiled_under_op(
+    mode: str, recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llama3._flex_attention.get_compiler_config()["wrap_inductor_compiled_regions"]
+    # In place of FlexAttention, whose backward pass needs a GPU.
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    compiled = torch.compile(attend, options={"wrap_inductor_compiled_regions": True})
+    monkeypatch.setattr(llama3, "attend", compiled)
+    model = materialise(ActivationCheckpointConfig.model_validate({"mode": mode}), float8=False, args=MASKED)
+    loss = model(torch.randint(0, 48, (2, 32))).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    assert sum(event.name == f"aten::{FLASH}" for event in profiler.events()) == recomputed
 
 
 def test_attention_that_is_no_fused_operator_is_recomputed() -> None:

@@ -1,16 +1,27 @@
 """The model against transformers' Llama with the same weights, and RoPE against its definition."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 
+from torchtitan_lite.models import llama3
 from torchtitan_lite.models.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer, apply_rope, attention_backend, rope_frequencies, rope_table
+from torchtitan_lite.models.llama3 import (
+    Transformer,
+    apply_rope,
+    attention_backend,
+    document_mask,
+    document_starts,
+    rope_frequencies,
+    rope_table,
+)
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
 
@@ -141,6 +152,106 @@ def test_a_token_sees_none_after_it() -> None:
     assert not torch.equal(before[0, 12], after[0, 12])
 
 
-def test_the_attention_backend_is_named() -> None:
-    name = attention_backend(small_args(), tp_degree=2, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert name == "FLASH_ATTENTION"
+@pytest.mark.parametrize(
+    ("bos_id", "device", "expected"),
+    [(None, "cpu", "FLASH_ATTENTION"), (0, "cpu", "FLASH_ATTENTION"), (0, "cuda", "FLEX_ATTENTION")],
+)
+def test_the_attention_backend_is_named(bos_id: int | None, device: str, expected: str) -> None:
+    args = small_args(document_bos_id=bos_id)
+    assert attention_backend(args, tp_degree=2, dtype=torch.bfloat16, device=torch.device(device)) == expected
+
+
+def test_a_document_starts_at_its_bos_or_before_the_window() -> None:
+    tokens = torch.tensor([[7, 8, 1, 5, 1, 1, 9], [1, 5, 6, 7, 8, 9, 1], [5, 5, 5, 5, 5, 5, 5]])
+    expected = [[0, 0, 2, 2, 4, 5, 5], [0, 0, 0, 0, 0, 0, 6], [0] * 7]
+    assert document_starts(tokens, bos_id=1).tolist() == expected
+
+
+BOS = 0
+STARTS = [[0, 13, 14, 30], [7, 40]]
+"""Where the test's tokens have BOS ids: at the first place, in a document of BOS alone, at none of the first places."""
+
+
+def documents() -> Tensor:
+    tokens = torch.randint(1, 50, (2, 48))
+    for row, starts in zip(tokens, STARTS, strict=True):
+        row[starts] = BOS
+    return tokens
+
+
+def run_each_alone(model: Transformer, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Logits of `tokens` if each document is a sequence of its own; gradients of their sum by `weights` are added."""
+    rows = []
+    for row, row_weights, starts in zip(tokens, weights, STARTS, strict=True):
+        bounds = sorted({0, *starts, 48})
+        parts = [model(row[None, start:end])[0] for start, end in pairwise(bounds)]
+        rows.append(torch.cat(parts))
+        (rows[-1] * row_weights).sum().backward()
+    return torch.stack(rows)
+
+
+def build_pair(**changes: object) -> tuple[Transformer, Transformer]:
+    """The same model with and without the document mask."""
+    masked, plain = (Transformer(small_args(document_bos_id=bos_id, **changes)) for bos_id in (BOS, None))
+    for model in (masked, plain):
+        init_weights(model, seed=1)
+    return masked, plain
+
+
+def check_documents_are_alone(masked: Transformer, plain: Transformer) -> None:
+    """Logits and gradients of `masked` are those of `plain` on each document alone."""
+    torch.manual_seed(0)
+    tokens, weights = documents(), torch.randn(2, 48, 50)
+    logits = masked(tokens)
+    (logits * weights).sum().backward()
+    torch.testing.assert_close(logits, run_each_alone(plain, tokens, weights))
+    for actual, expected in zip(masked.parameters(), plain.parameters(), strict=True):
+        assert actual.grad is not None and expected.grad is not None
+        assert relative_error(actual.grad, expected.grad) < 2e-6
+    assert relative_error(plain(tokens), logits) > 1e-3
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
+@pytest.mark.parametrize("n_kv_heads", [8, 4, 2], ids=["gqa1", "gqa2", "gqa4"])
+def test_masked_documents_are_as_if_each_were_alone(n_kv_heads: int, scaling: RopeScaling | None) -> None:
+    check_documents_are_alone(*build_pair(n_kv_heads=n_kv_heads, rope_scaling=scaling))
+
+
+def test_the_mask_changes_nothing_in_a_window_of_one_document() -> None:
+    masked, plain = build_pair()
+    tokens = torch.randint(1, 50, (2, 48))
+    torch.testing.assert_close(masked(tokens), plain(tokens))
+
+
+def test_compiled_blocks_take_any_mask_without_another_compilation() -> None:
+    masked, plain = build_pair()
+    torch._dynamo.reset()
+    for layer in masked.layers:
+        layer.compile(fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        check_documents_are_alone(masked, plain)
+        masked(torch.randint(0, 50, (2, 48)))
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as CUDA runs it, but uncompiled, and with the backward pass that it refuses on CPU."""
+    monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)
+    monkeypatch.setattr(llama3, "_flex_attention", flex_attention.flex_attention)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("n_kv_heads", [8, 2], ids=["gqa1", "gqa4"])
+def test_flex_attention_masks_documents_too(n_kv_heads: int, flex_on_cpu: None) -> None:
+    check_documents_are_alone(*build_pair(n_kv_heads=n_kv_heads))
+
+
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_attention_leaves_out_blocks_between_documents() -> None:
+    tokens = torch.ones(1, 512, dtype=torch.long)  # four blocks of 128 queries
+    tokens[0, 300] = BOS
+    mask = document_mask(document_starts(tokens, bos_id=BOS))
+    assert isinstance(mask, flex_attention.BlockMask) and mask.full_kv_num_blocks is not None
+    # Queries 256 to 299 see keys from 0 on, those from 384 on none before 300.
+    assert (mask.kv_num_blocks + mask.full_kv_num_blocks).tolist() == [[[1, 2, 3, 2]]]

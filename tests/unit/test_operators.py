@@ -1,5 +1,7 @@
 """PyTorch's own count of a forward pass, by module, operator and precision, against the ledger."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,13 +13,13 @@ from torchtitan_lite.models.flavors import ModelArgs
 SMALL = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64)
 
 
-def build(recipe: str | None, **float8: object) -> MetaModel:
+def build(recipe: str | None, args: ModelArgs = SMALL, **float8: object) -> MetaModel:
     config = Config(
         model=ModelConfig(flavor="8B"),
         training=TrainingConfig(seq_len=64, local_batch_size=1),
         float8=Float8Config(enable_float8_linear=recipe is not None, recipe_name=recipe or "tensorwise", **float8),
     )
-    return build_meta_model(config, SMALL, tp_degree=1, emulate=False, fused_attention=True, rates=None)
+    return build_meta_model(config, args, tp_degree=1, emulate=False, fused_attention=True, rates=None)
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -28,6 +30,14 @@ def test_forward_is_a_third_of_the_ledger_in_each_precision(recipe):
     fp8 = sum(row.flops_per_token for row in rows if row.precision == "fp8")
     per_matmul = 3 if recipe != "rowwise_with_gw_hp" else 2  # its weight gradient is in bf16
     assert per_matmul * fp8 == meta.ledger.by_precision["fp8"]
+
+
+def test_a_document_mask_changes_no_count():
+    masked = build("tensorwise", dataclasses.replace(SMALL, document_bos_id=1))
+    plain = build("tensorwise")
+    assert masked.ledger == plain.ledger
+    rows, expected = (count_operators(meta.model, seq_len=64, high_precision="bf16") for meta in (masked, plain))
+    assert rows == expected
 
 
 def test_rows_are_by_kind_of_module():

@@ -44,6 +44,16 @@ def bf16_8b() -> dict[str, Any]:
     return plan("llama3_8b", "--tps", "6297")
 
 
+def test_a_document_mask_changes_no_figure_and_the_report_says_what_is_counted():
+    masked, plain = (plan("debug_model", f"--training.document_mask={on}") for on in ("true", "false"))
+    assert masked.pop("request") == plain.pop("request") | {"document_mask": True}
+    assert masked == plain
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        config = str(ROOT / "train_configs/debug_model.toml")
+        MAIN(["--job.config_file", config, "--device", "H100 SXM", "--training.document_mask"])
+    assert "document mask (attention counts as if documents were one)" in printed.getvalue()
+
+
 def rounded(values: dict[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(f"{values[name]:.2f}" for name in names)
 

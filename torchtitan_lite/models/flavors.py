@@ -19,7 +19,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """What a Llama 3 transformer is made of. `vocab_size = 0` means: as many as the tokenizer has."""
+    """What a Llama 3 transformer is made of. `vocab_size = 0` means: as many as the tokenizer has. Unless
+    `document_bos_id` is None, attention stays within documents, and each starts with that id."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -31,6 +32,7 @@ class ModelArgs:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    document_bos_id: int | None = None
 
     @property
     def head_dim(self) -> int:

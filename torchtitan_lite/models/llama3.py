@@ -10,8 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from .flavors import ModelArgs
+
+# Compiled also where blocks are not: eager, each computes S x S values. Wrapped, attention is one operator that
+# activation checkpointing can keep.
+_flex_attention = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
+_create_block_mask = torch.compile(create_block_mask)
 
 
 def rope_frequencies(args: ModelArgs) -> Tensor:
@@ -36,10 +42,36 @@ def rope_table(args: ModelArgs) -> tuple[Tensor, Tensor]:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's angles, computed in
-    float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2]."""
+    float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2] or [B, S, Q/2]."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # [B, S, H, Q/2] each
-    cos, sin = cos[:, None], sin[:, None]  # [S, 1, Q/2]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [S, 1, Q/2] or [B, S, 1, Q/2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
+    """Index within its sequence at which the document of each of `tokens` starts, [B, S]: that of the last `bos_id` up
+    to the token, or 0 for the rest of a document that started before the sequence."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(tokens == bos_id, index, 0).cummax(1).values
+
+
+def document_mask(starts: Tensor) -> Tensor | BlockMask:
+    """Which keys each query sees: those of its document, which starts at `starts` [B, S], up to itself. On CUDA by
+    blocks, for FlexAttention, which does not train on CPU; elsewhere [B, 1, S, S], True where seen."""
+    batch_size, seq_len = starts.shape
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (starts[b, query] <= key) & (key <= query)
+
+    create = _create_block_mask if starts.is_cuda else create_mask
+    return create(sees, batch_size, None, seq_len, seq_len, device=starts.device)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    """Attention's output [B, H, S, Q] for `q` [B, H, S, Q], `k` and `v` [B, K, S, Q]; causal if `mask` is None."""
+    if isinstance(mask, BlockMask):
+        return _flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
 
 class Attention(nn.Module):
@@ -54,15 +86,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention over `x` [B, S, D]; `cos` and `sin` are [S, Q/2]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """Attention over `x` [B, S, D]; for `cos` and `sin` see `apply_rope`, for `mask` `attend`."""
         heads = (-1, self.head_dim)
         q = apply_rope(self.wq(x).unflatten(-1, heads), cos, sin)  # [B, S, H, Q]
         k = apply_rope(self.wk(x).unflatten(-1, heads), cos, sin)  # [B, S, K, Q]
         v = self.wv(x).unflatten(-1, heads)  # [B, S, K, Q]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H or K, S, Q]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, S, D]
+        return self.wo(attend(q, k, v, mask).transpose(1, 2).flatten(-2))  # [B, S, D]
 
 
 class FeedForward(nn.Module):
@@ -89,9 +120,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The block's output for `x` [B, S, D]; `cos` and `sin` are [S, Q/2]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """The block's output for `x` [B, S, D]; the others are as in `Attention`."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -113,17 +144,27 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, S, V] of the token after each of `tokens` [B, S]."""
-        cos, sin = self.rope_cos[: tokens.shape[1]], self.rope_sin[: tokens.shape[1]]
+        seq_len = tokens.shape[1]
+        cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None
+        if (bos_id := self.args.document_bos_id) is not None:
+            starts = document_starts(tokens, bos_id=bos_id)
+            positions = torch.arange(seq_len, device=tokens.device) - starts
+            cos, sin, mask = self.rope_cos[positions], self.rope_sin[positions], document_mask(starts)
         x = self.tok_embeddings(tokens)  # [B, S, D]
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.output(self.norm(x))
 
 
 def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Name of the SDPA backend that PyTorch chooses for this rank's attention, such as FLASH_ATTENTION."""
+    """What computes this rank's attention: FLEX_ATTENTION, or the SDPA backend that PyTorch chooses, such as
+    FLASH_ATTENTION."""
+    masked = args.document_bos_id is not None
+    if masked and device.type == "cuda":
+        return "FLEX_ATTENTION"
+    mask = torch.ones(1, 1, args.max_seq_len, args.max_seq_len, dtype=torch.bool, device=device) if masked else None
     q, k = (
         torch.empty(1, heads // tp_degree, args.max_seq_len, args.head_dim, dtype=dtype, device=device).requires_grad_()
         for heads in (args.n_heads, args.n_kv_heads)
     )
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=True)).name
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=True)).name

@@ -20,6 +20,8 @@ SAVED = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,  # in a compiled block
+    torch.ops.higher_order.inductor_compiled_code,  # in an eager one, where FlexAttention alone is compiled
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     aten.max.default,  # the amax of a float8 cast: small, and the recomputed cast needs nothing else
 }

@@ -74,8 +74,8 @@ def _block_plan(block: nn.Module) -> dict[str, Any]:
     for part, names in COLUMN_SPLIT.items():
         float8 = {name: gathers_float8(block.get_submodule(f"{part}.{name}")) for name in (*names, ROW_SPLIT[part])}
         prepare = PrepareFloat8ModuleInput if all(float8[name] for name in names) else PrepareModuleInput
-        # Attention is also handed the rotary tables, which every rank has whole.
-        others = (None, None) if part == "attention" else ()
+        # Attention is also handed the rotary tables and the mask, which every rank has whole.
+        others = (None, None, None) if part == "attention" else ()
         plan[part] = prepare(input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others))
         for name in names:
             plan[f"{part}.{name}"] = Float8ColwiseParallel() if float8[name] else ColwiseParallel()
