@@ -36,7 +36,7 @@ class LoggingCost:
 
 def measure_logging_cost(trainer: Trainer, *, pairs: int, block_steps: int) -> LoggingCost:
     """The cost of `trainer`'s logging from `pairs` pairs of blocks, in alternating order, after a block of warm-up."""
-    steps = iter(range(trainer.first_step, trainer.config.training.steps + 1))
+    steps = iter(range(trainer.first_step, trainer.last_step + 1))
 
     def time_block(log_freq: int) -> float:
         trainer.metrics.log_freq = log_freq

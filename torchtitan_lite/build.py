@@ -1,5 +1,6 @@
 """A run's parts, built from the whole config: its batches, its model, its metrics. A hub, like those that call it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -7,10 +8,19 @@ import torch.distributed as dist
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.config import Config, dump_config, resolve_batch, resolve_degrees
-from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
-from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.token_store import TokenStore, open_token_store
+from torchtitan_lite.checkpoint import Progress
+from torchtitan_lite.config import (
+    BatchSizes,
+    Config,
+    TrainingConfig,
+    dump_config,
+    resolve_batch,
+    resolve_degrees,
+    resolve_shares,
+)
+from torchtitan_lite.data.dataloader import Corpus, TrainingBatches, ValidationBatches
+from torchtitan_lite.data.mixture import Mixture
+from torchtitan_lite.data.token_store import TokenStore, open_data
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
@@ -31,55 +41,127 @@ from torchtitan_lite.parallel.parallelize import parallelize
 
 
 def build_batches(
-    config: Config, tokenizer: Tokenizer, *, dp_rank: int, dp_degree: int, grad_accum_steps: int
-) -> tuple[TokenStore, TrainingBatches, ValidationBatches | None]:
-    """The training tokens, their batches, and where validation is on its batches, whose windows are held out of
-    the training tokens if both are the same text. Raises DataError where ranks have different tokens."""
+    config: Config,
+    tokenizer: Tokenizer,
+    sizes: BatchSizes,
+    *,
+    vocab_size: int,
+    dp_rank: int,
+    dp_degree: int,
+    progress: Progress,
+) -> tuple[TrainingBatches, ValidationBatches | None]:
+    """What a data-parallel rank trains on after `progress`, and what it validates on where that is enabled, which is
+    held out of the training data where both are of the same store. Raises DataError for data that is not that of the
+    progress, or not the same on all ranks."""
     training, validation = config.training, config.validation
-    shape = {
-        "seq_len": training.seq_len,
-        "local_batch_size": training.local_batch_size,
-        "dp_rank": dp_rank,
-        "dp_degree": dp_degree,
-    }
-    source = build_source(training.dataset, training.dataset_path, text_field=training.text_field)
-    store = open_token_store(source, tokenizer)
-    check_same_tokens(store, source.name)
-    held_out, validation_batches = 0, None
-    if validation.enable:
-        validation_store = store
-        if validation.dataset or validation.dataset_path:
-            source = build_source(
-                validation.dataset or training.dataset,
-                validation.dataset_path,
-                text_field=training.text_field,
-                key="[validation] dataset_path",
-            )
-            validation_store = open_token_store(source, tokenizer)
-            check_same_tokens(validation_store, source.name)
-        if validation_store.fingerprint == store.fingerprint:
-            held_out = validation.steps * training.local_batch_size
-        validation_batches = ValidationBatches(validation_store, steps=validation.steps, **shape)
+    shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": config.debug.seed}
+    stores = open_stores(training, tokenizer)
+    check_same_tokens(stores)
+    mixture = Mixture(resolve_shares(training.datasets))
+    validated = validation.steps * training.local_batch_size if validation.enable else 0
+    held_out = mixture.counts(validated).tolist()
+    other: Corpus | None = None
+    if validation.enable and (validation.dataset or validation.dataset_path):
+        store = open_store("validation", validation.dataset_path, text_field=training.text_field, tokenizer=tokenizer)
+        check_same_tokens({"validation": store})
+        held_out = [validated if store.fingerprint == each.fingerprint else 0 for each in stores.values()]
+        other = Corpus({"validation": store}, Mixture((1,)), held_out=[validated], trained=0, **shape)
+    corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
+    if progress.step:
+        check_same_data(progress, corpus.identity(), allow_change=training.allow_data_change)
     batches = TrainingBatches(
-        store, grad_accum_steps=grad_accum_steps, seed=config.debug.seed, held_out=held_out, **shape
+        corpus,
+        sizes,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        steps=training.steps,
+        epochs=training.epochs,
+        first_step=progress.step + 1,
+        first_sample=progress.samples,
     )
-    logger.info(
-        f"{source.name}: {store.documents:,} documents, {len(store.tokens):,} tokens, an epoch is "
-        f"{batches.epoch_size:,} windows of {training.seq_len}; {held_out:,} held out for validation"
+    log_data(batches, training)
+    if not validation.enable:
+        return batches, None
+    return batches, ValidationBatches(
+        other or corpus,
+        local_batch_size=training.local_batch_size,
+        steps=validation.steps,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
     )
-    return store, batches, validation_batches
 
 
-def check_same_tokens(store: TokenStore, source: str) -> None:
-    """Raise DataError, on every rank, unless all ranks have the same tokens. A collective call."""
-    fingerprints = [""] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, store.fingerprint)
-    others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
-    if others:
-        raise DataError(
-            f"{source}: rank 0 has other tokens than {len(others)} of {len(fingerprints)} ranks, the first of them "
-            f"{others[0]}; train on one copy of the text, and for pystdlib with the same Python on every node."
+def open_store(table: str, path: str | None, *, text_field: str, tokenizer: Tokenizer) -> TokenStore:
+    """The store that a table's dataset_path names, or its dataset where that is None."""
+    setting = f'[{table}] dataset = "pystdlib"' if path is None else f'[{table}] dataset_path = "{path}"'
+    return open_data(path, text_field=text_field, tokenizer=tokenizer, setting=setting)
+
+
+def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
+    """The stores to train on by name: the last part of the path, after its number in the list where two are alike.
+    Raises DataError where two hold the same tokens."""
+    text_field = training.text_field
+    if not training.datasets:
+        store = open_store("training", training.dataset_path, text_field=text_field, tokenizer=tokenizer)
+        return {Path(training.dataset_path or training.dataset).resolve().name: store}
+    names = [Path(dataset.path).resolve().name for dataset in training.datasets]
+    if len(set(names)) < len(names):
+        names = [f"{number}-{name}" for number, name in enumerate(names, start=1)]
+    stores: dict[str, TokenStore] = {}
+    numbers: dict[str, int] = {}
+    for number, (name, dataset) in enumerate(zip(names, training.datasets, strict=True), start=1):
+        setting = f'[[training.datasets]] {number}: path = "{dataset.path}"'
+        stores[name] = open_data(dataset.path, text_field=text_field, tokenizer=tokenizer, setting=setting)
+        if (first := numbers.setdefault(stores[name].fingerprint, number)) != number:
+            raise DataError(f"{setting} holds the same tokens as {first}; list it once, with the sum of the weights")
+    return stores
+
+
+def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
+    """Raise DataError, on every rank, unless all ranks have the same tokens in each store. A collective call."""
+    fingerprints: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(fingerprints, [store.fingerprint for store in stores.values()])
+    for name, of_ranks in zip(stores, zip(*fingerprints, strict=True), strict=True):
+        if others := [rank for rank, fingerprint in enumerate(of_ranks) if fingerprint != of_ranks[0]]:
+            raise DataError(
+                f"{name}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} ranks, the first of them "
+                f"{others[0]}; train on one copy of the text, and for pystdlib with the same Python on every node."
+            )
+
+
+def check_same_data(progress: Progress, identity: Mapping[str, int | str], *, allow_change: bool) -> None:
+    """Raise DataError if the data of a run to be resumed has changed, unless that is allowed. A new name is told of."""
+    before = progress.data
+    changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
+    if not changed:
+        return
+    changes = "; ".join(f"{key}: {before.get(key, 'none')} -> {identity.get(key, 'none')}" for key in changed)
+    if allow_change or all(key.endswith(" name") for key in changed):
+        logger.info(f"since step {progress.step} the data has changed; on at sample {progress.samples:,}: {changes}")
+        return
+    raise DataError(
+        f"[training] allow_data_change = false, and the data is not what step {progress.step} was trained on: "
+        f"{changes}. Undo that, or set it to true, to go on at sample {progress.samples:,} of the new order."
+    )
+
+
+def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
+    """Say what the stores of a run hold, how often it will pass each, and what will end it."""
+    corpus, last_step = batches.corpus, batches.last_step
+    epochs = corpus.epochs(batches.samples(last_step))
+    for windows, share in zip(corpus.windows, corpus.mixture.shares / corpus.mixture.period, strict=True):
+        logger.info(
+            f"{windows.name}: {windows.store.documents:,} documents, {windows.store.tokens:,} tokens, {share:.2%} of "
+            f"the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, {windows.held_out:,} more "
+            f"are held out for validation; {epochs[windows.name]:.4g} epochs up to step {last_step:,}"
         )
+    if batches.left_over is not None:
+        logger.info(
+            f"[training] epochs = {training.epochs:g} end the run at step {last_step:,} of {training.steps:,}; "
+            f"{batches.left_over:,} samples are left over, fewer than a step takes"
+        )
+    elif training.epochs is not None:
+        logger.info(f"[training] steps = {training.steps} end the run, before {training.epochs:g} epochs do")
 
 
 def build_model(
@@ -112,7 +194,8 @@ def build_model(
     parts = ", ".join(f"{count / ledger.total:.2%} {name}" for name, count in ledger.by_precision.items() if count)
     emulated = " (float8, emulated, counts as fp32)" if ledger.emulated else ""
     again = f"; {sum(ledger.recompute.values()) / ledger.total:.2%} more are recomputed" if meta.recomputed else ""
-    logger.info(f"{ledger.total:,} FLOPs per token: {parts}{emulated}{again}")
+    masked = "; attention counts as if documents were one" if training.document_mask else ""
+    logger.info(f"{ledger.total:,} FLOPs per token: {parts}{emulated}{again}{masked}")
     parallelize(
         model,
         mesh,
@@ -146,10 +229,10 @@ def hparams(config: Config, *, world_size: int) -> dict[str, bool | float | str]
 
 
 def build_metrics(
-    config: Config, ledger: FlopsLedger, *, device: torch.device, resume_step: int, start_tokens: int
+    config: Config, ledger: FlopsLedger, *, device: torch.device, total_steps: int, progress: Progress
 ) -> MetricsProcessor:
-    """The metrics of a run that goes on after `resume_step` and `start_tokens`; rank 0 alone writes. On CPU all ranks
-    measure their peaks here, at the same time."""
+    """The metrics of a run that goes on after `progress`, up to step `total_steps`; rank 0 alone writes. On CPU all
+    ranks measure their peaks here, at the same time."""
     dist.barrier()
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
     if has_float8_units(device):
@@ -162,8 +245,8 @@ def build_metrics(
             build_writers(
                 config.metrics,
                 dump_folder=Path(config.job.dump_folder),
-                total_steps=config.training.steps,
-                resume_step=resume_step,
+                total_steps=total_steps,
+                resume_step=progress.step,
                 total_memory_gib=total_memory_gib(device),
                 config_toml=dump_config(config),
                 hparams=hparams(config, world_size=dist.get_world_size()),
@@ -177,7 +260,7 @@ def build_metrics(
         device=device,
         n_devices=dist.get_world_size(),
         writers=writers,
-        start_tokens=start_tokens,
+        start_tokens=progress.tokens,
     )
     if config.compile.enable:
         on_compile_start(lambda _: metrics.compile_began())

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,22 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.logger import logger
 
 PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: what one that goes on from there needs besides the model and the optimizer."""
+
+    step: int
+    samples: int
+    """Trained on by all ranks since step 1."""
+    tokens: int
+    """Trained on by all ranks since step 1."""
+    data: dict[str, int | str]
+    """What decides which tokens a sample has, apart from its number."""
+
+
+NEW_RUN = Progress(step=0, samples=0, tokens=0, data={})
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -51,6 +68,26 @@ def find_resume_step(checkpoint: CheckpointConfig, *, folder: Path) -> int:
             f"(it has: {have}); use one of these, or -1 for the newest."
         )
     return checkpoint.load_step
+
+
+def read_progress(folder: Path, step: int) -> Progress:
+    """The progress of the checkpoint of `step` in `folder`; that of a new run for step 0. Raises CheckpointError for
+    one that is damaged."""
+    if step == 0:
+        return NEW_RUN
+    path = step_folder(folder, step) / PROGRESS
+    try:
+        return Progress(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise _unloadable(path, error) from error
+
+
+def _unloadable(path: Path, error: BaseException) -> CheckpointError:
+    reason = str(error).strip().splitlines()[-1]
+    return CheckpointError(
+        f"[checkpoint] {path} cannot be loaded: {reason}; it may be damaged, or be of another model. "
+        "Name an older one with load_step, or another [job] dump_folder."
+    )
 
 
 def plain_tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -87,21 +124,16 @@ class Checkpointer:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return plain_tensors({"model": model, "optimizer": optimizer})
 
-    def load(self, step: int) -> int:
-        """Tokens trained up to `step`, whose checkpoint is read into the model and the optimizer in place.
+    def load(self, step: int) -> None:
+        """Read the checkpoint of `step` into the model and the optimizer.
 
         Raises CheckpointError for one that is damaged or of another model."""
         path = step_folder(self.folder, step)
         state = self._state()
         try:
             dcp.load(state, checkpoint_id=path)
-            tokens = int(json.loads((path / PROGRESS).read_text())["tokens"])
-        except (CheckpointException, OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise CheckpointError(
-                f"[checkpoint] {path} cannot be loaded: {reason}; it may be damaged, or be of another model. "
-                "Name an older one with load_step, or another [job] dump_folder."
-            ) from error
+        except (CheckpointException, OSError, ValueError) as error:
+            raise _unloadable(path, error) from error
         configured = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         set_state_dict(
             self._model,
@@ -114,7 +146,6 @@ class Checkpointer:
         if dist.get_rank() == 0:
             self._set_aside_after(step)
         logger.info(f"resumed from {path}")
-        return tokens
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -132,9 +163,9 @@ class Checkpointer:
         """Whether `step` ends with a save."""
         return self.enabled and (last or step % self._interval == 0)
 
-    def save(self, step: int, *, tokens: int) -> str:
-        """Path of the checkpoint of `step`, which appears there once it is complete."""
-        target = step_folder(self.folder, step)
+    def save(self, progress: Progress) -> str:
+        """Path of the checkpoint of a step, which appears there once it is complete."""
+        target = step_folder(self.folder, progress.step)
         draft = self.folder / f".tmp-{target.name}"
         if dist.get_rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -142,7 +173,7 @@ class Checkpointer:
         dist.barrier()
         dcp.save(self._state(), checkpoint_id=draft)
         if dist.get_rank() == 0:
-            (draft / PROGRESS).write_text(json.dumps({"step": step, "tokens": tokens}))
+            (draft / PROGRESS).write_text(json.dumps(asdict(progress)))
             draft.rename(target)
             if self._keep:
                 for old in committed_steps(self.folder)[: -self._keep]:

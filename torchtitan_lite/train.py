@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_lite.build import build_batches, build_metrics, build_model
-from torchtitan_lite.checkpoint import Checkpointer, find_resume_step, step_folder
+from torchtitan_lite.checkpoint import Checkpointer, Progress, find_resume_step, read_progress, step_folder
 from torchtitan_lite.config import (
     Config,
     DebugConfig,
@@ -30,6 +30,7 @@ from torchtitan_lite.config import (
     resolve_batch,
     resolve_degrees,
 )
+from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError, StorageError
 from torchtitan_lite.float8.convert import build_scale_hook
@@ -70,13 +71,17 @@ class Trainer:
         )
         tokenizer = build_tokenizer(config.model.tokenizer_path)
         args = resolve_model_args(config, tokenizer)
-        self.store, self.batches, self.validation_batches = build_batches(
+        progress = on_rank0(lambda: read_progress(self.path / config.checkpoint.folder, resume_step))
+        self.batches, self.validation_batches = build_batches(
             config,
             tokenizer,
+            self.batch,
+            vocab_size=args.vocab_size,
             dp_rank=self.dp_mesh.get_local_rank(),
             dp_degree=degrees.dp,
-            grad_accum_steps=self.batch.grad_accum_steps,
+            progress=progress,
         )
+        self.last_step = self.batches.last_step
         self.model, ledger = build_model(config, args, mesh=mesh, device=device)
         self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if config.compile.covers("loss"):
@@ -88,10 +93,13 @@ class Trainer:
             self.model, self.optimizer, config.checkpoint, folder=self.path / config.checkpoint.folder
         )
         self.skipped_steps = torch.zeros((), device=device)
-        self.step, self.first_step = resume_step, resume_step + 1
-        self.tokens = self.checkpointer.load(resume_step) if resume_step else 0
-        self.last_checkpoint = str(step_folder(self.checkpointer.folder, resume_step)) if resume_step else None
-        self.metrics = build_metrics(config, ledger, device=device, resume_step=resume_step, start_tokens=self.tokens)
+        self.step, self.first_step, self.tokens = resume_step, resume_step + 1, progress.tokens
+        self.last_checkpoint: str | None = None
+        if resume_step:
+            self.checkpointer.load(resume_step)
+            self.last_checkpoint = str(step_folder(self.checkpointer.folder, resume_step))
+        self.metrics = build_metrics(config, ledger, device=device, total_steps=self.last_step, progress=progress)
+        self.prefetched = Prefetcher(self.batches, device=device)
 
     @property
     def path(self) -> Path:
@@ -112,7 +120,7 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`."""
         training, accum_steps = self.config.training, self.batch.grad_accum_steps
-        schedule = lr_factor(step, schedule=self.config.lr_scheduler, training_steps=training.steps)
+        schedule = lr_factor(step, schedule=self.config.lr_scheduler, training_steps=self.last_step)
         lr = self.config.optimizer.lr * schedule
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -121,7 +129,7 @@ class Trainer:
         losses = []
         for accum_step in range(accum_steps):
             with self.metrics.data_wait():
-                tokens, labels = self.batches.batch(step, accum_step)
+                tokens, labels = next(self.prefetched)
             last = accum_step == accum_steps - 1
             cast(FSDPModule, self.model).set_requires_gradient_sync(last)
             losses.append(self.loss(tokens, labels, backward_scale=scale))
@@ -147,6 +155,7 @@ class Trainer:
             grad_norm=grad_norm.to(self.device),  # from CPU where parameters are offloaded
             skipped_steps=self.skipped_steps,
             lr=lr,
+            epochs=self.batches.corpus.epochs(self.batches.samples(step)),
         )
 
     @torch.no_grad()
@@ -163,21 +172,24 @@ class Trainer:
 
     def train(self) -> int:
         """The run's exit code, after the last step or the step at whose end a signal stopped it."""
-        config, steps = self.config, self.config.training.steps
+        config = self.config
         gc.disable()  # it would run at different moments on different ranks, each time stopping all of them
         stopped_by: signal.Signals | None = None
         self.report_progress()
-        if self.step >= steps:
-            logger.info(f"nothing left to train: resumed at step {self.step}, and [training] steps = {steps}")
-        with profile(
-            config.profiling, run_folder=self.path, rank=dist.get_rank(), device=self.device, done_steps=self.step
-        ) as profiler:
-            for step in range(self.first_step, steps + 1):
+        if self.step >= self.last_step:
+            logger.info(f"nothing left to train: resumed at step {self.step}, and the last one is {self.last_step}")
+        with (
+            contextlib.closing(self.prefetched),
+            profile(
+                config.profiling, run_folder=self.path, rank=dist.get_rank(), device=self.device, done_steps=self.step
+            ) as profiler,
+        ):
+            for step in range(self.first_step, self.last_step + 1):
                 stopped_by = self.advance(step)
                 profiler.end_step(step)
                 if stopped_by is not None:
                     break
-        early = stopped_by.name if stopped_by and self.step < steps else None
+        early = stopped_by.name if stopped_by and self.step < self.last_step else None
         self.finish(stopped_by=early)
         return STOPPED_EXIT_CODE if early else 0
 
@@ -185,7 +197,7 @@ class Trainer:
         """Train, log and follow up `step`; the signal that ends the run with it, if one does."""
         values = self.train_step(step)
         stopped_by, failed = self.stop_signal.agreed(failed=self.metrics.non_finite is not None)
-        last = step == self.config.training.steps or stopped_by is not None
+        last = step == self.last_step or stopped_by is not None
         saves = self.checkpointer.due(step, last=last)
         # What is saved is logged, and so checked, first. All ranks then know the same of this step.
         settle = last or saves or failed
@@ -201,16 +213,21 @@ class Trainer:
     def after_step(self, *, saves: bool) -> None:
         """What comes between steps. Validation and checkpoints are in no step's time."""
         config, step = self.config, self.step
-        validation_due = step % config.validation.freq == 0 or step == config.training.steps
+        validation_due = step % config.validation.freq == 0 or step == self.last_step
         if self.validation_batches is not None and validation_due:
             self.validate(step)
         if saves:
             with self.metrics.outside_step("checkpoint", step=step):
-                self.last_checkpoint = self.checkpointer.save(step, tokens=self.tokens)
+                self.last_checkpoint = self.checkpointer.save(self.progress())
         if step % config.training.gc_freq == 0:
             gc.collect(1)
         if step == self.first_step:
             set_timeouts(config.comm.train_timeout_seconds)
+
+    def progress(self) -> Progress:
+        """What is saved of the step that was trained last, besides the model and the optimizer."""
+        samples, data = self.batches.samples(self.step), self.batches.corpus.identity()
+        return Progress(step=self.step, samples=samples, tokens=self.tokens, data=data)
 
     def report_progress(self) -> None:
         """Write into status.json how far the run is."""
@@ -223,9 +240,14 @@ class Trainer:
         self.metrics.close()
         if self.run_folder is None:
             return
+        corpus = self.batches.corpus
         if (summary := self.metrics.summary()) is not None:
-            for line in summary_lines(summary, unigram_entropy=self.store.unigram_entropy()):
+            for line in summary_lines(summary, unigram_entropy=corpus.unigram_entropy()):
                 logger.info(line)
+        passes = corpus.epochs(self.batches.samples(self.step))
+        logger.info(f"epochs: {', '.join(f'{name} {count:.4g}' for name, count in passes.items())}")
+        if stopped_by is None and self.batches.left_over is not None:
+            logger.info(f"{self.config.training.epochs:g} epochs done: the data ended the run at step {self.step}")
         if self.config.metrics.enable_tensorboard:
             curves = self.path / self.config.metrics.save_tb_folder
             logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")

@@ -40,6 +40,11 @@ BEFORE_START = [
     "--validation.dataset pystdlib --validation.dataset_path texts",
     "--metrics.peak_tflops_fp8 0",
     "--metrics.flops_convention megatron",
+    "--training.epochs 0",
+    "--training.datasets a,b",
+    '--training.datasets [{path="a",weight=-1},{wieght=2}]',
+    '--training.datasets [{path="a",weight=0.333333},{path="b",weight=0.666667}]',
+    '--training.datasets [{path="a"}] --training.dataset_path b',
 ]
 """Refused within a second, before any process is started."""
 AT_START = [
@@ -49,6 +54,8 @@ AT_START = [
     "--training.dataset_path no_field.jsonl",
     "--training.dataset_path latin1.txt",
     "--training.dataset_path short.txt",
+    '--training.datasets [{path="short.txt"},{path="./short.txt",weight=2}]',
+    "--training.epochs 0.0001",
     "--model.tokenizer_path nowhere.model",
     "--model.tokenizer_path short.txt",
     f"{FLOAT8} --float8.filter_fqns lm_head",

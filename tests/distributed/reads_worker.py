@@ -57,7 +57,7 @@ def main() -> None:
     trainer.metrics._began = trainer.metrics._clock.now()
     trainer.report_progress()
     steps = []
-    for step in range(1, config.training.steps + 1):
+    for step in range(1, trainer.last_step + 1):
         with Reads() as reads:
             trainer.advance(step)
         steps.append(dict(reads.counts))

@@ -1,5 +1,6 @@
 """One global batch, the same weights: every layout gives the losses of one process, with each recipe."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_four_processes_train_as_one_does(
     actual = losses(tmp_path / "run", f"--training.steps={steps}", *RECIPES[recipe], *layout, processes=4)
     assert len(expected) == steps and expected[-1] < expected[0] - 0.3
     assert actual == pytest.approx(expected, rel=5e-4)
+
+
+@pytest.mark.timeout(600)
+def test_masked_documents_train_on_four_processes_as_on_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = (" ".join(map(str, range(i, i + 5 + i % 9))) for i in range(600))  # several documents a window
+    texts.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    settings = [f"--training.steps={request.config.getoption('layout_steps')}", f"--training.dataset_path={texts}"]
+    mask = "--training.document_mask"
+    one = losses(tmp_path / "one", *settings, mask, processes=1)
+    assert losses(tmp_path / "four", *settings, mask, TP, processes=4) == pytest.approx(one, rel=5e-4)
+    unmasked = losses(tmp_path / "unmasked", *settings, processes=1)
+    assert max(abs(a / b - 1) for a, b in zip(one, unmasked, strict=True)) > 5e-3
 
 
 @pytest.mark.timeout(300)

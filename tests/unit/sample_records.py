@@ -5,6 +5,7 @@ from torchtitan_lite.metrics.records import Record, Summary
 RECORD = Record(
     step=12,
     tokens=49152,
+    epochs={"pystdlib": 0.75},
     loss=5.43211,
     loss_max=5.9,
     grad_norm=1.2345,

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint import committed_steps, find_resume_step, step_folder
+from torchtitan_lite.checkpoint import (
+    NEW_RUN,
+    Progress,
+    committed_steps,
+    find_resume_step,
+    read_progress,
+    step_folder,
+)
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError
 
@@ -39,3 +46,28 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(folder: Pat
         CheckpointError, match=r"load_step = 300: .* has no checkpoint of that step \(it has: 10, 200\)"
     ):
         find_resume_step(CheckpointConfig(enable=True, load_step=300), folder=folder)
+
+
+def test_the_progress_of_a_checkpoint(folder: Path) -> None:
+    text = '{"step": 10, "samples": 80, "tokens": 5120, "data": {"seed": 0}}'
+    (step_folder(folder, 10) / "progress.json").write_text(text)
+    assert read_progress(folder, 10) == Progress(step=10, samples=80, tokens=5120, data={"seed": 0})
+    assert read_progress(folder, 0) == NEW_RUN
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[]", r"argument after \*\* must be a mapping"),
+        ('{"step": 10, "tokens": 5120}', "missing 2 required positional arguments: 'samples' and 'data'"),
+    ],
+)
+def test_a_damaged_progress_is_refused(text: str | None, reason: str, folder: Path) -> None:
+    if text is not None:
+        (step_folder(folder, 10) / "progress.json").write_text(text)
+    with pytest.raises(
+        CheckpointError, match=rf"step-00000010/progress.json cannot be loaded: .*{reason}.*; it may be"
+    ):
+        read_progress(folder, 10)

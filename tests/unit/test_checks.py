@@ -3,8 +3,15 @@ import re
 
 import pytest
 
-from torchtitan_lite.config import Config, ParallelismConfig, TrainingConfig
-from torchtitan_lite.config.checks import BatchSizes, ParallelDegrees, check_config, resolve_batch, resolve_degrees
+from torchtitan_lite.config import Config, DatasetConfig, ParallelismConfig, TrainingConfig
+from torchtitan_lite.config.checks import (
+    BatchSizes,
+    ParallelDegrees,
+    check_config,
+    resolve_batch,
+    resolve_degrees,
+    resolve_shares,
+)
 from torchtitan_lite.errors import ConfigError
 
 
@@ -86,6 +93,42 @@ def test_batch_that_does_not_divide(total: int, fix: str) -> None:
         rf"4 \* 8 = 32; {fix}$",
     ):
         resolve_batch(TrainingConfig(local_batch_size=4, global_batch_size=total), dp_degree=8)
+
+
+def datasets(*weights: float) -> tuple[DatasetConfig, ...]:
+    return tuple(DatasetConfig(path=f"data/{number}", weight=weight) for number, weight in enumerate(weights))
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ((), (1,)),
+        ((7.5,), (1,)),
+        ((1, 1), (1, 1)),
+        ((0.3, 0.1), (3, 1)),
+        ((0.1, 0.2, 0.7), (1, 2, 7)),
+        ((1.5, 1e-3), (1500, 1)),
+        ((6, 4, 10), (3, 2, 5)),
+        ((99999, 1), (99999, 1)),
+    ],
+)
+def test_resolve_shares(weights: tuple[float, ...], shares: tuple[int, ...]) -> None:
+    assert resolve_shares(datasets(*weights)) == shares
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "fix"),
+    [
+        ((100_000, 1), "100,001", "use 10000, 1"),
+        ((0.333333, 0.666667), "1,000,000", "use 3333, 6667"),
+        ((1, 1e-300), "1" + ",000" * 99 + ",001", "use 10000, 1"),
+    ],
+)
+def test_weights_too_fine_for_a_mix(weights: tuple[float, ...], total: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"have the sum {total}, above 100,000; {fix}$"):
+        resolve_shares(datasets(*weights))
+    fitting = [float(weight) for weight in fix.removeprefix("use ").split(", ")]
+    assert sum(resolve_shares(datasets(*fitting))) <= 100_000
 
 
 @pytest.mark.parametrize(

@@ -1,63 +1,87 @@
-"""Batches: the shape of windows, the law of the order, and the same data on any number of ranks.
+"""Batches: the shape of windows, the law of the order, and the same data on any number of ranks, through any resumes.
 
-The stores here hold token i at place i, so the first token of a window tells which window it is.
+Token i of the stores here is 1000 d + i, for store d, so the first token of a window tells which window it is.
 """
 
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
+from torchtitan_lite.config import BatchSizes
+from torchtitan_lite.data.dataloader import Corpus, TrainingBatches, ValidationBatches
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.errors import DataError
 
 S = 4
-LAYOUT = {"local_batch_size": 2, "grad_accum_steps": 1, "dp_rank": 0, "dp_degree": 1}
+PER_STORE = 1000
 
 
-def store(windows: int, rest: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(tokens=np.arange(windows * S + 1 + rest, dtype=np.uint16))
+class FakeStore:
+    """The ids from `first` on, enough for `windows` windows and a `rest`."""
+
+    def __init__(self, windows: int, *, first: int = 0, rest: int = 0) -> None:
+        self.folder, self.fingerprint = Path("stores/fake"), f"{first:<064}"
+        self.first, self.tokens = first, windows * S + 1 + rest
+        self.documents = 3
+        self.max_token_id = first + self.tokens - 1
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return self.first + starts[:, None] + np.arange(length)
 
 
-def training(windows: int, **options: int) -> TrainingBatches:
-    return TrainingBatches(store(windows), **{"seq_len": S, "seed": 0, **LAYOUT, **options})
+def corpus(*windows: int, shares: tuple[int, ...] = (), held_out: int = 0, **options: Any) -> Corpus:
+    """Stores named a, b, ... with so many windows each."""
+    stores: Any = {
+        "abcdefgh"[number]: FakeStore(count, first=PER_STORE * number) for number, count in enumerate(windows)
+    }
+    mixture = Mixture(shares or (1,) * len(windows))
+    counts = mixture.counts(held_out).tolist()
+    shape = {"seq_len": S, "vocab_size": 10**6, "seed": 0, "held_out": counts, "trained": 1}
+    return Corpus(stores, mixture, **{**shape, **options})
+
+
+def batches(
+    data: Corpus, *, local: int = 2, accum: int = 1, rank: int = 0, dp: int = 1, steps: int = 1, **options: Any
+) -> TrainingBatches:
+    sizes = BatchSizes(local, local * accum * dp, accum)
+    return TrainingBatches(data, sizes, dp_rank=rank, dp_degree=dp, steps=steps, **options)
 
 
 def windows_of(tokens: torch.Tensor) -> list[int]:
+    """Number of each window, PER_STORE / S more for each store before its own."""
     return (tokens[:, 0] // S).tolist()
 
 
-def global_batch(windows: int, step: int, *, dp_degree: int, grad_accum_steps: int, **options: int) -> list[list[int]]:
-    """Windows of each microbatch of a step, in the order of samples."""
+def trained(data: Corpus, *, dp: int = 1, **options: Any) -> list[int]:
+    """Windows in the order of samples, as all ranks see them."""
+    ranks = [batches(data, dp=dp, rank=rank, **options) for rank in range(dp)]
     return [
-        windows_of(
-            training(windows, dp_rank=rank, dp_degree=dp_degree, grad_accum_steps=grad_accum_steps, **options).batch(
-                step, accum_step
-            )[0]
-        )
-        for accum_step in range(grad_accum_steps)
-        for rank in range(dp_degree)
+        window
+        for microbatches in zip(*ranks, strict=True)
+        for tokens, _ in microbatches
+        for window in windows_of(tokens)
     ]
 
 
-def validation(windows: int, *, steps: int = 3, dp_degree: int = 1) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Batches of each rank."""
-    options = {"seq_len": S, "local_batch_size": 2, "steps": steps, "dp_degree": dp_degree}
-    return [list(ValidationBatches(store(windows), dp_rank=rank, **options)) for rank in range(dp_degree)]
-
-
-def validated(per_rank: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> list[list[int]]:
-    """Windows of each microbatch with labels, round by round."""
+def validated(data: Corpus, *, steps: int = 3, dp: int = 1) -> list[int]:
+    """Windows with labels, in the order of samples, as all ranks see them."""
+    ranks = [ValidationBatches(data, local_batch_size=2, steps=steps, dp_rank=rank, dp_degree=dp) for rank in range(dp)]
     return [
-        windows_of(tokens) for batches in zip(*per_rank, strict=True) for tokens, labels in batches if labels[0, 0] >= 0
+        window
+        for microbatches in zip(*ranks, strict=True)
+        for tokens, labels in microbatches
+        if labels[0, 0] >= 0
+        for window in windows_of(tokens)
     ]
 
 
 def test_tokens_and_labels():
-    tokens, labels = training(5).batch(1, 0)
+    ((tokens, labels),) = batches(corpus(5))
     assert tokens.shape == labels.shape == (2, S)
     assert tokens.dtype == labels.dtype == torch.int64
     assert tokens.is_contiguous()
@@ -66,112 +90,225 @@ def test_tokens_and_labels():
     assert (tokens[:, 0] % S).tolist() == [0, 0]
 
 
+def test_the_order_of_a_store_by_itself_does_not_change():
+    """Or a run that is resumed with a later version would repeat and skip windows."""
+    seen = trained(corpus(12, held_out=2), steps=10)
+    assert seen == [11, 8, 7, 10, 9, 3, 2, 6, 1, 4, 11, 6, 3, 4, 10, 9, 7, 8, 2, 1]
+
+
 @pytest.mark.parametrize(("rest", "count"), [(-1, 4), (0, 5), (S - 1, 5), (S, 6)])
 def test_count_of_windows(rest, count):
-    assert TrainingBatches(store(5, rest), seq_len=S, seed=0, **LAYOUT).epoch_size == count
+    stores: Any = {"a": FakeStore(5, rest=rest)}
+    data = Corpus(stores, Mixture((1,)), seq_len=S, vocab_size=99, seed=0, held_out=[0], trained=1)
+    assert data.windows[0].epoch_size == count
 
 
 def test_an_epoch_has_every_window_once_and_the_next_another_order():
-    batches = training(10)
-    epochs = [
-        [w for step in range(first, first + 5) for w in windows_of(batches.batch(step, 0)[0])] for first in (1, 6)
-    ]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
-    assert epochs[0] != epochs[1]
-    assert [batches.epoch_of(step) for step in (1, 5, 6, 10, 11)] == [0, 0, 1, 1, 2]
+    seen = trained(corpus(10), steps=10)
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
 
 
 def test_a_batch_may_end_one_epoch_and_begin_the_next():
-    batches = training(5)
-    seen = [w for step in range(1, 6) for w in windows_of(batches.batch(step, 0)[0])]
+    seen = trained(corpus(5), steps=5)
     assert sorted(seen[:5]) == sorted(seen[5:]) == list(range(5))
 
 
 def test_a_batch_larger_than_an_epoch():
-    seen = windows_of(training(3, local_batch_size=7).batch(1, 0)[0])
+    seen = trained(corpus(3), local=7)
     assert sorted(seen[:3]) == sorted(seen[3:6]) == [0, 1, 2]
 
 
 def test_sample_ids_of_every_rank():
     ids = [
-        [training(50, dp_rank=rank, dp_degree=2, grad_accum_steps=2).sample_ids(2, accum).tolist() for accum in (0, 1)]
+        [batches(corpus(50), rank=rank, dp=2, accum=2).sample_ids(2, accum_step).tolist() for accum_step in (0, 1)]
         for rank in (0, 1)
     ]
     assert ids == [[[8, 9], [12, 13]], [[10, 11], [14, 15]]]
 
 
-@pytest.mark.parametrize("step", [1, 2, 9])
-def test_the_global_batch_does_not_depend_on_the_ranks(step):
-    layouts = [(1, 4), (2, 2), (4, 1)]
-    batches = [global_batch(37, step, dp_degree=dp, grad_accum_steps=accum) for dp, accum in layouts]
-    assert batches[0] == batches[1] == batches[2]
-
-
 def test_another_seed_is_another_order():
-    orders = [[windows_of(training(50, seed=seed).batch(step, 0)[0]) for step in range(1, 26)] for seed in (0, 1)]
-    assert orders[0] != orders[1]
+    assert trained(corpus(50), steps=25) != trained(corpus(50, seed=1), steps=25)
+
+
+def test_stores_give_samples_by_their_shares_each_in_its_own_order():
+    seen = trained(corpus(10, 8, shares=(3, 1)), local=4, steps=16)
+    first, second = ([window for window in seen if window // (PER_STORE // S) == store] for store in (0, 1))
+    assert [window // 250 for window in seen[:8]] == [0, 0, 0, 1] * 2
+    assert len(first) == 48 and len(second) == 16
+    for windows, size in ((first, 10), (second, 8)):
+        epochs = [windows[start : start + size] for start in range(0, 16, size)]
+        assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+    assert first == trained(corpus(10), local=4, steps=12)
 
 
 def test_held_out_windows_are_never_trained_on():
-    held_out = [w for batch in validated(validation(20)) for w in batch]
+    held_out = validated(corpus(20, held_out=6))
     assert len(set(held_out)) == 6
     for seed in range(3):
-        batches = training(20, seed=seed, held_out=6)
-        for first in (1, 8):  # an epoch has 14 windows
-            trained = [w for step in range(first, first + 7) for w in windows_of(batches.batch(step, 0)[0])]
-            assert sorted(trained + held_out) == list(range(20))
+        seen = trained(corpus(20, held_out=6, seed=seed), steps=14)  # an epoch has 14 windows
+        assert sorted(seen[:14] + held_out) == sorted(seen[14:] + held_out) == list(range(20))
+
+
+def test_held_out_windows_are_of_every_store_by_its_share():
+    data = corpus(30, 20, shares=(2, 1), held_out=6)
+    held_out = validated(data)
+    assert [window // 250 for window in held_out] == [0, 0, 1] * 2
+    assert [windows.held_out for windows in data.windows] == [4, 2]
+    seen = trained(data, steps=39)  # of which 52 samples, two epochs, are of the first store
+    assert set(seen) | set(held_out) == {*range(30), *range(250, 270)}
+    assert not set(seen) & set(held_out)
 
 
 def test_held_out_windows_are_spread_over_the_text():
-    held_out = np.array([w for batch in validated(validation(2000, steps=100)) for w in batch])
+    held_out = np.array(validated(corpus(2000, held_out=200), steps=100))
     assert abs(held_out.mean() - 1000) < 5 * 2000 / np.sqrt(12 * 200)
 
 
-@pytest.mark.parametrize("dp_degree", [1, 2, 3, 4])
-def test_validation_is_the_same_on_any_number_of_ranks(dp_degree):
-    per_rank = validation(20, dp_degree=dp_degree)
-    assert {len(batches) for batches in per_rank} == {-(-3 // dp_degree)}
-    assert validated(per_rank) == validated(validation(20))
-    for tokens, labels in (batch for batches in per_rank for batch in batches):
-        assert torch.equal(labels, tokens + 1) or (labels == -100).all()
-        assert tokens.is_contiguous()
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_validation_is_the_same_on_any_number_of_ranks(dp):
+    data = corpus(20, 10, held_out=6)
+    assert validated(data, dp=dp) == validated(data)
+    for rank in range(dp):
+        own = list(ValidationBatches(data, local_batch_size=2, steps=3, dp_rank=rank, dp_degree=dp))
+        assert len(own) == -(-3 // dp)
+        for tokens, labels in own:
+            assert torch.equal(labels, tokens + 1) or (labels == -100).all()
+            assert tokens.is_contiguous()
 
 
 def test_validation_repeats():
-    batches = ValidationBatches(store(20), seq_len=S, local_batch_size=2, steps=3, dp_rank=0, dp_degree=1)
-    for (tokens, labels), (again, labels_again) in zip(batches, batches, strict=True):
+    own = ValidationBatches(corpus(20, held_out=6), local_batch_size=2, steps=3, dp_rank=0, dp_degree=1)
+    for (tokens, labels), (again, labels_again) in zip(own, own, strict=True):
         assert torch.equal(tokens, again)
         assert torch.equal(labels, labels_again)
 
 
+LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+
+
+@settings(deadline=None)
 @given(
-    windows=st.integers(7, 60),
+    windows=st.lists(st.tuples(st.integers(8, 40), st.integers(1, 5)), min_size=1, max_size=4),
     held_out=st.integers(0, 6),
-    dp_degree=st.integers(1, 4),
-    accum=st.integers(1, 3),
-    local=st.integers(1, 3),
+    runs=st.lists(st.tuples(LAYOUTS, st.integers(1, 4)), min_size=1, max_size=4),
 )
-def test_any_layout_covers_every_epoch_exactly(windows, held_out, dp_degree, accum, local):
-    size, epoch = dp_degree * accum * local, windows - held_out
-    steps = range(1, -(-2 * epoch // size) + 1)
-    layout = {"dp_degree": dp_degree, "grad_accum_steps": accum, "local_batch_size": local, "held_out": held_out}
-    seen = [w for step in steps for batch in global_batch(windows, step, **layout) for w in batch]
-    first, second = seen[:epoch], seen[epoch : 2 * epoch]
-    assert len(set(first)) == epoch
-    assert set(first) == set(second)
+def test_any_layouts_with_resumes_in_between_see_what_one_process_sees(windows, held_out, runs):
+    sizes, shares = zip(*windows, strict=True)
+    data = corpus(*sizes, shares=shares, held_out=held_out)
+    step, sample, ids, seen = 0, 0, [], []
+    for (dp, accum, local), steps in runs:
+        options = {"dp": dp, "accum": accum, "local": local, "first_step": step + 1, "first_sample": sample}
+        options["steps"] = step + steps
+        ranks = [batches(data, rank=rank, **options) for rank in range(dp)]
+        for each in range(step + 1, step + steps + 1):
+            ids += [i for a in range(accum) for rank in ranks for i in rank.sample_ids(each, a).tolist()]
+        seen += trained(data, **options)
+        step, sample = step + steps, ranks[0].samples(step + steps)
+    assert ids == list(range(sample))
+    assert seen == trained(data, local=1, steps=sample)
+
+
+def test_epochs_by_store():
+    data = corpus(10, 4, shares=(1, 1), held_out=4)
+    assert data.epochs(0) == {"a": 0.0, "b": 0.0}
+    assert data.epochs(8) == {"a": 0.5, "b": 2.0}
+
+
+@given(
+    windows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4),
+    epochs=st.sampled_from([0.29, 0.5, 1, 1.1, 3.0]),
+)
+def test_no_store_is_passed_more_often_than_the_limit_says_and_one_more_sample_would(windows, epochs):
+    sizes, shares = zip(*windows, strict=True)
+    data = corpus(*sizes, shares=shares)
+    limit = data.sample_limit(epochs)
+    assert all(passed <= epochs for passed in data.epochs(limit).values())
+    assert any(passed > epochs for passed in data.epochs(limit + 1).values())
+
+
+def test_the_limit_is_exact():
+    assert corpus(100).sample_limit(0.29) == 29  # though 0.29 * 100 is 28.999999999999996
+
+
+def test_epochs_end_the_run_at_its_last_full_batch():
+    own = batches(corpus(11), local=4, steps=100, epochs=2)
+    assert (own.last_step, own.left_over) == (5, 2)
+    assert len(list(own)) == 5
+    resumed = batches(corpus(11), local=2, steps=100, epochs=2, first_step=4, first_sample=12)
+    assert (resumed.last_step, resumed.left_over) == (8, 0)
+    both = batches(corpus(11), local=4, steps=5, epochs=2)
+    assert (both.last_step, both.left_over) == (5, 2)
+    done = batches(corpus(11), steps=100, epochs=1, first_step=4, first_sample=12)
+    assert (done.last_step, list(done)) == (3, [])
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_steps_end_the_run_where_the_data_is_enough(steps):
+    own = batches(corpus(11), local=4, steps=steps, epochs=2)
+    assert (own.last_step, own.left_over) == (steps, None)
+
+
+def test_epochs_of_less_than_a_step():
+    with pytest.raises(DataError, match=r"\[training\] epochs = 0.5: that is 5 samples, and a step takes 6"):
+        batches(corpus(11), local=6, epochs=0.5)
 
 
 def test_too_few_tokens_to_train_on():
     with pytest.raises(
-        DataError, match=r"^\[training\] seq_len = 4: 4 tokens make 0 windows of 4 \+ 1; 1 are needed, 0 of"
+        DataError,
+        match=r"^\[training\] seq_len = 4: b has 1 tokens, which make 0 windows of 4 \+ 1; 1 are needed, 0 of",
     ):
-        TrainingBatches(store(1, -1), seq_len=S, seed=0, **LAYOUT)
-    with pytest.raises(DataError, match=r"25 tokens make 6 windows of 4 \+ 1; 7 are needed, 6 of them to validate on"):
-        training(6, held_out=6)
-    assert training(7, held_out=6).epoch_size == 1
+        corpus(5, 0)
+    with pytest.raises(DataError, match=r"25 tokens, which make 6 windows of 4 \+ 1; 7 are needed, 6 of them to valid"):
+        corpus(6, held_out=6)
+    assert corpus(7, held_out=6).windows[0].epoch_size == 1
 
 
 def test_too_few_tokens_to_validate_on():
-    with pytest.raises(DataError, match=r"21 tokens make 5 windows of 4 \+ 1; 6 are needed, 6 of them to validate on"):
-        validation(5)
-    assert len(validated(validation(6))) == 3
+    with pytest.raises(DataError, match=r"21 tokens, which make 5 windows of 4 \+ 1; 6 are needed, 6 of them to valid"):
+        corpus(5, held_out=6, trained=0)
+    assert sorted(validated(corpus(6, held_out=6, trained=0))) == list(range(6))
+
+
+def test_ids_that_the_model_lacks_are_refused_at_start():
+    assert corpus(5, vocab_size=21)
+    with pytest.raises(
+        DataError, match=r"a \(stores/fake\): its largest token id is 20, and the model has ids up to 19"
+    ):
+        corpus(5, vocab_size=20)
+
+
+def test_ids_that_were_not_there_at_start_are_told_with_their_window(monkeypatch):
+    data = corpus(9, vocab_size=37)
+    windows = data.windows[0].store.windows
+    damage = lambda starts, length: np.where(starts[:, None] == 5 * S, 99, windows(starts, length))  # noqa: E731
+    monkeypatch.setattr(data.windows[0].store, "windows", damage)
+    with pytest.raises(
+        DataError, match=r"a \(stores/fake\) was damaged while in use: window 5 has token id 99, .* to 36"
+    ):
+        trained(data, local=9)
+
+
+def test_identity_tells_what_the_samples_are():
+    assert corpus(10, 4, shares=(2, 1), held_out=3, seed=7).identity() == {
+        "seq_len": 4,
+        "seed": 7,
+        "store 1 name": "a",
+        "store 1 fingerprint": "0" * 16,
+        "store 1 tokens": 41,
+        "store 1 held out": 2,
+        "store 1 share": "2/3",
+        "store 2 name": "b",
+        "store 2 fingerprint": "1" + "0" * 15,
+        "store 2 tokens": 17,
+        "store 2 held out": 1,
+        "store 2 share": "1/3",
+    }
+
+
+def test_unigram_entropy_is_of_the_mix(monkeypatch):
+    data = corpus(10, 10, shares=(3, 1))
+    for windows, counts in zip(data.windows, ([5, 5, 0], [0, 0, 7]), strict=True):
+        monkeypatch.setattr(windows.store, "token_counts", lambda counts=counts: np.array(counts), raising=False)
+    assert data.unigram_entropy() == pytest.approx(-2 * 3 / 8 * np.log(3 / 8) - 1 / 4 * np.log(1 / 4))

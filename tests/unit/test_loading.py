@@ -14,6 +14,7 @@ from torchtitan_lite.config.sections import (
     CheckpointConfig,
     CommConfig,
     CompileConfig,
+    DatasetConfig,
     DebugConfig,
     Float8Config,
     JobConfig,
@@ -71,6 +72,13 @@ def test_aliases_load_from_file_and_command_line(run_toml: Path) -> None:
 def test_a_later_source_overrides_an_alias(run_toml: Path) -> None:
     run_toml.write_text("[training]\ncompile = true\n")
     assert not load("--compile.enable=false").compile.enable
+
+
+def test_datasets_load_from_file_and_command_line(run_toml: Path) -> None:
+    run_toml.write_text('[[training.datasets]]\npath = "a"\nweight = 2\n[[training.datasets]]\npath = "b"\n')
+    assert load().training.datasets == (DatasetConfig(path="a", weight=2.0), DatasetConfig(path="b"))
+    assert load('--training.datasets=[{path="c"}]').training.datasets == (DatasetConfig(path="c"),)
+    assert load("--training.datasets=", "--training.dataset_path=d").training.datasets == ()
 
 
 def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
@@ -155,6 +163,40 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
             '[model] converters = ["mx"] (from run.toml): must be ["float8"], ["quantize.linear.float8"] or []',
         ),
         (
+            'training.datasets = [{path = "a"}, {path = "b", weight = -1}]',
+            "[[training.datasets]] 2: weight = -1 (from run.toml): must be above 0",
+        ),
+        (
+            '[[training.datasets]]\npath = "a"\nwieght = 2',
+            '[[training.datasets]] 1: wieght = 2 (from run.toml): unknown key; did you mean "weight"?',
+        ),
+        (
+            "training.datasets = [{weight = 2}]",
+            "[[training.datasets]] 1: path = unset (from run.toml): must be set",
+        ),
+        (
+            "training.datasets = [{path = 3}]",
+            "[[training.datasets]] 1: path = 3 (from run.toml): must be a string, in quotes",
+        ),
+        (
+            'training.datasets = ["a", "b"]',
+            '[training] datasets = ["a", "b"] (from run.toml): must be a list of tables',
+        ),
+        (
+            '[training.datasets]\npath = "a"',
+            "[training.datasets] (from run.toml): unknown table; did you mean [[training.datasets]]?",
+        ),
+        (
+            'training = {dataset_path = "a", datasets = [{path = "b"}]}',
+            '[training] dataset_path = "a" is set, and so is datasets, a list of 1; unset it, or make it one of the '
+            "list (dataset_path from run.toml, datasets from run.toml)",
+        ),
+        (
+            'training.datasets = [{path = "a", weight = 100000}, {path = "b"}]',
+            "[training] datasets: the weights 100000.0, 1.0, in the least whole numbers, have the sum 100,001, above "
+            "100,000; use 10000, 1 (datasets from run.toml)",
+        ),
+        (
             "training.global_batch_size = 12",
             "[training] global_batch_size = 12 is not a multiple of local_batch_size * dp_degree = 8 * 1 = 8; "
             "use 8 or 16 (global_batch_size from run.toml)",
@@ -233,6 +275,7 @@ def valid_configs() -> st.SearchStrategy[Config]:
     count = st.integers(1, 10**9)
     share = st.floats(0, 1, exclude_max=True)
     positive = st.floats(0, 1e300, exclude_min=True)
+    datasets = st.builds(DatasetConfig, path=name, weight=st.integers(1, 100).map(float))
     return st.builds(
         Config,
         job=st.builds(JobConfig, dump_folder=name, description=text, print_config=st.booleans()),
@@ -242,7 +285,8 @@ def valid_configs() -> st.SearchStrategy[Config]:
         lr_scheduler=st.builds(
             LRSchedulerConfig, total_steps=st.none() | count, warmup_steps=whole, min_lr_factor=st.just(1) | share
         ),
-        training=st.builds(TrainingConfig, dataset_path=st.none() | name, steps=count, max_norm=positive),
+        training=st.builds(TrainingConfig, dataset_path=st.none() | name, steps=count, max_norm=positive)
+        | st.builds(TrainingConfig, datasets=st.lists(datasets), epochs=st.none() | positive),
         compile=st.builds(CompileConfig, components=st.lists(st.sampled_from(["model", "loss"]))),
         float8=st.builds(Float8Config, filter_fqns=st.lists(name).map(tuple), enable_float8_linear=st.booleans()),
         checkpoint=st.builds(CheckpointConfig, load_step=st.integers(-1, 99), keep_latest_k=whole),
@@ -258,14 +302,19 @@ def test_a_dump_loads_to_the_same_config(config: Config, run_toml: Path) -> None
     assert load() == config
 
 
+def inline_toml(value: object) -> str:
+    """The value as TOML writes it within a list, where tables are in braces."""
+    listed = tomli_w.dumps({"list": [value]}).strip()
+    return listed.removeprefix("list = [").removesuffix("]").strip().removesuffix(",")
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=valid_configs())
 def test_a_command_line_loads_to_the_same_config(config: Config, run_toml: Path) -> None:
     words = []
     for table, values in config.model_dump(exclude_none=True).items():
         for key, value in values.items():
-            toml = tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
-            words += [f"--{table}.{key}={toml}"]
+            words += [f"--{table}.{key}={inline_toml(value)}"]
     run_toml.write_text("")
     assert load(*words) == config
 

@@ -204,6 +204,7 @@ class Run:
         loss = torch.tensor(10.0 - self.step)
         values = StepValues(
             1000 * self.step,
+            epochs={"a": 0.5 * self.step},
             loss=loss,
             loss_max=loss + 0.5,
             grad_norm=loss / 2,
@@ -225,6 +226,7 @@ def test_record():
     assert record == Record(
         step=2,
         tokens=2000,
+        epochs={"a": 1.0},
         loss=8.0,
         loss_max=8.5,
         grad_norm=4.0,

@@ -14,6 +14,7 @@ from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
 CURVES = {
     "n_tokens_seen": 49152,
+    "data/epochs/pystdlib": 0.75,
     "loss_metrics/global_avg_loss": 5.43211,
     "loss_metrics/global_max_loss": 5.9,
     "grad_norm": 1.2345,

@@ -100,7 +100,8 @@ def test_jsonl_line(tmp_path):
     writer.write(RECORD)
     writer.write_scalars(12, {"validation_loss": 5.5})
     assert path.read_text() == (  # before it is closed
-        '{"step": 12, "tokens": 49152, "loss": 5.43211, "loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
+        '{"step": 12, "tokens": 49152, "epochs": {"pystdlib": 0.75}, "loss": 5.43211, '
+        '"loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
         '"skipped_steps": 0, "tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, "mfu_bf16_peak": 8.1, '
         '"mfu_fp8_peak": null, "mfu_achievable": 44.5, "hfu": 50.5, "step_time_s": 1.25, "data_time_s": 0.0025, '
         '"memory_gib": 0.93, "time": 1700000000.0}\n'

@@ -1,6 +1,13 @@
 """The config of a run: sections, loading, checks and help. Imports neither torch nor torchao."""
 
-from torchtitan_lite.config.checks import BatchSizes, ParallelDegrees, check_config, resolve_batch, resolve_degrees
+from torchtitan_lite.config.checks import (
+    BatchSizes,
+    ParallelDegrees,
+    check_config,
+    resolve_batch,
+    resolve_degrees,
+    resolve_shares,
+)
 from torchtitan_lite.config.help import format_config_table, format_help
 from torchtitan_lite.config.loading import dump_config, load_config
 from torchtitan_lite.config.sections import (
@@ -9,6 +16,7 @@ from torchtitan_lite.config.sections import (
     CommConfig,
     CompileConfig,
     Config,
+    DatasetConfig,
     DebugConfig,
     Float8Config,
     JobConfig,
@@ -29,6 +37,7 @@ __all__ = [
     "CommConfig",
     "CompileConfig",
     "Config",
+    "DatasetConfig",
     "DebugConfig",
     "Float8Config",
     "JobConfig",
@@ -48,4 +57,5 @@ __all__ = [
     "load_config",
     "resolve_batch",
     "resolve_degrees",
+    "resolve_shares",
 ]

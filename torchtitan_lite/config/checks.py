@@ -2,8 +2,9 @@
 process starts."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import PurePosixPath
 
 from torchtitan_lite.config.keys import did_you_mean, show
@@ -11,6 +12,7 @@ from torchtitan_lite.config.sections import (
     ActivationCheckpointConfig,
     CompileConfig,
     Config,
+    DatasetConfig,
     Float8Config,
     LRSchedulerConfig,
     ModelConfig,
@@ -23,6 +25,8 @@ from torchtitan_lite.models.flavors import FLAVORS
 
 RUN_FILES = (".lock", "config.toml", "logs", "metrics.jsonl", "previous", "status.json", "wandb")
 """What a run puts into its folder under names that cannot be chosen."""
+MAX_PERIOD = 100_000
+"""Samples after which a mix of datasets repeats the order of its turns, at most."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,26 @@ def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
     return BatchSizes(local, total, total // one_pass)
 
 
+def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
+    """The weights of the datasets in the least whole numbers; (1,) where no datasets are listed, but one is trained on.
+    Raises ConfigError if their sum is above MAX_PERIOD."""
+    if not datasets:
+        return (1,)
+    weights = [Fraction(str(dataset.weight)) for dataset in datasets]  # as written: 0.3 is 3/10
+    unit = Fraction(
+        math.gcd(*(weight.numerator for weight in weights)), math.lcm(*(weight.denominator for weight in weights))
+    )
+    shares = tuple(int(weight / unit) for weight in weights)
+    if sum(shares) > MAX_PERIOD:
+        scale = MAX_PERIOD // 10 / sum(weights)
+        rounded = ", ".join(str(max(1, round(weight * scale))) for weight in weights)
+        raise ConfigError(
+            f"[training] datasets: the weights {', '.join(str(dataset.weight) for dataset in datasets)}, in the least "
+            f"whole numbers, have the sum {sum(shares):,}, above {MAX_PERIOD:,}; use {rounded}"
+        )
+    return shares
+
+
 def _multiples_near(value: int, step: int) -> str:
     below = max(value // step, 1) * step
     return f"{below} or {below + step}"
@@ -104,6 +128,7 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("lr_scheduler", "training"), _check_decay(c.lr_scheduler, c.training)),
         (("compile",), _check_compile(c.compile)),
         (("float8",), _check_float8(c.float8)),
+        (("training",), _check_datasets(c.training)),
         (("validation",), _check_validation(c.validation)),
         (("checkpoint", "metrics", "profiling"), _check_folders(c)),
     ]
@@ -200,6 +225,18 @@ def _check_float8(float8: Float8Config) -> Iterator[str]:
             "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs enable_fsdp_float8_all_gather = true; "
             "set both to the same"
         )
+
+
+def _check_datasets(training: TrainingConfig) -> Iterator[str]:
+    if training.datasets and training.dataset_path:
+        yield (
+            f"[training] dataset_path = {show(training.dataset_path)} is set, and so is datasets, a list of "
+            f"{len(training.datasets)}; unset it, or make it one of the list"
+        )
+    try:
+        resolve_shares(training.datasets)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _check_validation(validation: ValidationConfig) -> Iterator[str]:

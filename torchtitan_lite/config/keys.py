@@ -10,25 +10,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from torchtitan_lite.config.sections import Config
+from torchtitan_lite.config.sections import Config, Section
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of one table. `kind` is bool, int, float, str or list; `optional` keys may be unset (None)."""
+    """One key of one table. `kind` is bool, int, float, str or list; `item_keys` are those of each table in a list of
+    tables; `optional` keys may be unset (None)."""
 
     table: str
     name: str
     kind: str
     choices: tuple[str, ...]
+    item_keys: tuple[str, ...]
     optional: bool
     default: object
     doc: str
 
     @property
     def type_text(self) -> str:
-        """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`."""
+        """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`, `list of {a, b}`."""
         choices = "|".join(show(choice) for choice in self.choices)
+        if self.item_keys:
+            choices = f"{{{', '.join(self.item_keys)}}}"
         if self.kind == "list" and choices:
             return f"list of {choices}"
         return choices or self.kind
@@ -49,9 +53,10 @@ def _build_key(table: str, name: str, field: FieldInfo) -> Key:
     is_list = typing.get_origin(bare) is tuple
     element = _unwrap(typing.get_args(bare)[0]) if is_list else bare
     choices = typing.get_args(element) if typing.get_origin(element) is Literal else ()
+    item_keys = tuple(element.model_fields) if isinstance(element, type) and issubclass(element, Section) else ()
     kind = "list" if is_list else "str" if choices else bare.__name__
     optional = types.NoneType in typing.get_args(field.annotation)
-    return Key(table, name, kind, choices, optional, field.default, field.description or "")
+    return Key(table, name, kind, choices, item_keys, optional, field.default, field.description or "")
 
 
 KEYS: dict[str, Key] = {

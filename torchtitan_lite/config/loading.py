@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.config.aliases import resolve_aliases
 from torchtitan_lite.config.checks import check_config
-from torchtitan_lite.config.keys import KEYS, TABLES, Layer, closest, did_you_mean, show
+from torchtitan_lite.config.keys import KEYS, TABLES, Layer, Setting, closest, did_you_mean, show
 from torchtitan_lite.config.layers import read_command_line, read_files
 from torchtitan_lite.config.sections import Config
 from torchtitan_lite.errors import ConfigError
@@ -21,6 +21,8 @@ RULES = {
     "string_type": "must be a string, in quotes",
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list, in brackets",
+    "model_type": "must be a list of tables",
+    "missing": "must be set",
     "greater_than": "must be above {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be below {lt:g}",
@@ -45,7 +47,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     try:
         config = _validate(known)
     except ValidationError as error:
-        problems += [_describe_invalid(detail, known) for detail in error.errors()]
+        problems += dict.fromkeys(_describe_invalid(detail, known) for detail in error.errors())
         unsound |= {str(detail["loc"][0]) for detail in error.errors()}
         config = _validate({name: setting for name, setting in known.items() if KEYS[name].table not in unsound})
     problems += [
@@ -76,7 +78,8 @@ def _describe_unknown(unknown: Layer) -> list[str]:
         if name in TABLES:
             messages[name] = f"{setting.cite(name)}: is a table, not a key"
         elif table and table not in TABLES:
-            hint = f"; did you mean [{near}]?" if (near := closest(table, TABLES)) else ""
+            near = f"[{table}]" if table in KEYS else closest(table, TABLES)  # one bracket too few
+            hint = f"; did you mean [{near}]?" if near else ""
             messages[table] = f"[{table}] (from {setting.source}): unknown table{hint}"
         else:
             messages[name] = f"{setting.cite(name)}: unknown key{_suggest_key(table, key)}"
@@ -94,14 +97,20 @@ def _suggest_key(table: str, key: str) -> str:
 
 
 def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
-    table, key, *_ = detail["loc"]
-    name = f"{table}.{key}"
-    if detail["type"] == "literal_error":
+    table, key, *place = detail["loc"]
+    name, kind, value = f"{table}.{key}", detail["type"], detail["input"]
+    subject = settings[name].cite(name)
+    if len(place) == 2:  # a key of one of a list of tables, which have no names but are counted from 1
+        setting = Setting(None if kind == "missing" else value, settings[name].source)
+        subject = f"[[{name}]] {int(place[0]) + 1}: {setting.cite(str(place[1]))}"
+    if kind == "literal_error":
         choices = KEYS[name].choices
-        rule = f"must be {' or '.join(map(show, choices))}{did_you_mean(str(detail['input']), choices)}"
+        rule = f"must be {' or '.join(map(show, choices))}{did_you_mean(str(value), choices)}"
+    elif kind == "extra_forbidden":
+        rule = f"unknown key{did_you_mean(str(place[1]), KEYS[name].item_keys)}"
     else:
-        rule = RULES[detail["type"]].format(**detail.get("ctx", {}))
-    return f"{settings[name].cite(name)}: {rule}"
+        rule = RULES[kind].format(**detail.get("ctx", {}))
+    return f"{subject}: {rule}"
 
 
 def _name_sources(message: str, settings: Layer) -> str:

@@ -44,7 +44,7 @@ class ModelConfig(Section):
     flavor: Name = "debugmodel"
     """Dimensions of the model: debugmodel, 8B, 70B or 405B."""
     tokenizer_path: str = ""
-    """sentencepiece model file; "" is the small one shipped with the project (2256 ids)."""
+    """sentencepiece, tiktoken or tokenizer.json file, or a folder with one; "" is the one shipped here (2256 ids)."""
 
 
 class OptimizerConfig(Section):
@@ -77,13 +77,24 @@ class LRSchedulerConfig(Section):
     """Learning rate at the end of the decay, as a share of optimizer.lr."""
 
 
+class DatasetConfig(Section):
+    """One of the [[training.datasets]]."""
+
+    path: Name
+    """Text or token store, in a form that training.dataset_path takes."""
+    weight: Positive = 1.0
+    """Share of the samples, in proportion to the weights of the others."""
+
+
 class TrainingConfig(Section):
     dataset: Literal["pystdlib"] = "pystdlib"
     """Corpus when dataset_path is unset: pystdlib is the source text of the running Python's standard library."""
     dataset_path: Name | None = None
-    """Folder of .txt, .md, .rst, .py and .jsonl files, or one such file; unset: training.dataset."""
+    """Store of scripts/prepare_data.py, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet; unset: dataset."""
+    datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
+    """Several in place of dataset_path, mixed by weight: [[training.datasets]], each a path and a weight (1.0)."""
     text_field: Name = "text"
-    """Field of each .jsonl row that holds the text."""
+    """Field of each .jsonl or .parquet row that holds the text."""
     local_batch_size: Count = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: AllOrCount = -1
@@ -94,6 +105,10 @@ class TrainingConfig(Section):
     """Gradients are scaled down to this global norm."""
     steps: Count = 1000
     """Optimizer steps to train."""
+    epochs: Positive | None = None
+    """Passes over the data that end the run, unless training.steps does so before; of several, over the first done."""
+    allow_data_change: bool = False
+    """Resume on other data than the checkpoint's, or in another order, at the sample number that was reached."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the gathered parameters and of the compute; the sharded weights stay float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
@@ -102,6 +117,8 @@ class TrainingConfig(Section):
     """Keep the sharded parameters, gradients and optimizer states in CPU memory (GPU runs)."""
     gc_freq: Count = 50
     """Steps between runs of Python's garbage collector, at the same step on every rank."""
+    document_mask: bool = False
+    """Attention does not cross documents, and positions restart at each."""
 
     @property
     def microbatch_tokens(self) -> int:

@@ -1,17 +1,22 @@
-"""Batches: which windows of the token stream each rank sees at each step, a pure function without any state.
+"""Batches: which windows of the stores each rank sees at each step, a pure function without any state.
 
-Window w is the tokens [w * S, w * S + S] of the store; what is read is its first S tokens, what is to be predicted
-its last S. One permutation, always the same for a store, puts all windows into places. The first places are held
-out for validation, the others are trained on, in an order that is new each epoch.
+Samples are numbered from 0 through the whole run, and a mixture gives each to a store, where it is a number through the
+store's epochs. Window w of a store is its tokens [w * S, w * S + S]; what is read is its first S tokens, what is to be
+predicted its last S. One permutation, always the same for a store, puts all its windows into places. The first places
+are held out for validation, the others are trained on, in an order that is new each epoch.
 
 Shapes: B local_batch_size, S seq_len.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 
 import numpy as np
 import torch
 
+from torchtitan_lite.config import BatchSizes
+from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.permutation import Permutation
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.errors import DataError
@@ -19,107 +24,201 @@ from torchtitan_lite.errors import DataError
 IGNORED_LABEL = -100
 """What torch's cross-entropy leaves out by default."""
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels, int64 [B, S]."""
+
 
 class Windows:
-    """The windows of a store, by place. Raises DataError if there are fewer than the places needed, of which
-    `held_out` are for validation."""
+    """The windows of a store, by place. Raises DataError if the model lacks ids of the store, or if there are fewer
+    windows than `held_out` for validation and `trained`, which there must be beside them."""
 
-    def __init__(self, store: TokenStore, *, seq_len: int, needed: int, held_out: int) -> None:
-        self._store = store
-        self._seq_len = seq_len
-        self.count = (len(store.tokens) - 1) // seq_len
-        if self.count < needed:
+    def __init__(
+        self, store: TokenStore, *, name: str, seq_len: int, vocab_size: int, seed: int, held_out: int, trained: int
+    ) -> None:
+        if store.max_token_id >= vocab_size:
             raise DataError(
-                f"[training] seq_len = {seq_len}: {len(store.tokens)} tokens make {self.count} windows of "
+                f"{name} ({store.folder}): its largest token id is {store.max_token_id}, and the model has ids up to "
+                f"{vocab_size - 1}; make it anew with the tokenizer of [model] tokenizer_path"
+            )
+        count, needed = (store.tokens - 1) // seq_len, held_out + trained
+        if count < needed:
+            raise DataError(
+                f"[training] seq_len = {seq_len}: {name} has {store.tokens} tokens, which make {count} windows of "
                 f"{seq_len} + 1; {needed} are needed, {held_out} of them to validate on ([validation] steps * "
                 "local_batch_size); give more text, a shorter seq_len or fewer validation steps"
             )
-        self._order = Permutation(self.count, key="places of windows")
+        self.store, self.name, self.held_out = store, name, held_out
+        self.epoch_size = count - held_out
+        """Windows that are trained on."""
+        self._seq_len, self._vocab_size, self._seed = seq_len, vocab_size, seed
+        self._order = Permutation(count, key="places of windows")
 
-    def batch(self, places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels, int64 [B, S], of the windows at B places."""
-        starts = self._order(places) * self._seq_len
-        windows = np.stack([self._store.tokens[start : start + self._seq_len + 1] for start in starts])
-        ids = torch.from_numpy(windows.astype(np.int64))  # [B, S + 1]
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """The ids, int64 [len(places), S + 1], of the windows at some places. Raises DataError for ids that the store
+        did not have when it was opened."""
+        windows = self._order(places)
+        ids = self.store.windows(windows * self._seq_len, self._seq_len + 1)
+        largest = ids.max(axis=1)
+        if (broken := np.flatnonzero(largest >= self._vocab_size)).size:
+            raise DataError(
+                f"{self.name} ({self.store.folder}) was damaged while in use: window {windows[broken[0]]} has token id "
+                f"{largest[broken[0]]}, and the model has ids up to {self._vocab_size - 1}; "
+                "scripts/prepare_data.py verify tells what is broken"
+            )
+        return ids
+
+    def training_places(self, numbers: np.ndarray) -> np.ndarray:
+        """The places of samples, numbered through all epochs; both are int64 [any length]."""
+        epochs, places = np.divmod(numbers, self.epoch_size)
+        for epoch in np.unique(epochs):
+            order = Permutation(self.epoch_size, key=f"seed {self._seed} epoch {epoch}")
+            places[epochs == epoch] = order(places[epochs == epoch])
+        return self.held_out + places
+
+
+class Corpus:
+    """The stores of a run, by name, and the samples that a mixture makes of their windows."""
+
+    def __init__(
+        self,
+        stores: Mapping[str, TokenStore],
+        mixture: Mixture,
+        *,
+        seq_len: int,
+        vocab_size: int,
+        seed: int,
+        held_out: Sequence[int],
+        trained: int,
+    ) -> None:
+        """`held_out` are windows of each store; the others are trained on, of which each must have `trained`."""
+        self.mixture, self.seq_len, self._seed = mixture, seq_len, seed
+        shape = {"seq_len": seq_len, "vocab_size": vocab_size, "seed": seed, "trained": trained}
+        self.windows = [
+            Windows(store, name=name, held_out=count, **shape)
+            for (name, store), count in zip(stores.items(), held_out, strict=True)
+        ]
+
+    def held_out_batch(self, samples: np.ndarray) -> Batch:
+        """The batch of some of the samples that are held out, which are the first of the mixture."""
+        return self._batch(samples, lambda windows, numbers: numbers)
+
+    def training_batch(self, samples: np.ndarray) -> Batch:
+        """The batch of some samples of the run."""
+        return self._batch(samples, Windows.training_places)
+
+    def _batch(self, samples: np.ndarray, places: Callable[[Windows, np.ndarray], np.ndarray]) -> Batch:
+        stores, numbers = self.mixture(samples)
+        ids = np.empty((len(samples), self.seq_len + 1), np.int64)
+        for store in np.unique(stores):
+            windows, chosen = self.windows[store], stores == store
+            ids[chosen] = windows.read(places(windows, numbers[chosen]))
+        return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often the first `samples` samples of the run pass each store, by its name."""
+        counts = self.mixture.counts(samples).tolist()
+        return {windows.name: count / windows.epoch_size for windows, count in zip(self.windows, counts, strict=True)}
+
+    def sample_limit(self, epochs: float) -> int:
+        """The samples of a run that passes no store more than `epochs` times."""
+        times = Fraction(str(epochs))  # as written: 0.3 is 3/10
+        return min(
+            self.mixture.sample(store, math.floor(times * windows.epoch_size))
+            for store, windows in enumerate(self.windows)
+        )
+
+    def unigram_entropy(self) -> float:
+        """Nats per token of a model that knows how often each id occurs in the samples, and no context."""
+        counts = [windows.store.token_counts() for windows in self.windows]
+        shares = self.mixture.shares / self.mixture.period
+        ids = sum(share * count / count.sum() for share, count in zip(shares, counts, strict=True))
+        used = ids[ids > 0]
+        return float(-(used * np.log(used)).sum())
+
+    def identity(self) -> dict[str, int | str]:
+        """What decides which tokens a sample has, apart from its number."""
+        facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self._seed}
+        for number, (windows, share) in enumerate(zip(self.windows, self.mixture.shares, strict=True), start=1):
+            facts |= {
+                f"store {number} name": windows.name,
+                f"store {number} fingerprint": windows.store.fingerprint[:16],
+                f"store {number} tokens": windows.store.tokens,
+                f"store {number} held out": windows.held_out,
+                f"store {number} share": f"{share}/{self.mixture.period}",
+            }
+        return facts
 
 
 class TrainingBatches:
-    """What a data-parallel rank trains on. Samples are numbered through all epochs; step t, from 1, takes the next
-    global batch of them. Microbatch m of a step, from 0, is its m-th run of local_batch_size samples and goes to rank
-    m % dp_degree as accumulation step m // dp_degree, so a step's samples do not depend on the number of ranks."""
+    """What a data-parallel rank trains on: its microbatches, in order, from `first_step` on, which begins with
+    `first_sample`. Each step takes the next global batch of samples. Microbatch m of a step, from 0, is its m-th run of
+    local_batch_size samples and goes to rank m % dp_degree as accumulation step m // dp_degree, so a step's samples do
+    not depend on the number of ranks.
+
+    Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
 
     def __init__(
         self,
-        store: TokenStore,
+        corpus: Corpus,
+        sizes: BatchSizes,
         *,
-        seq_len: int,
-        local_batch_size: int,
-        grad_accum_steps: int,
         dp_rank: int,
         dp_degree: int,
-        seed: int,
-        held_out: int = 0,
+        steps: int,
+        epochs: float | None = None,
+        first_step: int = 1,
+        first_sample: int = 0,
     ) -> None:
-        self._windows = Windows(store, seq_len=seq_len, needed=held_out + 1, held_out=held_out)
-        self._local_batch_size = local_batch_size
-        self._grad_accum_steps = grad_accum_steps
-        self._dp_rank = dp_rank
-        self._dp_degree = dp_degree
-        self._seed = seed
-        self._held_out = held_out
-        self.epoch_size = self._windows.count - held_out
-        """Samples in an epoch."""
+        self.corpus = corpus
+        self._sizes = sizes
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+        self._first_step, self._first_sample = first_step, first_sample
+        self.last_step = steps
+        """The run's last step: `steps`, or where `epochs` end the run before or then, the last with a full batch."""
+        self.left_over: int | None = None
+        """The samples that are left where `epochs` end the run; None where `steps` does."""
+        if epochs is not None:
+            limit = corpus.sample_limit(epochs)
+            if limit < sizes.global_batch_size:
+                raise DataError(
+                    f"[training] epochs = {epochs}: that is {limit} samples, and a step takes "
+                    f"{sizes.global_batch_size} (global_batch_size); give more epochs or text, or a smaller batch"
+                )
+            full_batches, left_over = divmod(max(0, limit - first_sample), sizes.global_batch_size)
+            if (data_ends := first_step - 1 + full_batches) <= steps:
+                self.last_step, self.left_over = data_ends, left_over
 
-    def batch(self, step: int, accum_step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels, int64 [B, S], of this rank's microbatch."""
-        return self._windows.batch(self._places(self.sample_ids(step, accum_step)))
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self._first_step, self.last_step + 1):
+            for accum_step in range(self._sizes.grad_accum_steps):
+                yield self.corpus.training_batch(self.sample_ids(step, accum_step))
 
     def sample_ids(self, step: int, accum_step: int) -> np.ndarray:
-        """Numbers of this rank's samples in an accumulation step, from 0, int64 [B]."""
-        microbatches_before = (step - 1) * self._grad_accum_steps * self._dp_degree
-        microbatch = microbatches_before + accum_step * self._dp_degree + self._dp_rank
-        return microbatch * self._local_batch_size + np.arange(self._local_batch_size)
+        """Numbers of this rank's samples in an accumulation step, int64 [B]."""
+        microbatch = accum_step * self._dp_degree + self._dp_rank
+        first = self.samples(step - 1) + microbatch * self._sizes.local_batch_size
+        return first + np.arange(self._sizes.local_batch_size)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, of the first sample of a step."""
-        global_batch_size = self._local_batch_size * self._grad_accum_steps * self._dp_degree
-        return (step - 1) * global_batch_size // self.epoch_size
-
-    def _places(self, sample_ids: np.ndarray) -> np.ndarray:
-        epochs, numbers = np.divmod(sample_ids, self.epoch_size)
-        for epoch in np.unique(epochs):
-            order = Permutation(self.epoch_size, key=f"seed {self._seed} epoch {epoch}")
-            numbers[epochs == epoch] = order(numbers[epochs == epoch])
-        return self._held_out + numbers
+    def samples(self, step: int) -> int:
+        """How many samples the run has trained on after `step`."""
+        return self._first_sample + (step + 1 - self._first_step) * self._sizes.global_batch_size
 
 
 class ValidationBatches:
-    """What a data-parallel rank validates on: its share of the `steps * local_batch_size` windows that are held out,
-    the same ones each time and, over all ranks, on any number of ranks."""
+    """What a data-parallel rank validates on: its share of the first `steps * local_batch_size` samples held out, the
+    same ones each time and, over all ranks, on any number of ranks."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        seq_len: int,
-        local_batch_size: int,
-        steps: int,
-        dp_rank: int,
-        dp_degree: int,
-    ) -> None:
-        held_out = steps * local_batch_size
-        self._windows = Windows(store, seq_len=seq_len, needed=held_out, held_out=held_out)
+    def __init__(self, corpus: Corpus, *, local_batch_size: int, steps: int, dp_rank: int, dp_degree: int) -> None:
+        self._corpus = corpus
         self._local_batch_size = local_batch_size
         self._steps = steps
-        self._dp_rank = dp_rank
-        self._dp_degree = dp_degree
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Tokens and labels, int64 [B, S]. All ranks get equally many, because forwards are collective: a rank whose
         share is smaller gets a last batch of which every label is IGNORED_LABEL."""
         for first in range(0, self._steps, self._dp_degree):
             microbatch = first + self._dp_rank
-            place = microbatch % self._steps * self._local_batch_size
-            tokens, labels = self._windows.batch(place + np.arange(self._local_batch_size))
+            sample = microbatch % self._steps * self._local_batch_size
+            tokens, labels = self._corpus.held_out_batch(sample + np.arange(self._local_batch_size))
             yield tokens, labels if microbatch < self._steps else torch.full_like(labels, IGNORED_LABEL)

@@ -82,6 +82,8 @@ class StepValues:
 
     tokens: int
     """Trained on by all ranks since step 1."""
+    epochs: Mapping[str, float]
+    """How often each store of the training data was passed, by its name."""
     loss: Tensor
     """Mean over all ranks' tokens, nat."""
     loss_max: Tensor
@@ -244,6 +246,7 @@ class MetricsProcessor:
         record = Record(
             step=pending.step,
             tokens=values.tokens,
+            epochs=values.epochs,
             loss=loss,
             loss_max=loss_max,
             grad_norm=grad_norm,

@@ -1,7 +1,7 @@
 """What the metrics hand to the writers: a record a logged step, the summary at the end, and the writers' interface."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 
@@ -13,6 +13,8 @@ class Record:
     """1-based."""
     tokens: int
     """Trained on by all ranks since step 1."""
+    epochs: Mapping[str, float]
+    """How often each store of the training data was passed, by its name."""
     loss: float
     """Mean over all ranks' tokens, nat."""
     loss_max: float
@@ -44,6 +46,13 @@ class Record:
     """The peak so far."""
     time: float
     """Unix seconds."""
+
+    def figures(self) -> dict[str, float]:
+        """The figures that are known, by name; the epochs of a store as `epochs/` and its name."""
+        figures = asdict(self)
+        epochs = figures.pop("epochs")
+        known = {name: value for name, value in figures.items() if value is not None}
+        return known | {f"epochs/{store}": passed for store, passed in epochs.items()}
 
     @property
     def data_time_pct(self) -> float:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from tensorboard.compat.proto.summary_pb2 import Summary as Points
@@ -13,6 +12,7 @@ from .records import Record, Summary
 
 TAGS = {
     "tokens": "n_tokens_seen",
+    "epochs": "data/epochs",
     "loss": "loss_metrics/global_avg_loss",
     "loss_max": "loss_metrics/global_max_loss",
     "grad_norm": "grad_norm",
@@ -32,7 +32,8 @@ TAGS = {
     "memory_pct": "memory/max_reserved(%)",
     "validation_loss": "validation_metrics/global_avg_loss",
 }
-"""Tag of each figure, torchtitan's where it has one. A figure that is not here is a time, under time_metrics/."""
+"""Tag of each figure, torchtitan's where it has one; what is told of each store has the store's name after it. A figure
+that is not here is a time, under time_metrics/."""
 
 PAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "loss": {
@@ -89,7 +90,7 @@ class TensorBoardWriter:
 
     def write(self, record: Record) -> None:
         """Add a point to each curve."""
-        figures = {name: value for name, value in asdict(record).items() if name in TAGS and value is not None}
+        figures = {name: value for name, value in record.figures().items() if name.partition("/")[0] in TAGS}
         figures["data_time_pct"] = record.data_time_pct
         if self._total_memory_gib is not None:
             figures["memory_pct"] = 100 * record.memory_gib / self._total_memory_gib
@@ -115,7 +116,8 @@ class TensorBoardWriter:
 def _tags(name: str) -> list[str]:
     """The tags of a figure, the one for PAGES last. A tag with a parenthesis would draw no curve there: the tab calls a
     curve "tag (run)", and takes all after the first parenthesis for the run."""
-    tag = TAGS.get(name, f"time_metrics/{name}")
+    figure, slash, store = name.partition("/")
+    tag = TAGS.get(figure, f"time_metrics/{figure}") + slash + store
     return [tag, f"pages/{name}"] if "(" in tag else [tag]
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,8 @@ class WandbWriter:
 
     def write(self, record: Record) -> None:
         """Log the record's known figures."""
-        figures = {name: value for name, value in asdict(record).items() if value is not None}
-        self.write_scalars(figures.pop("step"), figures)
+        figures = record.figures()
+        self.write_scalars(record.step, {name: value for name, value in figures.items() if name != "step"})
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the figures beside those of the step's record."""

@@ -81,8 +81,11 @@ class JsonlWriter:
 
     def write(self, record: Record) -> None:
         """Append the record's line; it is with the operating system when this returns."""
-        finite = {name: value if math.isfinite(value or 0) else None for name, value in asdict(record).items()}
-        self._file.write(json.dumps(finite) + "\n")
+        fields = asdict(record)
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[name] = None
+        self._file.write(json.dumps(fields) + "\n")
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """They are left out: every line of the file has the same keys, and every step one line."""

@@ -1,0 +1,33 @@
+"""Trains as torchtitan_lite.train does, and notes in samples-RANK.jsonl of the run folder what this process trained on:
+a line for each microbatch, with the numbers of its samples and a hash of each one's tokens and labels."""
+
+import itertools
+import json
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite import train
+
+loss = train.Trainer.loss
+microbatches = itertools.count()
+
+
+def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The loss, after its microbatch was noted."""
+    samples = trainer.batches.sample_ids(trainer.step + 1, next(microbatches) % trainer.batch.grad_accum_steps)
+    hashes = [sha256(pair.numpy().tobytes()).hexdigest() for pair in torch.stack([tokens, labels], dim=1)]
+    with Path(trainer.path, f"samples-{os.environ['RANK']}.jsonl").open("a") as file:
+        file.write(json.dumps({"step": trainer.step + 1, "samples": dict(zip(samples.tolist(), hashes, strict=True))}))
+        file.write("\n")
+    return loss(trainer, tokens, labels, **options)
+
+
+if __name__ == "__main__":
+    train.Trainer.loss = noted_loss  # type: ignore[method-assign]
+    sys.exit(train.main())
