@@ -197,6 +197,17 @@ def test_other_text_or_options_start_anew(tmp_path, corpus, small_steps, message
     )
 
 
+def test_it_does_not_matter_how_the_text_is_named(tmp_path, corpus, small_steps, messages, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Stopped):
+        made(tmp_path / "store", Path("corpus"), report=stop_after(20))
+    assert made(tmp_path / "store", corpus) == made(tmp_path / "again", corpus)
+    made(tmp_path / "store", Path("corpus"))
+    said = [record.getMessage() for record in messages.records]
+    assert any("going on after" in message for message in said)
+    assert "is made already" in said[-1]
+
+
 def test_a_store_that_is_there(tmp_path, corpus, messages):
     files = made(tmp_path / "store", corpus)
     assert made(tmp_path / "store", corpus) == files

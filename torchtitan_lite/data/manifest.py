@@ -8,7 +8,7 @@ where in its shard each document begins, uint32. All numbers are little endian.
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ MAX_SHARD_TOKENS = 2**32
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a store is made of. `source_fingerprint` changes with the text, `tokenizer_fingerprint` with the ids."""
+    """What a store is made of. `source_fingerprint` changes with the text, `tokenizer_fingerprint` with the ids; two
+    recipes are equal whatever the names."""
 
     format: int
-    source: str
+    source: str = field(compare=False)
     source_fingerprint: str
-    tokenizer: str
+    tokenizer: str = field(compare=False)
     tokenizer_fingerprint: str
     vocab_size: int
     bos_id: int

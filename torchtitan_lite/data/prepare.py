@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -197,20 +197,20 @@ def _made_before(folder: Path, recipe: Recipe) -> Manifest:
 
 
 def _differences(old: Recipe, new: Recipe) -> list[str]:
-    was, asked = asdict(old), asdict(new)
-    return [f"{name} is {was[name]}, asked for is {asked[name]}" for name in was if was[name] != asked[name]]
+    pairs = ((field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(old) if field.compare)
+    return [f"{name} is {was}, asked for is {asked}" for name, was, asked in pairs if was != asked]
 
 
 def _unfinished(partial: Path, recipe: Recipe) -> Progress:
     """How far a killed run came in `partial`; nowhere if it was making another store, whose files are removed."""
     fresh = Progress(recipe)
     try:
-        fields = json.loads((partial / PROGRESS_FILE).read_text())
+        saved = json.loads((partial / PROGRESS_FILE).read_text())
         progress = replace(
-            Progress(**fields),
-            recipe=Recipe(**fields["recipe"]),
-            position=Position(*fields["position"]),
-            shards=tuple(Shard(**shard) for shard in fields["shards"]),
+            Progress(**saved),
+            recipe=Recipe(**saved["recipe"]),
+            position=Position(*saved["position"]),
+            shards=tuple(Shard(**shard) for shard in saved["shards"]),
         )
     except (OSError, ValueError, TypeError, KeyError):
         progress = fresh
@@ -224,7 +224,7 @@ def _unfinished(partial: Path, recipe: Recipe) -> Progress:
         if problems := wrong_sizes(partial, recipe, progress.shards):
             raise DataError(f"{partial}: {problems[0]}; remove it, to start anew")
         logger.info(f"{partial}: going on after {progress.documents:,} documents, {progress.tokens:,} tokens")
-    return progress
+    return replace(progress, recipe=recipe)
 
 
 def _fill(
