@@ -14,13 +14,13 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from torchtitan_lite.data.prepare import SHARD_TOKENS, prepare_store
+from torchtitan_lite.data.prepare import prepare_store
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.store_report import ProgressLine, format_store, format_window
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.data.verify import verify_store
-from torchtitan_lite.errors import DataError, RunError
+from torchtitan_lite.errors import DataError, RunError, StorageError
 from torchtitan_lite.logger import init_logger
 
 
@@ -51,7 +51,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     make.add_argument("--text-field", default="text", help="field of .jsonl and .parquet rows with the text (text)")
     make.add_argument("--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)")
     make.add_argument("--workers", type=count(1), help="processes that tokenize (one a core)")
-    make.add_argument("--shard-tokens", type=count(1), default=SHARD_TOKENS, help=f"tokens of a shard ({SHARD_TOKENS})")
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
     verify = commands.add_parser("verify", help="read all of a store and name what is broken")
@@ -78,7 +77,6 @@ def make(args: argparse.Namespace) -> None:
             build_tokenizer(args.tokenizer),
             skip_bad=args.skip_bad,
             workers=args.workers,
-            shard_tokens=args.shard_tokens,
             report=report,
         )
 
@@ -106,8 +104,12 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"{error.filename or args.store}: {error.strerror}", file=sys.stderr)
+        return StorageError.exit_code
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
+        again = "; run the same command again to go on" if args.command == "make" else ""
+        print(f"interrupted{again}", file=sys.stderr)
         return 130
     return 0
 

@@ -14,13 +14,14 @@ from launching import ENV, ROOT
 KILLS = 20
 COMMAND = (
     "import runpy; from torchtitan_lite.data import prepare; prepare.BATCH_BYTES = 20_000; prepare.COMMIT_SECONDS = 0; "
+    "prepare.prepare_store.__kwdefaults__['shard_tokens'] = 50_000; "
     "runpy.run_path('scripts/prepare_data.py', run_name='__main__')"
 )
 """scripts/prepare_data.py, but with batches and commits so small that it can be killed between many of them."""
 
 
 def start(corpus: Path, store: Path) -> subprocess.Popen[str]:
-    arguments = ["make", str(corpus), str(store), "--shard-tokens", "50000"]
+    arguments = ["make", str(corpus), str(store)]
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments],
         cwd=ROOT,

@@ -58,7 +58,8 @@ def test_processes_keep_the_order(workers):
 
 
 def children() -> set[str]:
-    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+    threads = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {pid for children in threads for pid in children.read_text().split()}
 
 
 def test_few_batches_are_read_ahead_and_no_process_is_left():

@@ -177,24 +177,58 @@ def test_files_that_lost_what_was_committed(tmp_path, corpus, small_steps, which
 
 
 @pytest.mark.parametrize("progress", ["", "{", "[]", '{"tokens": 1}', '{"recipe": {}, "position": 3, "shards": []}'])
-def test_progress_that_cannot_be_read_is_none(tmp_path, corpus, progress):
-    whole = made(tmp_path / "whole", corpus)
+def test_what_cannot_be_read_is_not_removed(tmp_path, corpus, progress):
     partial = tmp_path / "store.partial"
     partial.mkdir()
     (partial / "progress.json").write_text(progress)
-    (partial / "rubbish").write_text("")
+    with pytest.raises(DataError, match=f"^{partial} is in the way, and no unfinished token store: .*; remove it$"):
+        made(tmp_path / "store", corpus)
+    (partial / "progress.json").rename(partial / "notes.txt")
+    with pytest.raises(DataError, match=f"^{partial} is in the way, and no unfinished token store: .*No such file"):
+        made(tmp_path / "store", corpus)
+    assert [path.name for path in partial.iterdir()] == ["notes.txt"]
+    (partial / "notes.txt").unlink()
+    made(tmp_path / "store", corpus)
+
+
+def test_other_files_beside_a_store_stay(tmp_path, corpus):
+    (tmp_path / "store.lock").write_text("mine")
+    made(tmp_path / "store", corpus)
+    assert (tmp_path / "store.lock").read_text() == "mine"
+
+
+def test_a_run_that_was_killed_before_its_last_rename(tmp_path, corpus):
+    whole = made(tmp_path / "whole", corpus)
+    shutil.copytree(tmp_path / "whole", tmp_path / "store.partial")
+    assert made(tmp_path / "store", corpus, report=stop_after(0)) == whole
+
+
+def test_a_draft_of_the_progress_does_not_stay(tmp_path, corpus, small_steps, monkeypatch):
+    whole = made(tmp_path / "whole", corpus)
+    assert "progress.json" not in whole
+    with pytest.raises(Stopped):
+        made(tmp_path / "store", corpus, report=stop_after(8))
+    (tmp_path / "store.partial" / "progress.tmp").write_text("{")
+    monkeypatch.setattr(prepare, "COMMIT_SECONDS", 1000)
     assert made(tmp_path / "store", corpus) == whole
 
 
-def test_other_text_or_options_start_anew(tmp_path, corpus, small_steps, messages):
+def test_text_that_changes_while_it_is_read(tmp_path, corpus, small_steps):
+    def change(pace: Pace) -> None:
+        (corpus / "0.jsonl").write_text(rows_of(["before what is read"]))
+
+    with pytest.raises(DataError, match=f"^{corpus} changed while it was read; run again$"):
+        made(tmp_path / "store", corpus, report=change)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_other_text_is_not_mixed_in(tmp_path, corpus, small_steps):
     with pytest.raises(Stopped):
         made(tmp_path / "store", corpus, report=stop_after(20))
     (corpus / "c.jsonl").write_text(rows_of(["more"]))
-    files = made(tmp_path / "store", corpus)
-    assert files == made(tmp_path / "again", corpus)
-    assert any(
-        "store.partial: starting anew, as source_fingerprint is" in record.getMessage() for record in messages.records
-    )
+    message = "store.partial was made of other text or with another tokenizer .source_fingerprint is .*; remove it, or"
+    with pytest.raises(DataError, match=message):
+        made(tmp_path / "store", corpus)
 
 
 def test_it_does_not_matter_how_the_text_is_named(tmp_path, corpus, small_steps, messages, monkeypatch):
@@ -214,10 +248,10 @@ def test_a_store_that_is_there(tmp_path, corpus, messages):
     assert (
         messages.records[-1].getMessage() == f"{tmp_path}/store is made already: 60 documents, {tokens(files)} tokens"
     )
-    with pytest.raises(DataError, match="store is another token store: shard_tokens is 500, asked for is 600; remove"):
+    with pytest.raises(DataError, match=r"store was made of .*\(shard_tokens is 500, asked for is 600\); remove it"):
         made(tmp_path / "store", corpus, shard_tokens=600)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="folder exists and is no token store: .*; name another folder"):
+    with pytest.raises(DataError, match="folder exists and is no token store; name another folder$"):
         made(tmp_path / "folder", corpus)
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -271,6 +305,17 @@ def test_skipped_rows_are_counted_once_over_interruptions(tmp_path_factory, stop
         made(folder / "store", path, skip_bad=6)
     manifest = read_manifest(folder / "store")
     assert (manifest.skipped_rows, manifest.documents) == (6, 5)
+
+
+def test_a_store_made_without_bad_rows_is_not_one_without_skipping(tmp_path, bad):
+    made(tmp_path / "store", bad, skip_bad=3)
+    with pytest.raises(DataError, match="store was made without 3 bad rows, and --skip-bad is 2; allow as many, or"):
+        made(tmp_path / "store", bad, skip_bad=2)
+
+
+def test_a_store_without_a_name(corpus):
+    with pytest.raises(DataError, match=r"^\. is no name for a token store; name a new folder$"):
+        made(Path(), corpus)
 
 
 def test_no_document_at_all(tmp_path):

@@ -142,7 +142,7 @@ def test_other_text_and_other_tokenizer_have_other_stores(source, corpus, cache)
     assert changed.fingerprint != first.fingerprint
     other = build_tokenizer("")
     other.fingerprint = "other"
-    open_cached(source, other, cache_dir=cache)
+    open_cached(build_source(str(corpus)), other, cache_dir=cache)
     assert len(list(cache.iterdir())) == 3
 
 

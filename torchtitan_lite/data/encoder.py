@@ -9,11 +9,10 @@ import pickle
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -59,47 +58,49 @@ def encode_batches(
     """Each batch and what it became, in their order, computed by `workers` processes; AHEAD batches a process are held
     in memory. Raises DataError if a process is killed."""
     setup = {"parser": parser, "tokenizer_path": str(tokenizer.path), "dtype": dtype}
-    with _processes(workers, setup) as idle, ThreadPoolExecutor(workers) as threads:
-        # A thread waits for a process. It is the queue that pairs them.
-        def encode(batch: list[Row]) -> Encoded:
-            process = idle.get()
-            try:
-                return _ask(process, batch)
-            finally:
-                idle.put(process)
-
-        ahead: deque[tuple[list[Row], Future[Encoded]]] = deque()
-        try:
-            for batch in batches:
-                ahead.append((batch, threads.submit(encode, batch)))
-                if len(ahead) > AHEAD * workers:
-                    done, future = ahead.popleft()
-                    yield done, future.result()
-            while ahead:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _processes(count: int, setup: dict[str, Any]) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
-    """The processes, all of them idle; killed in the end."""
-    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     started: list[subprocess.Popen[bytes]] = []
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-    try:
-        for _ in range(count):
-            # In a session of their own, Ctrl-C reaches only the process that started them.
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+    def encode(batch: list[Row]) -> Encoded:  # on a thread, which waits for a process
+        try:
+            process = idle.get_nowait()
+        except Empty:
+            process = _start(setup)  # at most one a thread
             started.append(process)
-            _send(process, setup)
-            idle.put(process)
-        yield idle
+        encoded = _ask(process, batch)
+        idle.put(process)
+        return encoded
+
+    ahead: deque[tuple[list[Row], Future[Encoded]]] = deque()
+    threads = ThreadPoolExecutor(workers)
+    try:
+        for batch in batches:
+            ahead.append((batch, threads.submit(encode, batch)))
+            if len(ahead) > AHEAD * workers:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        while ahead:
+            done, future = ahead.popleft()
+            yield done, future.result()
     finally:
+        threads.shutdown(wait=False, cancel_futures=True)
         for process in started:
+            process.kill()  # so that no thread waits for an answer any more
+        threads.shutdown()
+        for process in started:  # one of which may have been started meanwhile
             process.kill()
-            process.communicate()
+            process.wait()
+
+
+def _start(setup: dict[str, Any]) -> "subprocess.Popen[bytes]":
+    # It finds modules where this one does, and not in the current folder, whose files may be anyone's. In a session of
+    # its own, Ctrl-C does not reach it.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    _send(process, setup)
+    return process
 
 
 def _send(process: "subprocess.Popen[bytes]", what: object) -> None:
@@ -128,5 +129,8 @@ def serve() -> None:
     tokenizer = build_tokenizer(setup.pop("tokenizer_path"))
     while requests.peek(1):
         encoded = encode_rows(pickle.load(requests), tokenizer=tokenizer, **setup)
-        pickle.dump(encoded, answers, pickle.HIGHEST_PROTOCOL)
-        answers.flush()
+        try:
+            pickle.dump(encoded, answers, pickle.HIGHEST_PROTOCOL)
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(1)  # who asked was killed

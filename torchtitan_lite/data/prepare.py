@@ -22,10 +22,13 @@ import numpy as np
 from torchtitan_lite.data.encoder import encode_batches
 from torchtitan_lite.data.manifest import (
     FORMAT,
+    MANIFEST_FILE,
+    MAX_SHARD_TOKENS,
     START_DTYPE,
     Manifest,
     Recipe,
     Shard,
+    check_sizes,
     documents_file,
     fingerprint_of,
     read_manifest,
@@ -87,11 +90,13 @@ def prepare_store(
     """The manifest of the store of `source` in `folder`: made, finished where an earlier run was killed, or there
     already. Arguments are those of `make_store`. Raises DataError for a folder that is something else, and
     StorageError where the store cannot be written."""
+    if not folder.name:
+        raise DataError(f"{folder} is no name for a token store; name a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(lock_of(folder)):
             if folder.exists():
-                return _made_before(folder, _recipe(source, tokenizer, shard_tokens))
+                return _made_before(folder, _recipe(source, tokenizer, shard_tokens), skip_bad=skip_bad)
             return make_store(
                 folder, source, tokenizer, skip_bad=skip_bad, workers=workers, shard_tokens=shard_tokens, report=report
             )
@@ -117,15 +122,23 @@ def make_store(
     core. `report` is called with each batch. Raises DataError for more bad rows, and if there is no document."""
     started = time.monotonic()
     partial = folder.with_name(folder.name + ".partial")
-    progress = _unfinished(partial, _recipe(source, tokenizer, shard_tokens))
-    with StoreWriter(partial, progress) as writer:
-        _fill(writer, source, tokenizer, skip_bad=skip_bad, workers=workers or _cores(), report=report)
-        manifest = writer.finish()
-    if not manifest.documents:
-        shutil.rmtree(partial)
-        raise DataError(f"{source.name} holds 0 documents; name text that has some")
-    write_manifest(partial, manifest)
-    (partial / PROGRESS_FILE).unlink(missing_ok=True)
+    recipe = _recipe(source, tokenizer, shard_tokens)
+    if (partial / MANIFEST_FILE).exists() and not (partial / PROGRESS_FILE).exists():
+        manifest = read_manifest(partial)  # an earlier run was killed with only this left to do
+        _check_recipe(partial, manifest.recipe, recipe)
+    else:
+        with StoreWriter(partial, _unfinished(partial, recipe)) as writer:
+            _fill(writer, source, tokenizer, skip_bad=skip_bad, workers=workers or _cores(), report=report)
+            manifest = writer.finish()
+        if source.fingerprint_now is not None and source.fingerprint_now() != source.fingerprint:
+            shutil.rmtree(partial)
+            raise DataError(f"{source.name} changed while it was read; run again")
+        if not manifest.documents:
+            shutil.rmtree(partial)
+            raise DataError(f"{source.name} holds 0 documents; name text that has some")
+        write_manifest(partial, manifest)
+        for left in partial.glob("progress.*"):
+            left.unlink()
     _sync_folder(partial)
     partial.rename(folder)
     _sync_folder(folder.parent)
@@ -137,6 +150,7 @@ def make_store(
 
 
 def _recipe(source: Source, tokenizer: Tokenizer, shard_tokens: int) -> Recipe:
+    assert 1 <= shard_tokens <= MAX_SHARD_TOKENS, f"no shards of {shard_tokens} tokens"
     return Recipe(
         format=FORMAT,
         source=source.name,
@@ -153,22 +167,34 @@ def _recipe(source: Source, tokenizer: Tokenizer, shard_tokens: int) -> Recipe:
 
 def lock_of(folder: Path) -> Path:
     """The file for `exclusive` use of a store's folder."""
-    return folder.with_name(folder.name + ".lock")
+    return folder.with_name(f".{folder.name}.lock")
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """One process at a time, of all that name the same file; the others wait. The file is there only meanwhile."""
     while True:
-        with path.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # The process waited for may have removed the file: a lock on that would keep no one out.
-            if path.exists() and path.stat().st_ino == os.fstat(lock.fileno()).st_ino:
+        with path.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info(f"waiting for another process, which has {path}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_open_as(path, lock):
                 try:
                     yield
                 finally:
                     path.unlink()
                 return
+
+
+def _is_open_as(path: Path, lock: IO[str]) -> bool:
+    """Whether a file is still there: who held it before may have removed it, and a lock on that would keep no one
+    out."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:
@@ -184,26 +210,45 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _made_before(folder: Path, recipe: Recipe) -> Manifest:
+def _made_before(folder: Path, recipe: Recipe, *, skip_bad: int) -> Manifest:
     """The manifest of a folder that is there, if it is the store that `recipe` makes."""
-    try:
-        manifest = read_manifest(folder)
-    except DataError as error:
-        raise DataError(f"{folder} exists and is no token store: {error}; name another folder") from error
-    if differences := _differences(manifest.recipe, recipe):
-        raise DataError(f"{folder} is another token store: {'; '.join(differences)}; remove it, or name another folder")
+    if not (folder / MANIFEST_FILE).is_file():
+        raise DataError(f"{folder} exists and is no token store; name another folder")
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    _check_recipe(folder, manifest.recipe, recipe)
+    _check_skipped(folder, manifest.skipped_rows, skip_bad)
     logger.info(f"{folder} is made already: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
     return manifest
 
 
-def _differences(old: Recipe, new: Recipe) -> list[str]:
-    pairs = ((field.name, getattr(old, field.name), getattr(new, field.name)) for field in fields(old) if field.compare)
-    return [f"{name} is {was}, asked for is {asked}" for name, was, asked in pairs if was != asked]
+def _check_recipe(folder: Path, found: Recipe, asked: Recipe) -> None:
+    """Raise DataError if what a folder holds was made of something else."""
+    pairs = {field.name: (getattr(found, field.name), getattr(asked, field.name)) for field in fields(found)}
+    if found != asked:
+        differences = (f"{name} is {was}, asked for is {now}" for name, (was, now) in pairs.items() if was != now)
+        raise DataError(
+            f"{folder} was made of other text or with another tokenizer ({'; '.join(differences)}); remove it, or name "
+            "another folder"
+        )
+
+
+def _check_skipped(folder: Path, skipped_rows: int, skip_bad: int) -> None:
+    if skipped_rows > skip_bad:
+        raise DataError(
+            f"{folder} was made without {skipped_rows} bad rows, and --skip-bad is {skip_bad}; allow as many, or "
+            "remove it and mend them"
+        )
 
 
 def _unfinished(partial: Path, recipe: Recipe) -> Progress:
-    """How far a killed run came in `partial`; nowhere if it was making another store, whose files are removed."""
-    fresh = Progress(recipe)
+    """How far a killed run came in `partial`, which is made if it is not there. Raises DataError for a folder that is
+    something else, and for files that are not what was left."""
+    partial.mkdir(exist_ok=True)
+    if not any(partial.iterdir()):
+        progress = Progress(recipe)
+        write_json(partial / PROGRESS_FILE, asdict(progress))
+        return progress
     try:
         saved = json.loads((partial / PROGRESS_FILE).read_text())
         progress = replace(
@@ -212,17 +257,12 @@ def _unfinished(partial: Path, recipe: Recipe) -> Progress:
             position=Position(*saved["position"]),
             shards=tuple(Shard(**shard) for shard in saved["shards"]),
         )
-    except (OSError, ValueError, TypeError, KeyError):
-        progress = fresh
-    if progress.recipe != recipe:
-        logger.info(f"{partial}: starting anew, as {'; '.join(_differences(progress.recipe, recipe))}")
-        progress = fresh
-    if progress == fresh:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    else:
-        if problems := wrong_sizes(partial, recipe, progress.shards):
-            raise DataError(f"{partial}: {problems[0]}; remove it, to start anew")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{partial} is in the way, and no unfinished token store: {error}; remove it") from error
+    _check_recipe(partial, progress.recipe, recipe)
+    if problems := wrong_sizes(partial, recipe, progress.shards):
+        raise DataError(f"{partial}: {problems[0]}; remove it, to start anew")
+    if progress.tokens:
         logger.info(f"{partial}: going on after {progress.documents:,} documents, {progress.tokens:,} tokens")
     return replace(progress, recipe=recipe)
 
@@ -238,6 +278,7 @@ def _fill(
 ) -> None:
     """Write what is left of the source."""
     began, tokens_before, committed = time.monotonic(), writer.progress.tokens, time.monotonic()
+    _check_skipped(writer.folder, writer.progress.skipped_rows, skip_bad)
     share_read = ShareRead(source)
     batches = batched(source.rows(writer.progress.position))
     encoded_batches = encode_batches(
@@ -303,7 +344,7 @@ class StoreWriter:
     def __init__(self, folder: Path, progress: Progress) -> None:
         self.progress = progress
         self.dtype = np.dtype(progress.recipe.dtype)
-        self._folder = folder
+        self.folder = folder
         self._shard_tokens = progress.recipe.shard_tokens
         self._open_shard(
             tokens=progress.tokens - sum(shard.tokens for shard in progress.shards),
@@ -345,7 +386,7 @@ class StoreWriter:
         """Have all that was appended on disk, and go on from here after a crash."""
         for part in self._parts:
             part.sync()
-        write_json(self._folder / PROGRESS_FILE, asdict(self.progress))
+        write_json(self.folder / PROGRESS_FILE, asdict(self.progress))
 
     def finish(self) -> Manifest:
         """The manifest of all that was appended, which is on disk then."""
@@ -365,8 +406,8 @@ class StoreWriter:
     def _open_shard(self, *, tokens: int, documents: int) -> None:
         """Go on in the shard after the full ones, which has so many of each so far."""
         shard = len(self.progress.shards)
-        self._tokens = _ShardFile(tokens_file(self._folder, shard), self.dtype, count=tokens)
-        self._documents = _ShardFile(documents_file(self._folder, shard), START_DTYPE, count=documents)
+        self._tokens = _ShardFile(tokens_file(self.folder, shard), self.dtype, count=tokens)
+        self._documents = _ShardFile(documents_file(self.folder, shard), START_DTYPE, count=documents)
         self._parts = (self._tokens, self._documents)
 
     def _close_shard(self) -> None:

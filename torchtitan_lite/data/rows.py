@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from torchtitan_lite.errors import DataError
 
 Form = Literal["text", "jsonl"]
-MAX_ROW_BYTES = 2**26
+MAX_ROW_BYTES = 2**24
 """A longer row is a bad one."""
 
 

@@ -31,6 +31,8 @@ class Source:
     parser: Parser
     read: Callable[[Position], Iterator[Row]]
     files: Callable[[], Iterable[Path]] = tuple
+    fingerprint_now: Callable[[], str] | None = None
+    """The fingerprint of the text as it is by now; None where it cannot change."""
 
     def rows(self, start: Position = START) -> Iterator[Row]:
         """The rows after a position. Raises DataError for a file that cannot be read."""
@@ -80,7 +82,13 @@ def build_source(
 
 
 def _of_files(name: str, files: Callable[[], Iterable[Path]], *, root: Path, parser: Parser) -> Source:
-    digest = hashlib.sha256(parser.text_field.encode())
+    fingerprint_now = partial(_fingerprint, files, root=root, text_field=parser.text_field)
+    read = partial(_read_files, files, text_field=parser.text_field)
+    return Source(name, fingerprint_now(), parser, read, files, fingerprint_now)
+
+
+def _fingerprint(files: Callable[[], Iterable[Path]], *, root: Path, text_field: str) -> str:
+    digest = hashlib.sha256(text_field.encode())
     path = None
     with reading(root, OSError):
         for path in files():
@@ -89,8 +97,7 @@ def _of_files(name: str, files: Callable[[], Iterable[Path]], *, root: Path, par
             digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
     if path is None:
         raise DataError(f"{root}: holds 0 files of {KINDS}; name a file, or a folder with some")
-    read = partial(_read_files, files, text_field=parser.text_field)
-    return Source(name, digest.hexdigest(), parser, read, files)
+    return digest.hexdigest()
 
 
 def _read_files(files: Callable[[], Iterable[Path]], start: Position, *, text_field: str) -> Iterator[Row]:

@@ -1,7 +1,9 @@
 """A token store in words: what it holds, a window of it as text, and how far one that is being made is."""
 
+import shutil
 import sys
 import time
+from itertools import pairwise
 from typing import TextIO
 
 from torchtitan_lite.data.prepare import Pace
@@ -43,15 +45,11 @@ def format_window(store: TokenStore, tokenizer: Tokenizer, *, window: int, seq_l
     if not 0 <= window < windows:
         raise DataError(f"--window {window}: {store.folder} has windows 0 to {windows - 1} of {seq_len} tokens")
     start = window * seq_len
-    ids = store.read(start, min(seq_len, store.tokens - start)).tolist()
-    lines = [f"window {window}, tokens {start:,} to {start + len(ids) - 1:,}:"]
-    document: list[int] = []
-    for i, token in enumerate(ids):
-        if token == recipe.bos_id and i:
-            lines.append(repr(tokenizer.decode(document)))
-            document = []
-        document.append(token)
-    return "\n".join((*lines, repr(tokenizer.decode(document))))
+    stop = min(start + seq_len, store.tokens)
+    lines = [f"window {window}, tokens {start:,} to {stop - 1:,}:"]
+    for begin, end in pairwise([start, *store.documents_between(start + 1, stop), stop]):
+        lines.append(repr(tokenizer.decode(store.read(begin, end - begin).tolist())))
+    return "\n".join(lines)
 
 
 class ProgressLine:
@@ -81,7 +79,7 @@ class ProgressLine:
             f"{pace.tokens_per_s:,.0f} tokens/s  {eta}"
         )
         print(
-            f"\r{line:<100}" if self._terminal else line,
+            f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K" if self._terminal else line,
             end="" if self._terminal else "\n",
             file=self._file,
             flush=True,

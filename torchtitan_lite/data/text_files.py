@@ -25,6 +25,8 @@ def read_text_file(path: Path, start: Position) -> Iterator[Row]:
     form: Form = "jsonl" if path.name.lower().endswith(JSONL_ENDINGS) else "text"
     end = start
     with reading(path, OSError, EOFError, zlib.error), path.open("rb") as raw, _decompress(raw, path.suffix) as file:
+        if file is not raw and not raw.peek(1):
+            raise EOFError("Compressed file ended before its start")
         _pass_over(file, start.offset)
         for data, length in _pieces(file, part_bytes=PART_BYTES if form == "text" else 0):
             begin, lines = end, max(1, data.count(b"\n"))

@@ -79,6 +79,16 @@ class TokenStore:
             return np.empty(0, START_DTYPE)
         return np.memmap(documents_file(self.folder, shard), START_DTYPE, "r")
 
+    def documents_between(self, start: int, stop: int) -> list[int]:
+        """The places of the stream from `start` up to `stop` at which a document begins."""
+        size = self._shard_tokens
+        return [
+            shard * size + begin
+            for shard in range(start // size, -(-stop // size))
+            for begin in self.document_starts(shard).tolist()
+            if start <= shard * size + begin < stop
+        ]
+
     def token_counts(self) -> np.ndarray:
         """How often each id occurs, int64 [vocab_size]; in a larger store, in COUNTED_CHUNKS chunks of CHUNK_TOKENS,
         evenly spaced."""

@@ -157,6 +157,9 @@ class JsonVocabulary:
             self.eos_id = self._special_id(named.get("eos_token"), ["<|end_of_text|>", "</s>"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"has a broken {config.name} beside it: {error}; mend or remove that") from error
+        # Some files do not say that these are special, and then would read them in a text.
+        ids = [i for i in (self.bos_id, self.eos_id) if i >= 0]
+        self._tokenizer.add_special_tokens([self._tokenizer.id_to_token(i) for i in ids])
 
     def _special_id(self, named: str | dict[str, str] | None, usual: list[str]) -> int:
         """The id of the named token, a string or a dict with its `content`, or else of the first usual one; or -1."""
