@@ -34,8 +34,8 @@ def main(argv: list[str]) -> None:
             f"--pairs {options.pairs} must be at least 2, and --block-steps {options.block_steps} at least 1"
         )
     steps = (2 * options.pairs + 1) * options.block_steps
-    fixed = [f"--training.steps={steps}", "--checkpoint.enable=false", "--validation.enable=false"]
-    config = load_config([*words, *fixed], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    off = ["--training.epochs=", "--checkpoint.enable=false", "--validation.enable=false"]
+    config = load_config([*words, f"--training.steps={steps}", *off], world_size=int(os.environ.get("WORLD_SIZE", "1")))
     device = init_distributed(config.comm)
     run_folder, _ = open_folder(config)
     trainer = Trainer(config, device=device, run_folder=run_folder, resume_step=0)

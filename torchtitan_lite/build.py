@@ -66,6 +66,8 @@ def build_batches(
         check_same_tokens({"validation": store})
         held_out = [validated if store.fingerprint == each.fingerprint else 0 for each in stores.values()]
         other = Corpus({"validation": store}, Mixture((1,)), held_out=[validated], trained=0, **shape)
+    # What was held out stays so, because the order of the others depends on how many they are.
+    held_out = [max(count, progress.held_out(number)) for number, count in enumerate(held_out, start=1)]
     corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
     if progress.step:
         check_same_data(progress, corpus.identity(), allow_change=training.allow_data_change)
@@ -105,8 +107,7 @@ def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, Tok
         store = open_store("training", training.dataset_path, text_field=text_field, tokenizer=tokenizer)
         return {Path(training.dataset_path or training.dataset).resolve().name: store}
     names = [Path(dataset.path).resolve().name for dataset in training.datasets]
-    if len(set(names)) < len(names):
-        names = [f"{number}-{name}" for number, name in enumerate(names, start=1)]
+    names = [f"{number}-{name}" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
     stores: dict[str, TokenStore] = {}
     numbers: dict[str, int] = {}
     for number, (name, dataset) in enumerate(zip(names, training.datasets, strict=True), start=1):
@@ -141,7 +142,8 @@ def check_same_data(progress: Progress, identity: Mapping[str, int | str], *, al
         return
     raise DataError(
         f"[training] allow_data_change = false, and the data is not what step {progress.step} was trained on: "
-        f"{changes}. Undo that, or set it to true, to go on at sample {progress.samples:,} of the new order."
+        f"{changes}. Undo that, or set it to true, to go on at sample {progress.samples:,} of the new order. "
+        "([validation] steps * [training] local_batch_size are held out; what is newly so may have been trained on.)"
     )
 
 

@@ -37,6 +37,10 @@ class Progress:
     data: dict[str, int | str]
     """What decides which tokens a sample has, apart from its number."""
 
+    def held_out(self, store: int) -> int:
+        """Windows of a store, by its number from 1, that were held out for validation."""
+        return int(self.data.get(f"store {store} held out", 0))
+
 
 NEW_RUN = Progress(step=0, samples=0, tokens=0, data={})
 
@@ -77,9 +81,17 @@ def read_progress(folder: Path, step: int) -> Progress:
         return NEW_RUN
     path = step_folder(folder, step) / PROGRESS
     try:
-        return Progress(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        fields = json.loads(path.read_text())
+        earlier = not {"samples", "data"} <= fields.keys()
+        progress = None if earlier else Progress(**fields)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise _unloadable(path, error) from error
+    if progress is None:
+        raise CheckpointError(
+            f"[checkpoint] {path} is of an earlier version, which did not record samples and data; go on with that "
+            "version, or start anew with load_step = 0."
+        )
+    return progress
 
 
 def _unloadable(path: Path, error: BaseException) -> CheckpointError:

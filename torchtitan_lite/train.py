@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint import Checkpointer, Progress, find_resume_step,
 from torchtitan_lite.config import (
     Config,
     DebugConfig,
+    check_decay,
     dump_config,
     format_help,
     load_config,
@@ -32,7 +33,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError, StorageError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, NumericError, RunError, StorageError
 from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.meta import resolve_model_args
@@ -82,6 +83,8 @@ class Trainer:
             progress=progress,
         )
         self.last_step = self.batches.last_step
+        if problems := list(check_decay(config.lr_scheduler, steps=self.last_step)):
+            raise ConfigError(f"{problems[0]}; [training] epochs = {training.epochs} end the run there.")
         self.model, ledger = build_model(config, args, mesh=mesh, device=device)
         self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if config.compile.covers("loss"):

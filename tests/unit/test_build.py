@@ -102,7 +102,7 @@ def test_stores_have_the_names_of_their_paths_and_numbers_where_two_are_alike(op
 
     assert names("data/a", "b.txt") == ["a", "b.txt"]
     assert opened == ['[[training.datasets]] 1: path = "data/a"', '[[training.datasets]] 2: path = "b.txt"']
-    assert names("b/text", "c", "a/c2", "d/c2") == ["1-text", "2-c", "3-c2", "4-c2"]
+    assert names("b/text", "c", "a/c2", "d/c2") == ["text", "c", "3-c2", "4-c2"]
 
 
 def test_one_store_has_the_name_of_its_path_or_of_its_corpus(opened: list[str]) -> None:
@@ -153,6 +153,15 @@ def test_a_resumed_run_goes_on_at_its_sample(opened: list[str]) -> None:
     assert trained(data_of(progress, steps=31)[0]) == trained(whole)[12:]
 
 
+@pytest.mark.parametrize("validation", [ValidationConfig(), ValidationConfig(enable=True, steps=2)])
+def test_what_was_held_out_stays_so_for_a_smaller_validation(validation: ValidationConfig, opened: list[str]) -> None:
+    """As for a smaller local batch: the order goes on."""
+    whole, _ = data_of(validation=ValidationConfig(enable=True, steps=5), steps=35)
+    progress = Progress(step=3, samples=12, tokens=48, data=whole.corpus.identity())
+    batches, _ = data_of(progress, validation=validation, steps=26)
+    assert trained(batches) == trained(whole)[12:]
+
+
 def test_changed_data_is_refused_on_resume_with_the_changes(opened: list[str]) -> None:
     before = data_of(dataset_path="a")[0].corpus.identity()
     progress = Progress(step=3, samples=12, tokens=48, data=before)
@@ -162,7 +171,8 @@ def test_changed_data_is_refused_on_resume_with_the_changes(opened: list[str]) -
     assert str(caught.value) == (
         "[training] allow_data_change = false, and the data is not what step 3 was trained on: seq_len: 4 -> 5; "
         "store 1 name: a -> b; store 1 fingerprint: 0000000000000000 -> 1000000000000000. "
-        "Undo that, or set it to true, to go on at sample 12 of the new order."
+        "Undo that, or set it to true, to go on at sample 12 of the new order. "
+        "([validation] steps * [training] local_batch_size are held out; what is newly so may have been trained on.)"
     )
     assert data_of(progress, allow_data_change=True, **changed)[0].samples(4) == 13
 

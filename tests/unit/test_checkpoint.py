@@ -55,13 +55,19 @@ def test_the_progress_of_a_checkpoint(folder: Path) -> None:
     assert read_progress(folder, 0) == NEW_RUN
 
 
+def test_a_progress_of_an_earlier_version_is_told_of(folder: Path) -> None:
+    (step_folder(folder, 10) / "progress.json").write_text('{"step": 10, "tokens": 5120}')
+    with pytest.raises(CheckpointError, match="progress.json is of an earlier version, which did not record samples"):
+        read_progress(folder, 10)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         (None, "No such file"),
         ("{", "Expecting property name"),
-        ("[]", r"argument after \*\* must be a mapping"),
-        ('{"step": 10, "tokens": 5120}', "missing 2 required positional arguments: 'samples' and 'data'"),
+        ("[]", "'list' object has no attribute 'keys'"),
+        ('{"samples": 1, "data": {}}', "missing 2 required positional arguments: 'step' and 'tokens'"),
     ],
 )
 def test_a_damaged_progress_is_refused(text: str | None, reason: str, folder: Path) -> None:

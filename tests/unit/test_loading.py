@@ -193,8 +193,8 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         (
             'training.datasets = [{path = "a", weight = 100000}, {path = "b"}]',
-            "[training] datasets: the weights 100000.0, 1.0, in the least whole numbers, have the sum 100,001, above "
-            "100,000; use 10000, 1 (datasets from run.toml)",
+            "[training] datasets: the weights 100000.0, 1.0 must be in the proportion of whole numbers with a sum of "
+            "at most 100,000; use 99995, 1, which is near (datasets from run.toml)",
         ),
         (
             "training.global_batch_size = 12",

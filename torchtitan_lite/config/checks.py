@@ -102,11 +102,11 @@ def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
     )
     shares = tuple(int(weight / unit) for weight in weights)
     if sum(shares) > MAX_PERIOD:
-        scale = MAX_PERIOD // 10 / sum(weights)
+        scale = (MAX_PERIOD - 2 * len(weights)) / sum(weights)
         rounded = ", ".join(str(max(1, round(weight * scale))) for weight in weights)
         raise ConfigError(
-            f"[training] datasets: the weights {', '.join(str(dataset.weight) for dataset in datasets)}, in the least "
-            f"whole numbers, have the sum {sum(shares):,}, above {MAX_PERIOD:,}; use {rounded}"
+            f"[training] datasets: the weights {', '.join(str(dataset.weight) for dataset in datasets)} must be in the "
+            f"proportion of whole numbers with a sum of at most {MAX_PERIOD:,}; use {rounded}, which is near"
         )
     return shares
 
@@ -125,7 +125,7 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("model", "parallelism"), _check_widths(c.model, c.parallelism)),
         (("model", "training", "parallelism"), _check_seq_len(c.model, c.training, c.parallelism)),
         (("model", "activation_checkpoint"), _check_selective(c.model, c.activation_checkpoint)),
-        (("lr_scheduler", "training"), _check_decay(c.lr_scheduler, c.training)),
+        (("lr_scheduler", "training"), check_decay(c.lr_scheduler, steps=c.training.steps)),
         (("compile",), _check_compile(c.compile)),
         (("float8",), _check_float8(c.float8)),
         (("training",), _check_datasets(c.training)),
@@ -195,9 +195,10 @@ def _check_selective(model: ModelConfig, activation_checkpoint: ActivationCheckp
             )
 
 
-def _check_decay(schedule: LRSchedulerConfig, training: TrainingConfig) -> Iterator[str]:
-    """A run cut short, below its warm-up, only warms up; that must not need a change of the schedule."""
-    total, warmup = schedule.total_steps or training.steps, schedule.warmup_steps
+def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
+    """What is wrong with the schedule of a run of `steps`. One cut short, below its warm-up, only warms up; that must
+    not need a change of the schedule."""
+    total, warmup = schedule.total_steps or steps, schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0.0))
     if warmup < total < warmup + decay:
         most = math.floor((total - warmup) / total * 1000) / 1000

@@ -68,7 +68,7 @@ class LRSchedulerConfig(Section):
     warmup_steps: Whole = 200
     """Steps of linear warm-up from near 0 to optimizer.lr; a schedule shorter than that only warms up."""
     total_steps: Count | None = None
-    """Steps that the schedule spans; unset: training.steps."""
+    """Steps that the schedule spans; unset: those of the run, by training.steps or training.epochs."""
     decay_ratio: Fraction | None = None
     """Share of total_steps that decays at the end, after a constant phase; unset: all steps after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"

@@ -5,6 +5,8 @@ from hashlib import shake_256
 
 import numpy as np
 
+SMALL = 2**12
+"""Up to this size an order is made whole: the grid below is too small to mix well."""
 ROUNDS = 6
 CHUNK = 2**14  # indices worked on at a time, so that their arrays stay in the processor's cache
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
@@ -14,20 +16,26 @@ HALF = np.uint64(32)
 class Permutation:
     """A pseudo-random bijection on [0, n), chosen by the text `key`, in constant memory.
 
-    A Feistel network on a grid (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is row and
-    column of a grid of ceil(sqrt(n)) rows that just holds n cells, and each round shifts one coordinate, around, by a
-    keyed hash of the other. The few indices that land on cells past n go through again until they do not.
+    Up to SMALL indices it is the order of as many random numbers. Beyond, it is a Feistel network on a grid (Black and
+    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is row and column of a grid of ceil(sqrt(n)) rows
+    that just holds n cells, and each round shifts one coordinate, around, by a keyed hash of the other. The few indices
+    that land on cells past n go through again until they do not.
     """
 
     def __init__(self, n: int, *, key: str) -> None:
         assert 1 <= n <= 2**62, f"no permutation of {n} indices"
         self.n = n
+        if n <= SMALL:
+            self._order = np.frombuffer(shake_256(key.encode()).digest(8 * n), "<u8").argsort(kind="stable")
+            return
         rows = math.isqrt(n - 1) + 1
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-n // rows))
         self._round_keys = np.frombuffer(shake_256(key.encode()).digest(ROUNDS * 16), "<u8").reshape(ROUNDS, 2)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         """The images of indices, both int64 [any length]."""
+        if self.n <= SMALL:
+            return self._order[indices]
         images = indices.astype(np.uint64)
         for start in range(0, len(images), CHUNK):
             chunk = images[start : start + CHUNK]
