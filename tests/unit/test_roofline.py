@@ -279,7 +279,7 @@ def test_a_compiled_block_casts_as_often_as_the_model_has_it(recipe: str, casts:
     backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)  # as Inductor has it
     block.compile(backend=backend, fullgraph=True)
     x = torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)
-    block(x, *rope_table(args)).sum().backward()
+    block(x, *rope_table(args), None).sum().backward()
     assert converted["torch.float8_e4m3fn"] + converted["torch.float8_e5m2"] == casts
 
 
