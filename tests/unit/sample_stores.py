@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_lite.data.manifest import FORMAT, Recipe, write_manifest
-from torchtitan_lite.data.prepare import Progress, StoreWriter
 from torchtitan_lite.data.rows import START
+from torchtitan_lite.data.store_writer import Progress, StoreWriter
 
 RECIPE = Recipe(
     format=FORMAT,

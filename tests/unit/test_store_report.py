@@ -6,9 +6,10 @@ import pytest
 from sample_stores import RECIPE
 
 from torchtitan_lite.data import store_report
-from torchtitan_lite.data.prepare import Pace, Progress, prepare_store
+from torchtitan_lite.data.prepare import Pace, prepare_store
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.store_report import ProgressLine, format_store, format_window
+from torchtitan_lite.data.store_writer import Progress
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError

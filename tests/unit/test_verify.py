@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sample_stores import RECIPE, write_store
 
 from torchtitan_lite.data.manifest import read_manifest, write_manifest
-from torchtitan_lite.data.prepare import Progress, StoreWriter
 from torchtitan_lite.data.rows import START
+from torchtitan_lite.data.store_writer import Progress, StoreWriter
 from torchtitan_lite.data.verify import verify_store
 
 DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]

@@ -73,6 +73,11 @@ def documents_file(folder: Path, shard: int) -> Path:
     return folder / f"documents-{shard:05d}.bin"
 
 
+def is_store(path: Path) -> bool:
+    """Whether a path is a folder that says of itself that it is a token store."""
+    return (path / MANIFEST_FILE).is_file()
+
+
 def fingerprint_of(recipe: Recipe, shards: tuple[Shard, ...]) -> str:
     """What tells a store's ids from any other's."""
     digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())

@@ -6,7 +6,6 @@ on, so that a killed run goes on there. The ids do not depend on when that was: 
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -14,31 +13,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO
 
 from torchtitan_lite.data.encoder import encode_batches
 from torchtitan_lite.data.manifest import (
     FORMAT,
-    MANIFEST_FILE,
     MAX_SHARD_TOKENS,
-    START_DTYPE,
     Manifest,
     Recipe,
     Shard,
     check_sizes,
-    documents_file,
-    fingerprint_of,
+    is_store,
     read_manifest,
-    tokens_file,
     write_json,
     write_manifest,
     wrong_sizes,
 )
-from torchtitan_lite.data.rows import START, Position, Row
+from torchtitan_lite.data.rows import Position, Row
 from torchtitan_lite.data.sources import Source
+from torchtitan_lite.data.store_writer import PROGRESS_FILE, Progress, StoreWriter
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError, StorageError
 from torchtitan_lite.logger import logger
@@ -50,21 +45,6 @@ BATCH_BYTES = 2**20
 COMMIT_SECONDS = 2.0
 REPORTED_ROWS = 20
 """Bad rows that are named; of more only the number is told."""
-PROGRESS_FILE = "progress.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far an unfinished store is: what counts of its files, and where in the source to read on."""
-
-    recipe: Recipe
-    position: Position = START
-    tokens: int = 0
-    documents: int = 0
-    max_token_id: int = 0
-    skipped_rows: int = 0
-    shards: tuple[Shard, ...] = ()
-    """Those that are full."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +103,7 @@ def make_store(
     started = time.monotonic()
     partial = folder.with_name(folder.name + ".partial")
     recipe = _recipe(source, tokenizer, shard_tokens)
-    if (partial / MANIFEST_FILE).exists() and not (partial / PROGRESS_FILE).exists():
+    if is_store(partial) and not (partial / PROGRESS_FILE).exists():
         manifest = read_manifest(partial)  # an earlier run was killed with only this left to do
         _check_recipe(partial, manifest.recipe, recipe)
     else:
@@ -212,7 +192,7 @@ def _cores() -> int:
 
 def _made_before(folder: Path, recipe: Recipe, *, skip_bad: int) -> Manifest:
     """The manifest of a folder that is there, if it is the store that `recipe` makes."""
-    if not (folder / MANIFEST_FILE).is_file():
+    if not is_store(folder):
         raise DataError(f"{folder} exists and is no token store; name another folder")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
@@ -224,8 +204,8 @@ def _made_before(folder: Path, recipe: Recipe, *, skip_bad: int) -> Manifest:
 
 def _check_recipe(folder: Path, found: Recipe, asked: Recipe) -> None:
     """Raise DataError if what a folder holds was made of something else."""
-    pairs = {field.name: (getattr(found, field.name), getattr(asked, field.name)) for field in fields(found)}
     if found != asked:
+        pairs = {field.name: (getattr(found, field.name), getattr(asked, field.name)) for field in fields(found)}
         differences = (f"{name} is {was}, asked for is {now}" for name, (was, now) in pairs.items() if was != now)
         raise DataError(
             f"{folder} was made of other text or with another tokenizer ({'; '.join(differences)}); remove it, or name "
@@ -268,7 +248,7 @@ def _unfinished(partial: Path, recipe: Recipe) -> Progress:
 
 
 def _fill(
-    writer: "StoreWriter",
+    writer: StoreWriter,
     source: Source,
     tokenizer: Tokenizer,
     *,
@@ -326,131 +306,16 @@ class ShareRead:
     files."""
 
     def __init__(self, source: Source) -> None:
-        self._all = sum(source.sizes())
+        self._source = source
         self._sizes = enumerate(source.sizes())
         self._file, self._size, self._before = -1, 0, 0
+
+    @cached_property
+    def _all(self) -> int:
+        return sum(self._source.sizes())  # asks for the size of every file, which is not needed unless it is reported
 
     def __call__(self, row: Row) -> float | None:
         while self._all and self._file < row.end.file:
             self._before += self._size
             self._file, self._size = next(self._sizes)
         return min(1.0, (self._before + row.disk) / self._all) if self._all else None
-
-
-class StoreWriter:
-    """Appends documents to the shards in `folder`, from where `progress` says on; what the files hold beyond that is
-    cut off. A context manager, which closes the files."""
-
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self.progress = progress
-        self.dtype = np.dtype(progress.recipe.dtype)
-        self.folder = folder
-        self._shard_tokens = progress.recipe.shard_tokens
-        self._open_shard(
-            tokens=progress.tokens - sum(shard.tokens for shard in progress.shards),
-            documents=progress.documents - sum(shard.documents for shard in progress.shards),
-        )
-
-    def __enter__(self) -> "StoreWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for part in self._parts:
-            part.file.close()
-
-    def append(self, ids: np.ndarray, lengths: np.ndarray, *, skipped: int, position: Position) -> None:
-        """Add the documents of a batch, after `skipped` rows of which reading goes on at `position`."""
-        start = self.progress.tokens
-        starts = start + np.cumsum(lengths) - lengths  # of the documents, in the whole stream
-        written = 0
-        while written < len(ids):
-            if self._tokens.count == self._shard_tokens:
-                self._close_shard()
-                self._open_shard(tokens=0, documents=0)
-            begin = len(self.progress.shards) * self._shard_tokens + self._tokens.count
-            part = ids[written : written + self._shard_tokens - self._tokens.count]
-            here = starts[(starts >= begin) & (starts < begin + len(part))]
-            self._documents.write((here - begin + self._tokens.count).astype(START_DTYPE))
-            self._tokens.write(part)
-            written += len(part)
-        self.progress = replace(
-            self.progress,
-            position=position,
-            tokens=start + len(ids),
-            documents=self.progress.documents + len(lengths),
-            max_token_id=max(self.progress.max_token_id, int(ids.max(initial=0))),
-            skipped_rows=self.progress.skipped_rows + skipped,
-        )
-
-    def commit(self) -> None:
-        """Have all that was appended on disk, and go on from here after a crash."""
-        for part in self._parts:
-            part.sync()
-        write_json(self.folder / PROGRESS_FILE, asdict(self.progress))
-
-    def finish(self) -> Manifest:
-        """The manifest of all that was appended, which is on disk then."""
-        if self._tokens.count:
-            self._close_shard()
-        progress = self.progress
-        return Manifest(
-            recipe=progress.recipe,
-            tokens=progress.tokens,
-            documents=progress.documents,
-            max_token_id=progress.max_token_id,
-            skipped_rows=progress.skipped_rows,
-            fingerprint=fingerprint_of(progress.recipe, progress.shards),
-            shards=progress.shards,
-        )
-
-    def _open_shard(self, *, tokens: int, documents: int) -> None:
-        """Go on in the shard after the full ones, which has so many of each so far."""
-        shard = len(self.progress.shards)
-        self._tokens = _ShardFile(tokens_file(self.folder, shard), self.dtype, count=tokens)
-        self._documents = _ShardFile(documents_file(self.folder, shard), START_DTYPE, count=documents)
-        self._parts = (self._tokens, self._documents)
-
-    def _close_shard(self) -> None:
-        for part in self._parts:
-            part.sync()
-            part.file.close()
-        shard = Shard(
-            tokens=self._tokens.count,
-            documents=self._documents.count,
-            tokens_sha256=self._tokens.sha256,
-            documents_sha256=self._documents.sha256,
-        )
-        self.progress = replace(self.progress, shards=(*self.progress.shards, shard))
-
-
-class _ShardFile:
-    """A file of numbers that is appended to, from its first `count` on, and hashed on the way."""
-
-    def __init__(self, path: Path, dtype: np.dtype, *, count: int) -> None:
-        self.count = count
-        self._digest = hashlib.sha256()
-        path.touch()
-        size = count * dtype.itemsize
-        if path.stat().st_size < size:
-            raise DataError(f"{path.parent}: {path.name} has less than {size} bytes; remove it, to start anew")
-        os.truncate(path, size)
-        self.file: IO[Any] = path.open("r+b")
-        while chunk := self.file.read(2**24):
-            self._digest.update(chunk)
-
-    def write(self, numbers: np.ndarray) -> None:
-        """Append."""
-        data = numbers.tobytes()
-        self.file.write(data)
-        self._digest.update(data)
-        self.count += len(numbers)
-
-    def sync(self) -> None:
-        """Have the file on disk."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    @property
-    def sha256(self) -> str:
-        """Of all that is in the file."""
-        return self._digest.hexdigest()

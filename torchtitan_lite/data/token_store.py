@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_lite.data.manifest import (
-    MANIFEST_FILE,
     START_DTYPE,
     check_sizes,
     documents_file,
+    is_store,
     read_manifest,
     tokens_file,
 )
 from torchtitan_lite.data.prepare import exclusive, lock_of, make_store
-from torchtitan_lite.data.sources import Source, build_source
+from torchtitan_lite.data.sources import HF_PREFIX, Source, build_source
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.logger import logger
@@ -100,11 +100,6 @@ class TokenStore:
         return counts
 
 
-def is_store(path: Path) -> bool:
-    """Whether a path is a folder that says of itself that it is a token store."""
-    return (path / MANIFEST_FILE).is_file()
-
-
 def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, setting: str) -> TokenStore:
     """The tokens at `path`: a token store, or text, of pystdlib if None, whose tokens are made where they are not in
     the cache yet. `setting` leads every message. Raises DataError for a path that is neither, and for a store of
@@ -114,7 +109,7 @@ def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, settin
             store = TokenStore(folder)
             _check_tokenizer(store, tokenizer)
             return store
-        if path is not None and path.startswith("hf:"):
+        if path is not None and path.startswith(HF_PREFIX):
             raise DataError(
                 f"training reads no Hugging Face dataset; make a store of it: scripts/prepare_data.py make {path} STORE"
             )
