@@ -103,6 +103,18 @@ def test_a_process_that_is_killed_is_told_of():
         list(processes(batches(), 2))
 
 
+def test_a_process_that_is_killed_as_it_starts_is_told_of(monkeypatch):
+    def killed() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process.kill()
+        process.wait()
+        return process
+
+    monkeypatch.setattr(encoder, "_start", killed)
+    with pytest.raises(DataError, match="^a tokenizing process ended with exit code -9, on rows from a.txt, line 7 on"):
+        list(processes(iter([[text_row(b"text", line=7)]]), 1))
+
+
 def test_processes_end_with_the_one_that_started_them():
     """Killed, it cannot end them itself."""
     code = (

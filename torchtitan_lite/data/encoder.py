@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 
@@ -62,12 +61,19 @@ def encode_batches(
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
 
     def encode(batch: list[Row]) -> Encoded:  # on a thread, which waits for a process
+        requests: list[object]
         try:
-            process = idle.get_nowait()
+            process, requests = idle.get_nowait(), [batch]
         except Empty:
-            process = _start(setup)  # at most one a thread
+            process, requests = _start(), [setup, batch]  # at most one a thread
             started.append(process)
-        encoded = _ask(process, batch)
+        try:
+            encoded = _ask(process, *requests)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            raise DataError(
+                f"a tokenizing process ended with exit code {process.wait()}, on rows from {batch[0].file}, line "
+                f"{batch[0].line} on; if it was killed (-9), memory may have run out: use fewer workers"
+            ) from error
         idle.put(process)
         return encoded
 
@@ -92,33 +98,21 @@ def encode_batches(
             process.wait()
 
 
-def _start(setup: dict[str, Any]) -> "subprocess.Popen[bytes]":
+def _start() -> "subprocess.Popen[bytes]":
     # It finds modules where this one does, and not in the current folder, whose files may be anyone's. In a session of
     # its own, Ctrl-C does not reach it.
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    _send(process, setup)
-    return process
 
 
-def _send(process: "subprocess.Popen[bytes]", what: object) -> None:
-    assert process.stdin is not None
-    pickle.dump(what, process.stdin, pickle.HIGHEST_PROTOCOL)
+def _ask(process: "subprocess.Popen[bytes]", *requests: object) -> Encoded:
+    assert process.stdin is not None and process.stdout is not None
+    for request in requests:
+        pickle.dump(request, process.stdin, pickle.HIGHEST_PROTOCOL)
     process.stdin.flush()
-
-
-def _ask(process: "subprocess.Popen[bytes]", batch: list[Row]) -> Encoded:
-    assert process.stdout is not None
-    try:
-        _send(process, batch)
-        return pickle.load(process.stdout)
-    except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-        raise DataError(
-            f"a tokenizing process ended with exit code {process.wait()}, on rows from {batch[0].file}, line "
-            f"{batch[0].line} on; if it was killed (-9), memory may have run out: use fewer workers"
-        ) from error
+    return pickle.load(process.stdout)
 
 
 def serve() -> None:
