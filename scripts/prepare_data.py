@@ -11,6 +11,7 @@ hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the running Pyt
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torchtitan_lite.errors import DataError, RunError, StorageError
 from torchtitan_lite.logger import init_logger
 
 
-def count(minimum: int):  # type: ignore[no-untyped-def]
+def count(minimum: int) -> Callable[[str], int]:
     """The parser of a whole number of at least `minimum`."""
 
     def parse(text: str) -> int:

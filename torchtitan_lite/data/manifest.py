@@ -132,19 +132,22 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def wrong_sizes(folder: Path, recipe: Recipe, shards: tuple[Shard, ...]) -> list[str]:
     """What is wrong with the files of some shards, as far as sizes tell."""
-    itemsize = np.dtype(recipe.dtype).itemsize
+    return [problem for i, shard in enumerate(shards) for problem in wrong_shard_sizes(folder, recipe, i, shard)]
+
+
+def wrong_shard_sizes(folder: Path, recipe: Recipe, i: int, shard: Shard) -> list[str]:
+    """What is wrong with the files of the `i`-th shard, as far as sizes tell."""
+    expected = {
+        tokens_file(folder, i): shard.tokens * np.dtype(recipe.dtype).itemsize,
+        documents_file(folder, i): shard.documents * START_DTYPE.itemsize,
+    }
     problems = []
-    for i, shard in enumerate(shards):
-        expected = {
-            tokens_file(folder, i): shard.tokens * itemsize,
-            documents_file(folder, i): shard.documents * START_DTYPE.itemsize,
-        }
-        for path, size in expected.items():
-            try:
-                found = path.stat().st_size
-            except OSError as error:
-                problems.append(f"{path.name}: {error.strerror}")
-                continue
-            if found != size:
-                problems.append(f"{path.name} has {found} bytes, not {size}")
+    for path, size in expected.items():
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            problems.append(f"{path.name}: {error.strerror}")
+            continue
+        if found != size:
+            problems.append(f"{path.name} has {found} bytes, not {size}")
     return problems
