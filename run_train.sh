@@ -13,7 +13,11 @@ usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
   NNODES         nodes (1); for more, start this script on each of them with the next two:
   NODE_RANK      number of this node, from 0
   RDZV_ENDPOINT  host:port of node 0
+  MAX_RESTARTS   times that all ranks are started again after a failure, to go on from the last checkpoint (0)
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that a stopped run may take to save (600)
+
+SIGTERM or SIGINT stops the run at the end of its step and saves it; a second one, if it is SIGINT or comes 3 s later,
+kills it, and the last checkpoint stays.
 
 exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage, 1 unexpected,
 75 stopped on a signal, and saved where checkpoints are on
@@ -46,15 +50,17 @@ if [[ " $* " =~ \ (--help|-h)\  ]]; then
     exec "$python" -m torchtitan_lite.config --help
 fi
 
-: "${CONFIG_FILE:=$root/train_configs/debug_model.toml}" "${NGPU:=$(default_ngpu)}" "${NNODES:=1}"
+: "${CONFIG_FILE:=$root/train_configs/debug_model.toml}" "${NGPU:=$(default_ngpu)}" "${NNODES:=1}" "${MAX_RESTARTS:=0}"
 require_count NGPU 1
 require_count NNODES 1
+require_count MAX_RESTARTS 0
 if ((NNODES == 1)); then
-    rendezvous=(--standalone)
+    nodes='' rendezvous=(--standalone)
 else
     require_count NODE_RANK 0
     ((NODE_RANK < NNODES)) || fail "NODE_RANK=$NODE_RANK must be below NNODES=$NNODES; nodes count from 0."
     [[ ${RDZV_ENDPOINT:-} == *:* ]] || fail "RDZV_ENDPOINT=${RDZV_ENDPOINT:-} must be host:port of node 0."
+    nodes="NNODES=$NNODES NODE_RANK=$NODE_RANK RDZV_ENDPOINT=$RDZV_ENDPOINT "
     rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
 
@@ -70,12 +76,12 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
 if [[ -t 1 && -z ${NO_COLOR:-} ]]; then export FORCE_COLOR=1; fi # workers write to a pipe, whatever we write to
 
-stop() {
+stop() { # SIGNAL
     if [[ -z $signalled ]]; then
-        signalled=--signalled
-        echo "run_train.sh: stopping after this step; a second signal kills the run" >&2
+        signalled=--signalled stopped_at=$SECONDS
+        echo "run_train.sh: stopping after this step; Ctrl-C, or another signal in 3 s, kills the run" >&2
         [[ -z $torchrun ]] || kill -TERM "$torchrun"
-    else
+    elif [[ $1 == INT ]] || ((SECONDS - stopped_at > 3)); then
         pkill -KILL -P "$torchrun"
     fi
 }
@@ -84,10 +90,11 @@ stop() {
 # because further signals make torchrun leave its workers behind. torchrun's stderr holds the workers' lines, shown
 # at once, and its own report, which is a traceback also for a plain user error and so is kept for the end.
 started=$(date +%s) signalled='' torchrun=''
-trap 'stop || true' INT TERM HUP
+trap 'stop INT || true' INT
+trap 'stop TERM || true' TERM HUP
 set -m
-"$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" --log-dir "$log_dir" --tee 3 \
-    -m torchtitan_lite.train "${overrides[@]}" 2>"$log_dir/torchrun.log" &
+"$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" \
+    --log-dir "$log_dir" --tee 3 -m torchtitan_lite.train "${overrides[@]}" 2>"$log_dir/torchrun.log" &
 torchrun=$!
 [[ -z $signalled ]] || kill -TERM "$torchrun" # a signal came while it was being started
 tail -n +1 -f -s 0.1 --pid "$torchrun" "$log_dir/torchrun.log" | grep --line-buffered '^\[rank' >&2 &
@@ -100,5 +107,7 @@ while kill -0 "$torchrun" 2>/dev/null; do read -rt 0.3 -u "$never" _ || true; do
 exit_code=0
 wait "$torchrun" 2>/dev/null || exit_code=$?
 wait "$shown" || true
-((exit_code == 0)) ||
-    exec "$python" -m torchtitan_lite.run_folder "$dump_folder" --log-dir "$log_dir" --since "$started" $signalled
+((exit_code == 0)) && exit
+command="${nodes}CONFIG_FILE=$(printf '%q' "$CONFIG_FILE") NGPU=$NGPU$(printf ' %q' "$0" "$@")"
+exec "$python" -m torchtitan_lite.run_folder "$dump_folder" --log-dir "$log_dir" --since "$started" $signalled \
+    --torchrun "$exit_code" --first-rank $((${NODE_RANK:-0} * NGPU)) --command "$command"

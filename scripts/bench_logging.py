@@ -16,8 +16,11 @@ from torchtitan_lite.bench import measure_logging_cost
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, RunError
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
-from torchtitan_lite.train import Trainer, open_folder
+from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
+from torchtitan_lite.parallel.signals import StopSignal
+from torchtitan_lite.parallel.watchdog import Watchdog
+from torchtitan_lite.train import open_folder
+from torchtitan_lite.trainer import Trainer
 
 
 def main(argv: list[str]) -> None:
@@ -36,14 +39,16 @@ def main(argv: list[str]) -> None:
     steps = (2 * options.pairs + 1) * options.block_steps
     off = ["--training.epochs=", "--checkpoint.enable=false", "--validation.enable=false"]
     config = load_config([*words, f"--training.steps={steps}", *off], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    rank, world_size = read_rank()
+    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
     device = init_distributed(config.comm)
     run_folder, _ = open_folder(config)
-    trainer = Trainer(config, device=device, run_folder=run_folder, resume_step=0)
+    trainer = Trainer(config, device=device, run_folder=run_folder, resume=None, watchdog=watchdog)
     trainer.report_progress()
     cost = measure_logging_cost(trainer, pairs=options.pairs, block_steps=options.block_steps)
     trainer.finish(stopped_by=None)
     logger.info(f"{cost}")
-    leave_distributed(0)
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
-"""A run's parts, built from the whole config: its batches, its model, its metrics. A hub, like those that call it."""
+"""A run's parts, built from the whole config: batches, model, checkpoints, metrics. A hub, like those that call it."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.checkpoint import Progress
+from torchtitan_lite.checkpoint.changes import value_changes
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
+from torchtitan_lite.checkpoint.manifest import Progress
+from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import (
     BatchSizes,
     Config,
@@ -22,7 +27,7 @@ from torchtitan_lite.data.dataloader import Corpus, TrainingBatches, ValidationB
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.token_store import TokenStore, open_data
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import CheckpointError, DataError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.selection import format_choices
 from torchtitan_lite.logger import logger
@@ -36,7 +41,6 @@ from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
-from torchtitan_lite.parallel.distributed import on_rank0
 from torchtitan_lite.parallel.parallelize import parallelize
 
 
@@ -147,6 +151,18 @@ def check_same_data(progress: Progress, identity: Mapping[str, int | str], *, al
     )
 
 
+def check_same_model(saved: Mapping[str, Any], args: ModelArgs) -> None:
+    """Raise CheckpointError unless a checkpoint's model has the dimensions of this run's, but for what follows from the
+    text rather than the weights."""
+    of_the_text = ("max_seq_len", "document_bos_id")
+    before, now = ({k: v for k, v in each.items() if k not in of_the_text} for each in (saved, asdict(args)))
+    if changes := value_changes(before, now):
+        raise CheckpointError(
+            f"[model] the checkpoint to resume from is of another model: {'; '.join(changes)}. Use its [model] flavor "
+            "and tokenizer_path, or another [job] dump_folder."
+        )
+
+
 def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
     """Say what the stores of a run hold, how often it will pass each, and what will end it."""
     corpus, last_step = batches.corpus, batches.last_step
@@ -209,6 +225,29 @@ def build_model(
     model.to_empty(device="cpu" if training.enable_cpu_offload else device)
     init_weights(model, seed=config.debug.seed, buffer_device=device)
     return model, ledger
+
+
+def build_checkpointer(
+    config: Config,
+    args: ModelArgs,
+    *,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> Checkpointer:
+    """What saves and loads the run's state, in its run folder."""
+    assert mesh.mesh_dim_names is not None, "build_mesh names its dimensions"
+    return Checkpointer(
+        model,
+        optimizer,
+        config.checkpoint,
+        folder=Path(config.job.dump_folder) / config.checkpoint.folder,
+        device=device,
+        mesh=dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+        model_args=asdict(args),
+        config_toml=dump_config(config),
+    )
 
 
 def hparams(config: Config, *, world_size: int) -> dict[str, bool | float | str]:

@@ -11,6 +11,8 @@ class RunError(ValueError):
     """A cause that a user can mend, reported without a traceback. Subclasses set `exit_code`."""
 
     exit_code = 1
+    rank: int | None = None
+    """The rank that met it, where the others did not."""
 
 
 class ConfigError(RunError):
@@ -35,6 +37,12 @@ class NumericError(RunError):
     """The loss or the gradient is no longer a finite number."""
 
     exit_code = 5
+
+
+class RankLostError(RunError):
+    """A rank was killed, hangs or is out of reach, or torchrun is gone."""
+
+    exit_code = 6
 
 
 class StorageError(RunError):

@@ -1,4 +1,4 @@
-"""The optimizer, and the learning rate as a pure function of the step."""
+"""The optimizer, which steps it takes, and the learning rate as a pure function of the step."""
 
 import math
 from collections.abc import Iterable
@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig
+from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtitan_lite.logger import logger
+
+LOSS_MEAN_DECAY = 0.98
+"""Of the running mean of the losses: a loss counts half after 34 steps."""
 
 
 def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig) -> torch.optim.AdamW:
@@ -27,6 +30,37 @@ def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig)
         fused=optimizer.implementation == "fused",
         foreach=optimizer.implementation == "foreach",
     )
+
+
+class UpdateGuard:
+    """Decides on the device which steps have no update, and counts them there: those whose loss or gradient is not
+    finite, and, with a loss_spike_factor, those whose loss is above that times the running mean of the losses before.
+
+    Its tensors are [] float32 on `device`."""
+
+    def __init__(
+        self, training: TrainingConfig, *, device: torch.device, skipped_steps: int, loss_mean: float | None
+    ) -> None:
+        """Goes on from the `skipped_steps` and the `loss_mean` of the steps before."""
+        self._spike_factor = training.loss_spike_factor
+        self.skipped_steps = torch.tensor(float(skipped_steps), device=device)
+        self.consecutive_skips = torch.zeros((), device=device)
+        """Steps without an update since the last one that had one."""
+        self.loss_mean = torch.tensor(math.nan if loss_mean is None else loss_mean, device=device)
+        """Nats, of the steps that had an update; NaN before the first."""
+
+    def found_inf(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """1 if this step must not update the parameters, else 0. The same on all ranks if `loss` and `grad_norm`, []
+        float32, are; nothing is read on the host, which would stall the device."""
+        good = loss.isfinite() & grad_norm.isfinite()
+        if self._spike_factor:
+            good &= ~(loss > self._spike_factor * self.loss_mean)  # of NaN, nothing is above
+        mean = torch.where(self.loss_mean.isnan(), loss, torch.lerp(loss, self.loss_mean, LOSS_MEAN_DECAY))
+        self.loss_mean = torch.where(good, mean, self.loss_mean)
+        skipped = 1 - good.float()
+        self.skipped_steps = self.skipped_steps + skipped
+        self.consecutive_skips = (self.consecutive_skips + 1) * skipped
+        return skipped
 
 
 def step_unless(optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:

@@ -312,6 +312,7 @@ def _plan_schedule(
     at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
     tokens_per_step = request.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
+    checkpoint_bytes = 3 * 4 * meta.parameters  # a weight and its two moments, in fp32
     return {
         "origin": origin,
         "tps": tps,
@@ -327,5 +328,6 @@ def _plan_schedule(
         "run_tokens": training.steps * tokens_per_step,
         "run_days": training.steps * tokens_per_step / tokens_per_second / SECONDS_PER_DAY,
         "days_per_trillion_tokens": 1e12 / tokens_per_second / SECONDS_PER_DAY,
-        "checkpoint_bytes": 3 * 4 * meta.parameters,
+        "checkpoint_bytes": checkpoint_bytes,
+        "checkpoint_s": checkpoint_bytes / degrees.world_size / 1e9,
     }

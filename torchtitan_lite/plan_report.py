@@ -175,5 +175,6 @@ def _schedule(schedule: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
         + f"\n{schedule['tokens_per_day']:.3g} tokens a day, "
         f"{schedule['days_per_trillion_tokens']:,.1f} days for 10^12; "
         f"the {schedule['run_tokens']:.3g} of this run take {24 * schedule['run_days']:,.1f} hours\n"
-        f"a checkpoint is {schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks"
+        f"a checkpoint is {schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks: "
+        f"{schedule['checkpoint_s']:,.1f} s where each writes 1 GB/s"
     )

@@ -20,21 +20,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
+from torchtitan_lite.errors import (
+    STOPPED_EXIT_CODE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericError,
+    RankLostError,
+    RunError,
+    StorageError,
+)
+from torchtitan_lite.files import replace_file
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
-RANK_LOST_EXIT_CODE = 6
+LOCK_SECONDS = 10.0
+"""How long a new run waits for the lock: processes of a torchrun that was killed need some seconds to end."""
 
 # torchrun's report has a block for each rank that did not end with 0; the first such rank to be seen comes last. Ranks
 # that torchrun itself ended, because another one had failed, are told of before.
 FAILURE = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+) +\(pid: (\d+)\)", re.MULTILINE)
 CLOSED = re.compile(r"Sending process (\d+) closing signal")
 
+NEXT = {
+    1: "look at the logs",
+    ConfigError.exit_code: "mend the config",
+    DataError.exit_code: "mend the data",
+    CheckpointError.exit_code: "see which checkpoints are whole, by scripts/checkpoint.py verify {path}",
+    NumericError.exit_code: "lower [optimizer] lr, or name an earlier [checkpoint] load_step",
+    RankLostError.exit_code: "look at the logs and at the host of that rank",
+    StorageError.exit_code: "make room",
+    STOPPED_EXIT_CODE: "start it again when you like",
+}
+"""What to do before a run is started again, by the exit code that it ended with."""
+
 
 @dataclass(frozen=True)
 class Status:
-    """Content of status.json. `started` and `time`, that of the last change, are Unix seconds."""
+    """Content of status.json. `started` and `time`, that of the last change, are Unix seconds. `rank` is the one that
+    the cause is about, if it is about one."""
 
     state: Literal["running", "done", "stopped", "failed"]
     started: float
@@ -43,6 +67,7 @@ class Status:
     last_checkpoint: str | None = None
     cause: str | None = None
     exit_code: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,8 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
-        _replace(self.path / CONFIG_FILE, text)
+        with _explained(self.path):
+            replace_file(self.path / CONFIG_FILE, text)
 
     def running(self, *, step: int, last_checkpoint: str | None) -> None:
         """Write into status.json how far the run is."""
@@ -77,8 +103,9 @@ def open_run_folder(path: Path, *, resume: bool, entries: Iterable[str]) -> RunF
     """The run folder at `path`: made where missing, locked, its status "running".
 
     Without `resume`, what an earlier run left of `entries` (names within the folder), config.toml and status.json moves
-    to previous/<its start time>/; files of other names stay where they are. Raises ConfigError if a live run holds the
-    folder or if it cannot be one, StorageError if the disk fails.
+    to previous/<its start time>/; files of other names stay where they are. With it, the status keeps step and last
+    checkpoint, should this run fail before its first step. Raises ConfigError if a live run holds the folder, after
+    waiting LOCK_SECONDS for it, or if it cannot be one, StorageError if the disk fails.
     """
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +113,8 @@ def open_run_folder(path: Path, *, resume: bool, entries: Iterable[str]) -> RunF
         if not resume:
             _move_to_previous(path, [*entries, CONFIG_FILE, STATUS_FILE])
     now = time.time()
-    _write_status(path, Status("running", started=now, time=now))
+    before = read_status(path) or Status("running", started=now, time=now)
+    _write_status(path, Status("running", now, now, step=before.step, last_checkpoint=before.last_checkpoint))
     return RunFolder(path, lock)
 
 
@@ -98,56 +126,109 @@ def read_status(path: Path) -> Status | None:
         return None
 
 
-def report_failure(path: Path, *, cause: str, exit_code: int) -> None:
+def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None) -> None:
     """Write into status.json that the run failed, unless it says already how the run ended: the first cause stays.
 
     For any rank, once rank 0 has opened the folder. Before that, the status on file is that of another run.
     """
-    _update_status(path, state="failed", cause=cause, exit_code=exit_code)
+    _update_status(path, state="failed", cause=cause, exit_code=exit_code, rank=rank)
 
 
-def find_outcome(status: Status | None, *, report: str, signalled: bool) -> tuple[str, int]:
-    """(cause, exit code) of a run that did not finish, from its status, None if it ended before it opened its folder,
-    and torchrun's `report`. `signalled`: it was asked to stop. A killed rank counts before what others made of it."""
-    failures = FAILURE.findall(report)
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended that did not finish; `rank` is the one that the cause is about, if it is about one."""
+
+    cause: str
+    exit_code: int
+    rank: int | None = None
+
+
+def find_outcome(status: Status | None, *, report: str, torchrun: int, signalled: bool) -> Outcome:
+    """How a run ended, from its status, None if it ended before it opened its folder, and torchrun's `report` and exit
+    code. `signalled`: it was asked to stop. A killed rank counts before what others made of it, but for what they found
+    out about it."""
+    lost = RankLostError.exit_code
+    failures = [(int(rank), int(code), pid) for rank, code, pid in FAILURE.findall(report)]
     closed = set(CLOSED.findall(report))
     for rank, code, pid in failures:
-        if int(code) < 0 and pid not in closed:
-            return f"rank {rank} was killed by {signal.Signals(-int(code)).name}", RANK_LOST_EXIT_CODE
+        if code < 0 and pid not in closed:
+            killed = f"rank {rank} was killed by {signal.Signals(-code).name}"
+            if status is not None and status.exit_code == lost:
+                return Outcome(f"{status.cause} ({killed})", lost, rank if status.rank is None else status.rank)
+            return Outcome(killed, lost, rank)
     if status is not None and status.exit_code is not None:
-        return status.cause or status.state, status.exit_code
+        return Outcome(status.cause or status.state, status.exit_code, status.rank)
     if failures:
         rank, code, _ = failures[-1]
-        return f"rank {rank} ended with exit code {code}", int(code)
+        return Outcome(f"rank {rank} ended with exit code {code}", code, rank)
     if signalled and status is None:
-        return "stopped by a signal before the first step", STOPPED_EXIT_CODE
+        return Outcome("stopped by a signal before the first step", STOPPED_EXIT_CODE)
     if signalled:
-        return "killed before it could stop at a step's end", RANK_LOST_EXIT_CODE
-    return "torchrun failed", 1
+        return Outcome("killed before it could stop at a step's end", lost)
+    if torchrun > 128:  # as a shell tells of a signal
+        return Outcome(f"torchrun was killed by {signal.Signals(torchrun - 128).name}", lost)
+    return Outcome("torchrun failed", 1)
+
+
+def format_outcome(outcome: Outcome, status: Status | None, *, path: Path, logs: str, command: str) -> str:
+    """The lines at the end of a run that did not finish: what ended it, how far it was by the `status` on file, and
+    what to do next, after which `command` starts it again."""
+    step, last_checkpoint = (status.step, status.last_checkpoint) if status else (0, None)
+    rank = "" if outcome.rank is None else f"rank: {outcome.rank}\n"
+    goes_on = "goes on from the last checkpoint" if last_checkpoint else "starts anew"
+    return (
+        f"exit code {outcome.exit_code}: {outcome.cause}\n{rank}step: {step}\n"
+        f"last checkpoint: {last_checkpoint or 'none'}\nrun folder: {path}\nlogs: {logs}\n"
+        f"next: {NEXT.get(outcome.exit_code, NEXT[1]).format(path=path)}; this {goes_on}: {command}"
+    )
+
+
+def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
+    """The log files of the last attempt of `rank`, if that is one of this host's, of which `first_rank` is the lowest;
+    else their folder. torchrun's layout: RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log."""
+    if rank is None:
+        return str(folder)
+    attempts = folder.glob(f"*/attempt_*/{rank - first_rank}")
+    last = max(attempts, key=lambda attempt: int(attempt.parent.name.removeprefix("attempt_")), default=None)
+    return f"{last}/{{stdout,stderr}}.log" if last else str(folder)
 
 
 def main() -> int:
-    """The exit code of run_train.sh, after printing the cause, the run folder and the log folder."""
+    """The exit code of run_train.sh, after printing how the run ended."""
     parser = argparse.ArgumentParser(description="Tell what ended a run that did not finish.")
     parser.add_argument("path", type=Path, help="run folder")
-    parser.add_argument("--log-dir", type=Path, required=True, help="folder of torchrun.log")
+    parser.add_argument("--log-dir", type=Path, required=True, help="folder of torchrun.log and of the ranks' logs")
     parser.add_argument("--since", type=float, required=True, help="start of the run at the earliest, in Unix seconds")
+    parser.add_argument("--torchrun", type=int, required=True, help="torchrun's exit code")
     parser.add_argument("--signalled", action="store_true", help="the run was asked to stop")
+    parser.add_argument("--first-rank", type=int, default=0, help="lowest rank of this host")
+    parser.add_argument("--command", required=True, help="what started the run")
     args = parser.parse_args()
 
     report = (args.log_dir / "torchrun.log").read_text(errors="replace")
-    status = read_status(args.path)
-    if status is not None and status.started < args.since:
-        status = None
-    cause, exit_code = find_outcome(status, report=report, signalled=args.signalled)
-    if status is not None and status.exit_code != exit_code:
+    on_file = _read_end(args.path, since=args.since)
+    status = on_file if on_file is not None and on_file.started >= args.since else None
+    outcome = find_outcome(status, report=report, torchrun=args.torchrun, signalled=args.signalled)
+    if status is not None and status.exit_code != outcome.exit_code:
         with suppress(RunError):  # a full disk: what is printed below matters more
-            failed = dataclasses.replace(status, state="failed", time=time.time(), cause=cause, exit_code=exit_code)
-            _write_status(args.path, failed)
-    elif status is None and exit_code == 1:
+            ended = dataclasses.asdict(outcome) | {"state": "failed", "time": time.time()}
+            _write_status(args.path, dataclasses.replace(status, **ended))
+    elif status is None and outcome.exit_code == 1:
         print(*report.splitlines()[-20:], sep="\n", file=sys.stderr)
-    print(f"exit code {exit_code}: {cause}\nrun folder: {args.path}\nlogs: {args.log_dir}", file=sys.stderr)
-    return exit_code
+    logs = find_logs(args.log_dir, rank=outcome.rank, first_rank=args.first_rank)
+    print(format_outcome(outcome, on_file, path=args.path, logs=logs, command=args.command), file=sys.stderr)
+    return outcome.exit_code
+
+
+def _read_end(path: Path, *, since: float) -> Status | None:
+    """The status on file, after waiting for those ranks of a run started `since` that outlive a killed torchrun: they
+    write how they ended, and then the lock is free."""
+    status = read_status(path)
+    if status is None or status.state != "running" or status.started < since:
+        return status
+    with suppress(RunError, OSError):
+        os.close(_take_lock(path))
+    return read_status(path)
 
 
 def _update_status(path: Path, **changes: Any) -> None:
@@ -159,34 +240,34 @@ def _update_status(path: Path, **changes: Any) -> None:
 
 
 def _write_status(path: Path, status: Status) -> None:
-    _replace(path / STATUS_FILE, json.dumps(dataclasses.asdict(status), indent=1) + "\n")
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a whole file at once: a reader, or a crash, sees the old text or the new, never a part."""
-    draft = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
-    with _explained(file.parent):
-        with draft.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(file)
+    with _explained(path):
+        replace_file(path / STATUS_FILE, json.dumps(dataclasses.asdict(status), indent=1) + "\n")
 
 
 def _take_lock(path: Path) -> int:
     """Descriptor of the locked file. The kernel frees the lock when the process ends, so no lock outlives its run."""
     lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(
-            f'[job] dump_folder = "{path}" belongs to a live run: {(path / ".lock").read_text()}; '
-            "wait for it or stop it, or name another folder."
-        ) from None
+    deadline = time.monotonic() + LOCK_SECONDS
+    while not _try_lock(lock):
+        if time.monotonic() > deadline:
+            os.close(lock)
+            raise ConfigError(
+                f'[job] dump_folder = "{path}" belongs to a live run: {(path / ".lock").read_text()}; '
+                "wait for it or stop it, or name another folder."
+            )
+        time.sleep(0.2)
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()} since {_time_name(time.time())}".encode())
     return lock
+
+
+def _try_lock(lock: int) -> bool:
+    """Whether the open file `lock` is now locked by this process."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _move_to_previous(path: Path, entries: Iterable[str]) -> None:

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from torchtitan_lite.build import build_model
-from torchtitan_lite.checkpoint import plain_tensors
+from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import load_config, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.models.loss import cross_entropy_sum
-from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
+from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.mesh import build_mesh
 
 
@@ -56,13 +56,13 @@ def main() -> None:
     mesh = build_mesh(degrees, device_type=device.type)
     args = resolve_model_args(config, build_tokenizer(""))
     model, _ = build_model(config, args, mesh=mesh, device=device)
-    weights = {name: digest(weight) for name, weight in plain_tensors(dict(model.state_dict())).items()}
+    weights = {name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()}
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % args.vocab_size
     with Traffic() as traffic, loss_parallel() if degrees.tp > 1 else contextlib.nullcontext():
         cross_entropy_sum(model(tokens), tokens).backward()
     if dist.get_rank() == 0:
         print(json.dumps({"weights": weights, "traffic": traffic.sent}), flush=True)
-    leave_distributed(0)
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.metrics.clock import HostClock
-from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
+from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.train import Trainer
 
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
@@ -63,7 +63,7 @@ def main() -> None:
         steps.append(dict(reads.counts))
     if dist.get_rank() == 0:
         print(json.dumps(steps), flush=True)
-    leave_distributed(0)
+    end_process(0)
 
 
 if __name__ == "__main__":

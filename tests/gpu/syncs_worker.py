@@ -7,9 +7,11 @@ import sys
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.logger import init_logger
-from torchtitan_lite.parallel.distributed import init_distributed, leave_distributed
-from torchtitan_lite.train import Trainer
+from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
+from torchtitan_lite.parallel.signals import StopSignal
+from torchtitan_lite.parallel.watchdog import Watchdog
+from torchtitan_lite.trainer import Trainer
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -17,7 +19,10 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    trainer = Trainer(config, device=init_distributed(config.comm), run_folder=None, resume_step=0)
+    rank, world_size = read_rank()
+    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
+    device = init_distributed(config.comm)
+    trainer = Trainer(config, device=device, run_folder=None, resume=None, watchdog=watchdog)
     trainer.report_progress()
     waits = []
     for step in range(1, trainer.last_step + 1):
@@ -26,7 +31,7 @@ def main() -> None:
         # The profiler itself waits once, at its end.
         waits.append(sum(event.name in WAITS for event in profiler.events()))
     print(json.dumps({"waits": waits}), flush=True)
-    leave_distributed(0)
+    end_process(0)
 
 
 if __name__ == "__main__":

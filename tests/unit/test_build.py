@@ -10,7 +10,7 @@ from test_dataloader import FakeStore, windows_of
 
 from torchtitan_lite import build
 from torchtitan_lite.build import build_batches, check_same_data, check_same_tokens, open_stores
-from torchtitan_lite.checkpoint import NEW_RUN, Progress
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, Progress
 from torchtitan_lite.config import BatchSizes, Config, ModelConfig, TrainingConfig, ValidationConfig
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.logger import logger

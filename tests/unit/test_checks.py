@@ -251,9 +251,25 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
             (
                 1,
                 {"checkpoint": {"folder": folder}},
-                f'[checkpoint] folder = "{folder}" must be a folder within [job] dump_folder, like "traces"',
+                f'[checkpoint] folder = "{folder}" must be a name within [job] dump_folder, like "traces"',
             )
             for folder in ("/tmp/x", "../x", "a/../../x", ".")
+        ),
+        (
+            1,
+            {"checkpoint": {"save_request_file": "checkpoint"}},
+            '[checkpoint] save_request_file = "checkpoint" is that of [checkpoint] folder too; choose another',
+        ),
+        (
+            1,
+            {"checkpoint": {"initial_load_path": "/base"}},
+            '[checkpoint] initial_load_path = "/base" needs enable = true; set that, or unset it',
+        ),
+        (
+            1,
+            {"training": {"loss_spike_factor": 1.0}},
+            "[training] loss_spike_factor = 1.0 makes each loss near the mean of the others a spike; use a factor "
+            "above 1, like 3, or 0 for none",
         ),
         (
             1,
@@ -263,7 +279,7 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"profiling": {"save_traces_folder": "./tb/"}},
-            '[profiling] save_traces_folder = "./tb/" is the folder of [metrics] save_tb_folder too; choose another',
+            '[profiling] save_traces_folder = "./tb/" is that of [metrics] save_tb_folder too; choose another',
         ),
     ],
 )

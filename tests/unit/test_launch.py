@@ -193,7 +193,10 @@ def test_defaults(project: Project) -> None:
     assert project.calls("torchtitan_lite.config") == [f"--world-size 2 --get job.dump_folder {overrides}"]
     (call,) = project.calls("torch.distributed.run")
     (log_dir,) = (project.run_folder / "logs").iterdir()
-    assert call == (f"--standalone --nproc-per-node 2 --log-dir {log_dir} --tee 3 -m torchtitan_lite.train {overrides}")
+    assert call == (
+        f"--standalone --nproc-per-node 2 --max-restarts 0 --log-dir {log_dir} --tee 3 "
+        f"-m torchtitan_lite.train {overrides}"
+    )
 
 
 def test_several_nodes(project: Project) -> None:
@@ -213,6 +216,7 @@ def test_several_nodes(project: Project) -> None:
     [
         ({"NGPU": "two"}, "NGPU=two is not a whole number of 1 or more."),
         ({"NGPU": "0"}, "NGPU=0 is not a whole number of 1 or more."),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1 is not a whole number of 0 or more."),
         ({"NNODES": "1.5"}, "NNODES=1.5 is not a whole number of 1 or more."),
         ({"NNODES": "2"}, "NODE_RANK= is not a whole number of 0 or more."),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2; nodes count from 0."),
@@ -254,12 +258,15 @@ def test_number_of_processes_is_the_number_of_gpus(project: Project) -> None:
 
 def test_workers_are_heard_and_torchruns_report_is_kept(project: Project) -> None:
     torchrun = "echo '[rank0] step 1'; echo '[rank1] a warning' >&2; echo 'Traceback (most recent call last):' >&2; "
-    result = project.run("run_train.sh", TORCHRUN=torchrun + write_status("failed", 3, "no text") + "exit 1")
+    torchrun += write_status("failed", 3, "no text") + "exit 1"
+    result = project.run("run_train.sh", "two words", TORCHRUN=torchrun)
     (log_dir,) = (project.run_folder / "logs").iterdir()
     assert result.returncode == 3
     assert result.stdout == "[rank0] step 1\n"
     assert result.stderr.endswith(
-        f"[rank1] a warning\nexit code 3: no text\nrun folder: {project.run_folder}\nlogs: {log_dir}\n"
+        f"[rank1] a warning\nexit code 3: no text\nstep: 0\nlast checkpoint: none\nrun folder: {project.run_folder}\n"
+        f"logs: {log_dir}\nnext: mend the data; this starts anew: "
+        f"CONFIG_FILE={project.path}/train_configs/debug_model.toml NGPU=2 {project.path}/run_train.sh two\\ words\n"
     )
     assert "Traceback" not in result.stderr
     assert "Traceback" in (log_dir / "torchrun.log").read_text()
@@ -284,7 +291,7 @@ def test_a_signal_is_passed_on_and_the_end_awaited(project: Project, sent: signa
     assert "exit code 75: SIGTERM\n" in stderr
 
 
-def test_a_second_signal_kills_the_workers(project: Project) -> None:
+def test_a_second_sigint_kills_the_workers_and_a_sigterm_that_comes_again_at_once_does_not(project: Project) -> None:
     torchrun = "trap 'echo stopping' TERM; sleep 1000 & echo ready; while jobs %1 >/dev/null; do wait %1; done; exit 1"
     process = project.start("run_train.sh", TORCHRUN=torchrun)
     assert process.stdout is not None
@@ -292,5 +299,8 @@ def test_a_second_signal_kills_the_workers(project: Project) -> None:
     process.terminate()
     assert process.stdout.readline() == "stopping\n"
     process.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 75  # nothing had opened the run folder

@@ -13,6 +13,7 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.metrics import (
     MetricsProcessor,
     Rates,
+    Skips,
     StepValues,
     compute_rates,
     effective_peak,
@@ -159,12 +160,16 @@ class Recorder:
         self.records: list[Record] = []
         self.scalars: list[tuple[int, dict[str, float]]] = []
         self.closed_with: list[Summary | None] = []
+        self.flushed_after: list[int] = []
 
     def write(self, record):
         self.records.append(record)
 
     def write_scalars(self, step, scalars):
         self.scalars.append((step, scalars))
+
+    def flush(self):
+        self.flushed_after.append(len(self.records))
 
     def close(self, summary):
         self.closed_with.append(summary)
@@ -190,7 +195,7 @@ class Run:
         )
 
     def train_step(
-        self, seconds: float, *, data_s: float = 0.0, compile_s: float = 0.0, skipped: int = 0, settle: bool = False
+        self, seconds: float, *, data_s: float = 0.0, compile_s: float = 0.0, skips: int = 0, settle: bool = False
     ) -> Record | None:
         """Train for `seconds`, of which some are for data and compilation; the step's own record, if it is there."""
         with self.metrics.data_wait():
@@ -208,13 +213,16 @@ class Run:
             loss=loss,
             loss_max=loss + 0.5,
             grad_norm=loss / 2,
-            skipped_steps=torch.tensor(float(skipped)),
+            skipped_steps=torch.tensor(float(skips)),
+            consecutive_skips=torch.tensor(float(skips)),
             lr=0.1 * self.step,
         )
         before = len(self.recorder.records)
-        made = self.metrics.end_step(self.step, values, settle=settle)
+        made = self.metrics.end_step(self.step, values)
         assert made == (len(self.recorder.records) > before)
-        newest = self.recorder.records[-1] if made else None
+        if settle:
+            self.metrics.settle()
+        newest = self.recorder.records[-1] if self.recorder.records else None
         return newest if newest and newest.step == self.step else None
 
 
@@ -346,19 +354,58 @@ def test_time_outside_steps_starts_when_the_device_is_done():
     assert run.recorder.scalars == [(1, {"checkpoint_s": 1.0})]
 
 
-def test_a_step_without_an_update_is_told_of_from_its_record_on():
-    run = Run(log_freq=2)
+def test_the_longest_run_of_steps_without_an_update_is_known_whether_logged_or_not():
+    run = Run(log_freq=100)
     run.train_step(1.0)
-    assert run.metrics.non_finite is None
+    assert run.metrics.skips == Skips()
+    run.train_step(1.0, skips=1)
+    assert run.metrics.skips == Skips(consecutive=1, step=2, loss=8.0, grad_norm=4.0)
+    run.train_step(1.0, skips=2)
     run.train_step(1.0)
-    run.train_step(1.0, skipped=1)  # not logged
-    assert run.metrics.non_finite is None
-    record = run.train_step(1.0, skipped=1)
-    assert run.metrics.non_finite == record
-    assert record.skipped_steps == 1
+    run.train_step(1.0, skips=1)
+    assert run.metrics.skips == Skips(consecutive=2, step=3, loss=7.0, grad_norm=3.5)
+    assert [record.step for record in run.recorder.records] == [1]
+
+
+def test_skips_are_known_once_the_device_is_there():
+    run = Run(late_device=True)
+    run.train_step(1.0, skips=1)
+    assert run.metrics.skips == Skips()
+    run.device.done = run.clock.now
     run.train_step(1.0)
-    run.train_step(1.0, skipped=1)
-    assert run.metrics.non_finite == record  # the first that told
+    assert run.metrics.skips.consecutive == 1
+    assert run.device.waits == 0
+
+
+def test_settling_makes_the_last_steps_record_once_and_has_all_on_disk():
+    run = Run(log_freq=3)
+    for _ in range(4):
+        run.train_step(2.0)
+    assert [record.step for record in run.recorder.records] == [1, 3]
+    run.metrics.settle()
+    run.metrics.settle()
+    assert [record.step for record in run.recorder.records] == [1, 3, 4]
+    assert run.recorder.flushed_after == [3, 3]
+    run.train_step(2.0, data_s=0.5)
+    assert run.train_step(4.0, data_s=0.5).step_time_s == pytest.approx(3.0)  # of the steps since
+
+
+def test_what_comes_after_the_last_step_is_in_no_record():
+    """A signal may stop the run in the middle of a step, or while it waits for data."""
+    run = Run(log_freq=3)
+    run.train_step(2.0)
+    run.train_step(2.0)
+    with run.metrics.data_wait():
+        run.clock.now += 100.0
+    run.metrics.settle()
+    assert [(record.step, record.step_time_s) for record in run.recorder.records] == [(1, 2.0), (2, 2.0)]
+    assert run.recorder.records[-1].data_time_s == 0.0
+
+
+def test_nothing_is_settled_before_the_first_step():
+    run = Run()
+    run.metrics.settle()
+    assert run.recorder.records == []
 
 
 def test_summary_leaves_the_first_step_out_of_the_medians():

@@ -1,13 +1,14 @@
 """The schedule's values, literally, and the optimizer's settings."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan_lite.optim import build_optimizer, lr_factor, step_unless
+from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
 
 
 def factors(steps: int, **schedule: object) -> list[float]:
@@ -111,3 +112,35 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
         assert not caplog.records
         build_optimizer(parameters, OptimizerConfig(implementation="foreach"))
     assert 'implementation = "foreach" waits for the device in every step' in caplog.text
+
+
+def guarded(losses: list[float], norms: list[float] | None = None, **training: Any) -> tuple[UpdateGuard, list[float]]:
+    """A guard after steps of such losses and gradient norms, and what it said of each."""
+    guard = UpdateGuard(TrainingConfig(**training), device=torch.device("cpu"), skipped_steps=3, loss_mean=None)
+    pairs = zip(losses, norms or [1.0] * len(losses), strict=True)
+    return guard, [guard.found_inf(torch.tensor(loss), torch.tensor(norm)).item() for loss, norm in pairs]
+
+
+def test_a_loss_or_gradient_that_is_not_finite_has_no_update_and_counts() -> None:
+    guard, skipped = guarded([8.0, math.nan, math.inf, 8.0, 8.0], [1.0, 1.0, 1.0, math.nan, 1.0])
+    assert skipped == [0, 1, 1, 1, 0]
+    assert guard.skipped_steps == 3 + 3 and guard.consecutive_skips == 0
+    guard, skipped = guarded([8.0, 8.0, math.nan, math.nan])
+    assert guard.consecutive_skips == 2
+
+
+def test_a_spike_is_measured_against_the_mean_of_the_losses_that_counted() -> None:
+    guard, skipped = guarded([2.0, 4.0, 6.2, 6.0, math.nan], loss_spike_factor=3.0)
+    assert skipped == [0, 0, 1, 0, 1]  # 3 * (0.98 * 2 + 0.02 * 4) = 6.12
+    assert guard.loss_mean.item() == pytest.approx(0.98 * 2.04 + 0.02 * 6.0)
+
+
+def test_spikes_are_no_reason_unless_asked_for() -> None:
+    assert guarded([2.0, 200.0])[1] == [0, 0]
+
+
+def test_the_mean_goes_on_where_it_was() -> None:
+    training = TrainingConfig(loss_spike_factor=2.0)
+    guard = UpdateGuard(training, device=torch.device("cpu"), skipped_steps=0, loss_mean=2.5)
+    assert guard.found_inf(torch.tensor(5.5), torch.tensor(1.0)) == 1
+    assert guard.found_inf(torch.tensor(4.5), torch.tensor(1.0)) == 0

@@ -191,6 +191,7 @@ def test_schedule_follows_from_the_rate(bf16_8b):
     assert schedule["tokens_per_day"] == pytest.approx(8 * 6297 * 86400)
     assert schedule["run_days"] == pytest.approx(1000 * 8192 / 6297 / 86400)
     assert schedule["checkpoint_bytes"] == 12 * 8_030_261_248
+    assert schedule["checkpoint_s"] == pytest.approx(12.045, abs=0.001)  # each of 8 ranks writes 1 GB/s
 
 
 def test_405b_on_512_gpus():

@@ -3,6 +3,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,13 @@ import pytest
 from torchtitan_lite import run_folder
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run_folder import (
+    NEXT,
+    Outcome,
     RunFolder,
     Status,
     StorageError,
     find_outcome,
+    format_outcome,
     open_run_folder,
     read_status,
     report_failure,
@@ -79,6 +84,7 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
         "last_checkpoint": None,
         "cause": None,
         "exit_code": None,
+        "rank": None,
     }
     folder.running(step=7, last_checkpoint="step-00000005")
     folder.done()
@@ -103,17 +109,18 @@ def test_a_stopped_run_exits_with_75(tmp_path: Path) -> None:
 def test_the_first_cause_stays(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     folder.running(step=2, last_checkpoint=None)
-    report_failure(tmp_path, cause="the text ended", exit_code=3)
+    report_failure(tmp_path, cause="the text ended", exit_code=3, rank=1)
     first = status_on_file(tmp_path)
-    assert (first["state"], first["step"], first["cause"], first["exit_code"]) == ("failed", 2, "the text ended", 3)
-    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6)
+    assert (first["state"], first["step"], first["cause"]) == ("failed", 2, "the text ended")
+    assert (first["exit_code"], first["rank"]) == (3, 1)
+    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=None)
     folder.running(step=3, last_checkpoint=None)
     folder.stopped(cause="SIGTERM")
     assert status_on_file(tmp_path) == first
 
 
 def test_a_failure_without_a_status_is_written(tmp_path: Path) -> None:
-    report_failure(tmp_path, cause="no space", exit_code=7)
+    report_failure(tmp_path, cause="no space", exit_code=7, rank=None)
     assert status_on_file(tmp_path)["cause"] == "no space"
 
 
@@ -176,13 +183,24 @@ def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
     assert status_on_file(tmp_path)["state"] == "running"
 
 
+def test_a_run_that_resumes_keeps_step_and_last_checkpoint_should_it_fail_before_its_first_step(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=7, last_checkpoint="step-00000005")
+    folder.close()
+    open_folder(tmp_path, resume=True)
+    report_failure(tmp_path, cause="other data", exit_code=3, rank=None)
+    status = status_on_file(tmp_path)
+    assert (status["step"], status["last_checkpoint"], status["cause"]) == (7, "step-00000005", "other data")
+
+
 def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     open_folder(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", "status.json"]
 
 
-def test_a_live_run_keeps_others_out_until_it_closes(tmp_path: Path) -> None:
+def test_a_live_run_keeps_others_out_until_it_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
     folder = open_folder(tmp_path)
     folder.running(step=4, last_checkpoint=None)
     with pytest.raises(
@@ -191,6 +209,12 @@ def test_a_live_run_keeps_others_out_until_it_closes(tmp_path: Path) -> None:
         open_folder(tmp_path)
     assert status_on_file(tmp_path)["step"] == 4
     folder.close()
+    open_folder(tmp_path).close()
+
+
+def test_a_lock_that_is_freed_soon_is_waited_for(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    threading.Timer(0.5, folder.close).start()
     open_folder(tmp_path).close()
 
 
@@ -211,46 +235,99 @@ def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path, place: str) 
         open_folder(tmp_path / place)
 
 
+LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
+
+
 @pytest.mark.parametrize(
     ("status", "report", "signalled", "outcome"),
     [
-        (Status("failed", 0, 0, cause="bad text", exit_code=3), report(2), False, ("bad text", 3)),
-        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), "", True, ("SIGTERM", 75)),
-        (Status("done", 0, 0, exit_code=0), "", True, ("done", 0)),
-        (Status("running", 0, 0), report(-9), False, ("rank 9 was killed by SIGKILL", 6)),
-        (Status("failed", 0, 0, cause="no peer", exit_code=1), report(-11), False, ("rank 9 was killed by SIGSEGV", 6)),
-        (Status("running", 0, 0), report(1, other=-9, pid=1), False, ("rank 8 was killed by SIGKILL", 6)),
-        (Status("running", 0, 0), "", True, ("killed before it could stop at a step's end", 6)),
-        (None, report(2), False, ("rank 9 ended with exit code 2", 2)),
-        (None, "", True, ("stopped by a signal before the first step", 75)),
-        (None, "", False, ("torchrun failed", 1)),
+        (Status("failed", 0, 0, cause="bad text", exit_code=3), report(2), False, Outcome("bad text", 3)),
+        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), "", True, Outcome("SIGTERM", 75)),
+        (Status("done", 0, 0, exit_code=0), "", True, Outcome("done", 0)),
+        (Status("running", 0, 0), report(-9), False, Outcome("rank 9 was killed by SIGKILL", 6, 9)),
+        (
+            Status("failed", 0, 0, cause="x", exit_code=1),
+            report(-11),
+            False,
+            Outcome("rank 9 was killed by SIGSEGV", 6, 9),
+        ),
+        (LOST, report(-9), False, Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 9)),
+        (replace(LOST, rank=4), report(-9), False, Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4)),
+        (Status("running", 0, 0), report(1, other=-9, pid=1), False, Outcome("rank 8 was killed by SIGKILL", 6, 8)),
+        (Status("running", 0, 0), "", True, Outcome("killed before it could stop at a step's end", 6)),
+        (None, report(2), False, Outcome("rank 9 ended with exit code 2", 2, 9)),
+        (None, "", True, Outcome("stopped by a signal before the first step", 75)),
+        (None, "", False, Outcome("torchrun failed", 1)),
     ],
 )
-def test_outcome(status: Status | None, report: str, signalled: bool, outcome: tuple[str, int]) -> None:
-    assert find_outcome(status, report=report, signalled=signalled) == outcome
+def test_outcome(status: Status | None, report: str, signalled: bool, outcome: Outcome) -> None:
+    assert find_outcome(status, report=report, torchrun=1, signalled=signalled) == outcome
+
+
+def test_a_killed_torchrun_is_told_of_where_no_rank_has_told_yet() -> None:
+    running = Status("running", 0, 0)
+    killed = Outcome("torchrun was killed by SIGKILL", 6)
+    assert find_outcome(running, report="", torchrun=137, signalled=False) == killed
+    assert find_outcome(LOST, report="", torchrun=137, signalled=False) == Outcome("rank 9 hangs", 6)
 
 
 def run_main(path: Path, *, since: float, text: str) -> subprocess.CompletedProcess:
     (path / "torchrun.log").write_text(text)
     command = [sys.executable, "-m", "torchtitan_lite.run_folder", path, "--log-dir", path, "--since", str(since)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(
+        [*command, "--command", "./again", "--torchrun", "1", "--first-rank", "8"], capture_output=True, text=True
+    )
 
 
 def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:
-    open_folder(tmp_path).close()
-    report_failure(tmp_path, cause="connection reset", exit_code=1)
+    folder = open_folder(tmp_path)
+    folder.running(step=7, last_checkpoint="a/step-00000005")
+    report_failure(tmp_path, cause="connection reset", exit_code=1, rank=None)
+    folder.close()
+    for attempt in (2, 10):
+        (tmp_path / f"none_x/attempt_{attempt}/1").mkdir(parents=True)
     result = run_main(tmp_path, since=0, text=report(-9))
     assert result.returncode == 6
-    assert result.stderr == (f"exit code 6: rank 9 was killed by SIGKILL\nrun folder: {tmp_path}\nlogs: {tmp_path}\n")
+    assert result.stderr == (
+        "exit code 6: rank 9 was killed by SIGKILL\nrank: 9\nstep: 7\nlast checkpoint: a/step-00000005\n"
+        f"run folder: {tmp_path}\nlogs: {tmp_path}/none_x/attempt_10/1/{{stdout,stderr}}.log\n"
+        "next: look at the logs and at the host of that rank; this goes on from the last checkpoint: ./again\n"
+    )
     status = status_on_file(tmp_path)
     assert (status["state"], status["cause"], status["exit_code"]) == ("failed", "rank 9 was killed by SIGKILL", 6)
+    assert (status["step"], status["rank"]) == (7, 9)
 
 
-def test_main_ignores_the_status_of_an_earlier_run(tmp_path: Path) -> None:
+def test_main_leaves_the_status_of_an_earlier_run_and_tells_its_checkpoint(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
-    folder.done()
+    folder.running(step=7, last_checkpoint="a/step-00000005")
     before = status_on_file(tmp_path)
     result = run_main(tmp_path, since=before["started"] + 1, text="No module named torch\n")
     assert result.returncode == 1
-    assert result.stderr.startswith("No module named torch\nexit code 1: torchrun failed\n")
+    assert result.stderr == (
+        "No module named torch\nexit code 1: torchrun failed\nstep: 7\nlast checkpoint: a/step-00000005\n"
+        f"run folder: {tmp_path}\nlogs: {tmp_path}\n"
+        "next: look at the logs; this goes on from the last checkpoint: ./again\n"
+    )
     assert status_on_file(tmp_path) == before
+
+
+def test_main_waits_for_ranks_that_outlive_torchrun(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+
+    def end() -> None:
+        report_failure(tmp_path, cause="torchrun is gone", exit_code=6, rank=None)
+        folder.close()
+
+    threading.Timer(1.5, end).start()
+    result = run_main(tmp_path, since=0, text="")
+    assert result.returncode == 6
+    assert result.stderr.startswith("exit code 6: torchrun is gone\n")
+
+
+@pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6, 7, 75])
+def test_each_exit_code_has_its_advice(exit_code: int, tmp_path: Path) -> None:
+    text = format_outcome(Outcome("x", exit_code), None, path=tmp_path, logs="here", command="./again")
+    assert text.startswith(f"exit code {exit_code}: x\nstep: 0\nlast checkpoint: none\n")
+    assert text.endswith("; this starts anew: ./again")
+    assert f"next: {NEXT[exit_code].format(path=tmp_path)};" in text

@@ -1,23 +1,13 @@
-"""The parts of the trainer that need no process group."""
+"""The parts of the main job that need no process group."""
 
 import errno
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from torchtitan_lite.config import Config, DebugConfig, MetricsConfig
-from torchtitan_lite.errors import NumericError, StorageError
-from torchtitan_lite.train import check_finite, explain_disk_failure, run_entries, set_determinism
-
-
-def test_steps_without_an_update_end_the_run() -> None:
-    check_finite(None)
-    record: Any = SimpleNamespace(step=7, skipped_steps=2, loss=math.nan, grad_norm=1.0)
-    with pytest.raises(NumericError, match=r"2 of the steps up to 7 had .*; step 7: loss = nan, grad_norm = 1.0\."):
-        check_finite(record)
+from torchtitan_lite.config import Config, JobConfig, MetricsConfig
+from torchtitan_lite.errors import DataError, RankLostError, StorageError
+from torchtitan_lite.train import explain, run_entries
 
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
@@ -25,23 +15,30 @@ def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     assert entries == ["metrics.jsonl", "wandb", "checkpoint", "curves", "profile_traces", "memory_snapshot"]
 
 
-def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    try:
-        set_determinism(DebugConfig(seed=3))
-        first = torch.rand(1)
-        assert not torch.are_deterministic_algorithms_enabled()
-        set_determinism(DebugConfig(seed=3, deterministic=True))
-        assert torch.equal(torch.rand(1), first)
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+class Watchdog:
+    def explain(self, error: BaseException) -> RankLostError:
+        return RankLostError(f"rank 1 has ended; {error}")
 
 
-def test_a_failing_disk_is_told_from_other_failures() -> None:
-    full = explain_disk_failure(OSError(errno.ENOSPC, "No space left on device"), "/runs/a")
+@pytest.fixture
+def arguments() -> dict[str, Any]:
+    return {"config": Config(job=JobConfig(dump_folder="/runs/a")), "watchdog": Watchdog()}
+
+
+def test_a_failing_disk_is_told_from_other_failures(arguments: dict[str, Any]) -> None:
+    full = explain(OSError(errno.ENOSPC, "No space left on device"), **arguments)
     assert isinstance(full, StorageError) and full.exit_code == 7
     assert str(full).startswith('[job] dump_folder = "/runs/a": [Errno 28] No space left on device; make room')
-    for other in (OSError(errno.ECONNRESET, "reset"), ValueError("no")):
-        assert explain_disk_failure(other, "/runs/a") is other
+
+
+def test_a_collective_that_failed_is_a_lost_rank(arguments: dict[str, Any]) -> None:
+    lost = explain(RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"), **arguments)
+    assert isinstance(lost, RankLostError) and lost.exit_code == 6
+    assert str(lost).startswith("rank 1 has ended; ")
+
+
+def test_an_error_for_users_is_what_it_is_and_others_are_none(arguments: dict[str, Any]) -> None:
+    error = DataError("no text")
+    assert explain(error, **arguments) is error
+    for other in (OSError(errno.ECONNRESET, "reset"), ValueError("no"), RuntimeError("shapes differ")):
+        assert explain(other, **arguments) is None

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from torchtitan_lite.config.keys import did_you_mean, show
 from torchtitan_lite.config.sections import (
     ActivationCheckpointConfig,
+    CheckpointConfig,
     CompileConfig,
     Config,
     DatasetConfig,
@@ -129,6 +130,8 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("compile",), _check_compile(c.compile)),
         (("float8",), _check_float8(c.float8)),
         (("training",), _check_datasets(c.training)),
+        (("training",), _check_loss_spike(c.training)),
+        (("checkpoint",), _check_checkpoint(c.checkpoint)),
         (("validation",), _check_validation(c.validation)),
         (("checkpoint", "metrics", "profiling"), _check_folders(c)),
     ]
@@ -240,6 +243,22 @@ def _check_datasets(training: TrainingConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _check_loss_spike(training: TrainingConfig) -> Iterator[str]:
+    if 0 < training.loss_spike_factor <= 1:
+        yield (
+            f"[training] loss_spike_factor = {training.loss_spike_factor} makes each loss near the mean of the others "
+            "a spike; use a factor above 1, like 3, or 0 for none"
+        )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> Iterator[str]:
+    if checkpoint.initial_load_path is not None and not checkpoint.enable:
+        yield (
+            f"[checkpoint] initial_load_path = {show(checkpoint.initial_load_path)} needs enable = true; set that, or "
+            "unset it"
+        )
+
+
 def _check_validation(validation: ValidationConfig) -> Iterator[str]:
     if validation.dataset and validation.dataset_path:
         yield (
@@ -249,10 +268,11 @@ def _check_validation(validation: ValidationConfig) -> Iterator[str]:
 
 
 def _check_folders(config: Config) -> Iterator[str]:
-    """Each part of a run writes to a folder of its own, within the run folder."""
+    """Each part of a run has a name of its own within the run folder."""
     owners: dict[PurePosixPath, str] = {}
     for name, value in (
         ("[checkpoint] folder", config.checkpoint.folder),
+        ("[checkpoint] save_request_file", config.checkpoint.save_request_file),
         ("[metrics] save_tb_folder", config.metrics.save_tb_folder),
         ("[profiling] save_traces_folder", config.profiling.save_traces_folder),
         ("[profiling] save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder),
@@ -260,8 +280,8 @@ def _check_folders(config: Config) -> Iterator[str]:
         folder = PurePosixPath(value)
         owner = owners.setdefault(folder, name)
         if folder.is_absolute() or ".." in folder.parts or not folder.parts:
-            yield f'{name} = {show(value)} must be a folder within [job] dump_folder, like "traces"'
+            yield f'{name} = {show(value)} must be a name within [job] dump_folder, like "traces"'
         elif folder.parts[0] in RUN_FILES:
             yield f"{name} = {show(value)} is a name that every run uses for its own; choose another"
         elif owner != name:
-            yield f"{name} = {show(value)} is the folder of {owner} too; choose another"
+            yield f"{name} = {show(value)} is that of {owner} too; choose another"

@@ -103,6 +103,10 @@ class TrainingConfig(Section):
     """Tokens in a sequence."""
     max_norm: Positive = 1.0
     """Gradients are scaled down to this global norm."""
+    max_consecutive_skips: Count = 5
+    """Steps in a row without an update, their loss or gradient not finite or a spike, that end the run."""
+    loss_spike_factor: NonNegative = 0.0
+    """A step whose loss is above this times the running mean of the losses has no update; 0: off."""
     steps: Count = 1000
     """Optimizer steps to train."""
     epochs: Positive | None = None
@@ -197,8 +201,18 @@ class CheckpointConfig(Section):
     """Steps between saves; the last step is always saved."""
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Save while training goes on, from a snapshot in CPU memory; pinned: copied there faster (GPU runs)."""
     load_step: AllOrCount = -1
-    """Step to resume from; -1: the newest, if any; 0: none, start anew."""
+    """Step to resume from, and no other; -1: the newest that verifies, if any; 0: none, start anew."""
+    initial_load_path: Folder | None = None
+    """Checkpoint that a new run takes its weights from: a step's folder, or one of scripts/convert_hf.py import."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """After a save that failed: stop the run, or warn and train on; exit code 7 anyway if the last save failed."""
+    verify_hashes: bool = True
+    """Before loading, compare each file's SHA-256 with the manifest; false: only its size."""
+    save_request_file: Name = "SAVE"
+    """A file of this name in job.dump_folder asks for a save at the end of the step, and is removed."""
 
 
 class ValidationConfig(Section):

@@ -91,7 +91,9 @@ class StepValues:
     grad_norm: Tensor
     """Before clipping."""
     skipped_steps: Tensor
-    """Steps that this process left without an update."""
+    """Steps of the run that had no update."""
+    consecutive_skips: Tensor
+    """Those since the last step that had one."""
     lr: float
 
 
@@ -110,16 +112,32 @@ class _Interval:
     compile: Spans = field(default_factory=list)
     """Compilation, within the spans."""
 
+    def with_step(self, span: tuple[Any, Any]) -> "_Interval":
+        """A copy that ends with one more step, at the end of `span`."""
+        return _Interval(self.steps + 1, [*self.spans, span], list(self.data), list(self.compile))
+
 
 @dataclass(frozen=True)
-class _Pending:
-    """A logged step whose values are on their way to the host."""
+class Skips:
+    """Steps in a row that had no update, and what the last of them came to."""
+
+    consecutive: int = 0
+    step: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A step whose values are on their way to the host."""
 
     step: int
     values: StepValues
     copy: Tensor
     interval: _Interval
+    """The steps since the last record, up to this one."""
     time: float
+    logged: bool
 
     @property
     def arrives(self) -> Any:
@@ -154,14 +172,14 @@ class MetricsProcessor:
         self._n_devices = n_devices
         self._writers = writers
         self._clock = clock or build_clock(device)
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Ended] = deque()
+        self._last_ended: _Ended | None = None
         self._last_record: Record | None = None
-        self.non_finite: Record | None = None
-        """The first record that tells of steps whose loss or gradient was not finite, if there is one."""
+        self.skips = Skips()
+        """The longest run of steps without an update, as far as the host knows."""
         self._steady: list[Rates] = []
         self._times: dict[str, float] = {"training": 0.0, "data": 0.0, "compile": 0.0}
         self._tokens = start_tokens
-        self._logged = False
         self._interval = _Interval()
         self._outside = False
         self._began = self._compile_began = self._clock.now()
@@ -171,10 +189,11 @@ class MetricsProcessor:
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """Time under it is the step's wait for data."""
+        """Time under it is the step's wait for data; within `outside_step` it counts there."""
         began = self._clock.now()
         yield
-        self._interval.data.append((began, self._clock.now()))
+        if not self._outside:
+            self._interval.data.append((began, self._clock.now()))
 
     def compile_began(self) -> None:
         """Until `compile_ended`, time is torch.compile's; within `outside_step` it counts there."""
@@ -191,7 +210,7 @@ class MetricsProcessor:
         self._end_span()
         began = self._clock.now()
         self._clock.wait(began)  # what the steps have queued is their time
-        self._write_arrived()
+        self._take_arrived()
         self._outside = True
         yield
         self._outside = False
@@ -203,34 +222,56 @@ class MetricsProcessor:
         """Hand the writers the validation loss after `step`."""
         self._write_scalars(step, {"validation_loss": loss})
 
-    def end_step(self, step: int, values: StepValues, *, settle: bool) -> bool:
+    def end_step(self, step: int, values: StepValues) -> bool:
         """Take what `step` produced; whether new records were made, of this step or earlier ones.
 
-        Logged are this process's first step, alone, since it holds compilation and warm-up; each multiple of log_freq;
-        and a step to `settle`, after which every record is made, which waits for the device."""
-        self._interval.steps += 1
-        if not self._logged or step % self.log_freq == 0 or settle:
-            self._logged = True
-            on_device = (values.loss, values.loss_max, values.grad_norm, values.skipped_steps)
-            copy = torch.stack(on_device).to("cpu", non_blocking=True)
-            self._end_span()
-            self._pending.append(_Pending(step, values, copy, self._interval, time.time()))
-            self._interval = _Interval()
-            self._began = self._pending[-1].arrives
-            if settle:
-                self._clock.wait(self._pending[-1].arrives)
-        return self._write_arrived()
+        Logged are this process's first step, alone, since it holds compilation and warm-up, and each multiple of
+        log_freq."""
+        logged = self._last_ended is None or step % self.log_freq == 0
+        on_device = (values.loss, values.loss_max, values.grad_norm, values.skipped_steps, values.consecutive_skips)
+        copy = torch.stack(on_device).to("cpu", non_blocking=True)
+        interval = self._interval.with_step((self._began, self._clock.now()))
+        ended = self._last_ended = _Ended(step, values, copy, interval, time.time(), logged)
+        self._pending.append(ended)
+        if logged:
+            self._begin_interval(ended)
+        else:
+            self._interval.steps += 1
+        return self._take_arrived()
 
-    def _write_arrived(self) -> bool:
-        """Make the records of the steps that the device has done, in order; whether there were any."""
+    def settle(self) -> None:
+        """Make the records of all steps that have ended, of the last one in any case, and have them on disk. Waits for
+        the device; for a step's end, before what comes between steps."""
+        if (last := self._last_ended) is None:
+            return
+        self._clock.wait(last.arrives)
+        self._take_arrived()
+        if self._last_record is None or self._last_record.step < last.step:
+            self._write(last)
+            self._begin_interval(last)
+        for writer in self._writers:
+            writer.flush()
+
+    def _begin_interval(self, ended: _Ended) -> None:
+        """Count the time from the end of a step on for the next record."""
+        self._interval = _Interval()
+        self._began = ended.arrives
+
+    def _take_arrived(self) -> bool:
+        """Take the values of the steps that the device has done, in order; whether there were records among them."""
         before = self._last_record
         while self._pending and self._clock.passed(self._pending[0].arrives):
-            self._write(self._pending.popleft())
+            ended = self._pending.popleft()
+            loss, _, grad_norm, _, consecutive = ended.copy.tolist()
+            if consecutive > self.skips.consecutive:
+                self.skips = Skips(int(consecutive), ended.step, loss, grad_norm)
+            if ended.logged:
+                self._write(ended)
         return self._last_record is not before
 
-    def _write(self, pending: _Pending) -> None:
-        interval, values = pending.interval, pending.values
-        loss, loss_max, grad_norm, skipped_steps = pending.copy.tolist()
+    def _write(self, ended: _Ended) -> None:
+        interval, values = ended.interval, ended.values
+        loss, loss_max, grad_norm, skipped_steps, _ = ended.copy.tolist()
         span_s, data_s, compile_s = (
             sum(self._clock.seconds(*span) for span in spans)
             for spans in (interval.spans, interval.data, interval.compile)
@@ -244,7 +285,7 @@ class MetricsProcessor:
             peaks=self._peaks,
         )
         record = Record(
-            step=pending.step,
+            step=ended.step,
             tokens=values.tokens,
             epochs=values.epochs,
             loss=loss,
@@ -256,19 +297,17 @@ class MetricsProcessor:
             step_time_s=(training_s + data_s) / interval.steps,
             data_time_s=data_s / interval.steps,
             memory_gib=peak_memory_gib(self._device),
-            time=pending.time,
+            time=ended.time,
         )
         if self._last_record is not None:
             self._steady.append(rates)
-        if record.skipped_steps:
-            self.non_finite = self.non_finite or record
         self._last_record, self._tokens = record, values.tokens
         self._times["training"] += training_s
         self._times["data"] += data_s
         for writer in self._writers:
             writer.write(record)
         if compile_s:
-            self._write_time(pending.step, "compile", compile_s)
+            self._write_time(ended.step, "compile", compile_s)
 
     def summary(self) -> Summary | None:
         """The outcome so far; None if no step was trained."""

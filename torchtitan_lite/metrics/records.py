@@ -23,7 +23,7 @@ class Record:
     """Before clipping."""
     lr: float
     skipped_steps: int
-    """Steps that this process left without an update, because their loss or gradient was not finite."""
+    """Steps of the run that had no update, because their loss or gradient was not finite or a spike."""
     tps: float
     """Tokens per second per device, waits for data and compilation left out."""
     tflops: float
@@ -86,6 +86,9 @@ class Writer(Protocol):
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take figures that belong to no step's record, such as a validation's, by name. Seconds end in `_s`."""
+
+    def flush(self) -> None:
+        """Have all that was taken on disk."""
 
     def close(self, summary: Summary | None) -> None:
         """Take how the run went, None if no step was trained, and have all that was taken on disk."""

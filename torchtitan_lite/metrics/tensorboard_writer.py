@@ -1,5 +1,6 @@
 """TensorBoard curves, laid out for reading, with the run's config and the values to compare runs by."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,11 +98,17 @@ class TensorBoardWriter:
         self.write_scalars(record.step, figures)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to each of their curves, and have it on disk."""
+        """Add a point to each of their curves, and have it with the operating system."""
         # As one event, which takes a fifth of the time that one for each curve does.
         points = [Points.Value(tag=tag, simple_value=y) for name, y in scalars.items() for tag in _tags(name)]
         self._file.add_summary(Points(value=points), step)
         self._events.flush()
+
+    def flush(self) -> None:
+        """Have all points on disk."""
+        for path in Path(self._events.log_dir).glob("events.out.tfevents.*"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def close(self, summary: Summary | None) -> None:
         """Add the outcome beside the hparams, and close the event file."""

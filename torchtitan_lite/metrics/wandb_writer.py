@@ -67,6 +67,9 @@ class WandbWriter:
         """Log the figures beside those of the step's record."""
         self._attempt(lambda run: run.log(dict(scalars), step=step))
 
+    def flush(self) -> None:
+        """Nothing is left to do: wandb keeps its own log."""
+
     def close(self, summary: Summary | None) -> None:
         """Add the outcome to the run's summary, and wait for the upload, UPLOAD_TIMEOUT_S at most."""
         if summary is not None:

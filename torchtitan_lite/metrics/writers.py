@@ -50,8 +50,11 @@ class ConsoleWriter:
         figures = "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
         logger.info(f"{self._paint(_RED, self._step(step))}  {figures}")
 
-    def close(self, summary: Summary | None) -> None:
+    def flush(self) -> None:
         """Nothing is left to do: the log writes each line at once."""
+
+    def close(self, summary: Summary | None) -> None:
+        """As `flush`."""
 
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -89,6 +92,10 @@ class JsonlWriter:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """They are left out: every line of the file has the same keys, and every step one line."""
+
+    def flush(self) -> None:
+        """Have all lines on disk."""
+        os.fsync(self._file.fileno())
 
     def close(self, summary: Summary | None) -> None:
         """Close the file."""

@@ -1,21 +1,30 @@
-"""The process group: joining it, its time-outs, and the few agreements between ranks that are not about tensors."""
+"""The process group: joining it, its time-outs, its end."""
 
 import os
-import signal
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_lite.config import CommConfig
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.parallel.store import connect_store
 
-T = TypeVar("T")
+NCCL_EXTRA_SECONDS = 30
+"""That NCCL waits longer than gloo: at its time-out NCCL aborts the process, where gloo raises an error."""
+
+
+def read_rank() -> tuple[int, int]:
+    """This process's rank and the number of processes, from the environment. Raises ConfigError outside torchrun."""
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "this process was not started by torchrun (RANK is not set); use "
+            "torchrun --nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def init_distributed(comm: CommConfig) -> torch.device:
@@ -23,11 +32,7 @@ def init_distributed(comm: CommConfig) -> torch.device:
     tensors and gloo for CPU tensors.
 
     Raises ConfigError outside torchrun, and where a host has more processes than GPUs."""
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "this process was not started by torchrun (RANK is not set); use "
-            "torchrun --nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
-        )
+    rank, world_size = read_rank()
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.is_available():
         if local_size > torch.cuda.device_count():
@@ -48,56 +53,27 @@ def init_distributed(comm: CommConfig) -> torch.device:
             )
         device = torch.device("cpu")
         backend = "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=comm.init_timeout_seconds))
+    timeout = comm.init_timeout_seconds
+    store = connect_store(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    set_timeouts(timeout)
     return device
 
 
-def set_timeouts(seconds: int) -> None:
-    """Let collectives of every process group take `seconds` from now on."""
+def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> None:
+    """Let collectives of every process group but one take `seconds` from now on."""
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if group is not but_of:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if torch.device("cuda") in group._device_types:
+                group._get_backend(torch.device("cuda"))._set_default_timeout(
+                    timedelta(seconds=seconds + NCCL_EXTRA_SECONDS)
+                )
 
 
-def on_rank0(make: Callable[[], T]) -> T:
-    """What `make` returned on rank 0, where alone it runs. A RunError that it raised is raised on every rank."""
-    outcome: list[T | RunError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [make()]
-        except RunError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome)
-    if isinstance(outcome[0], RunError):
-        raise outcome[0]
-    return outcome[0]  # type: ignore[return-value]
-
-
-def leave_distributed(exit_code: int) -> NoReturn:
+def end_process(exit_code: int) -> NoReturn:
     """End this process without tearing the interpreter down: gloo's threads may outlive the process group, and then
-    abort the process after all its work is done."""
-    dist.destroy_process_group()
+    abort the process after all its work is done; and a thread may wait for ranks that are lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-class StopSignal:
-    """SIGTERM or SIGINT as a wish that all ranks share: a stop at the end of the step. SIGTERM may come again, as some
-    schedulers signal every process and torchrun passes it on too; a second SIGINT ends this process at once."""
-
-    def __init__(self) -> None:
-        self._received = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def agreed(self, *, failed: bool) -> tuple[signal.Signals | None, bool]:
-        """The signal that some rank has received, if any, and whether some rank has `failed`: the same answer on all
-        ranks. A collective call on CPU."""
-        said = torch.tensor([self._received, failed], dtype=torch.int32)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        number, any_failed = said.tolist()
-        return (signal.Signals(number) if number else None), bool(any_failed)

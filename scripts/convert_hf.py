@@ -1,0 +1,55 @@
+#!/usr/bin/env python3
+"""Weights as Hugging Face's transformers read them, and back.
+
+  export STEP_DIR OUT_DIR   a checkpoint as a model: safetensors, config.json and, where it can, the tokenizer
+  import HF_DIR OUT_DIR     a Llama 3 model as a checkpoint for [checkpoint] initial_load_path
+
+OUT_DIR must be new or empty.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_lite.convert_hf import export_hf, import_hf
+from torchtitan_lite.errors import RunError
+from torchtitan_lite.logger import init_logger
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser("export", help="a checkpoint as a Hugging Face model")
+    export.add_argument("step_dir", type=Path, help="checkpoint, such as outputs/checkpoint/step-00000100")
+    export.add_argument("out_dir", type=Path, help="folder to make")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "keep"), default="keep", help="of the weights (keep: as saved)"
+    )
+    import_ = commands.add_parser("import", help="a Hugging Face model as a checkpoint")
+    import_.add_argument("hf_dir", type=Path, help="folder with config.json and safetensors files")
+    import_.add_argument("out_dir", type=Path, help="folder to make")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 2 if OUT_DIR is not free, 4 for weights that are broken or do not fit, 7 if the disk fails, 130
+    after Ctrl-C."""
+    init_logger()
+    args = parse_arguments(argv)
+    try:
+        if args.command == "export":
+            export_hf(args.step_dir, args.out_dir, dtype=args.dtype)
+        else:
+            import_hf(args.hf_dir, args.out_dir)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Kills a run by SIGKILL, torchrun and all its workers, again and again; resumes it each time, and compares its last
+checkpoint with that of a run that nothing happened to. Prints what was lost. Exit code 0: nothing but steps.
+
+  --kills N   (default: 30); every second one in a save, the others at any moment
+  --seed N    of the moments (default: 0)
+  overrides   any other key of the config, as in training: --checkpoint.async_mode async
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
+from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, step_folder
+
+ROOT = Path(__file__).parents[1]
+LONGEST_S = 4.0
+"""From the first new file of a resumed run, its log, to a kill at any moment."""
+SAVE_S = 0.1
+"""From the start of a save to a kill that is meant to be in it."""
+NEVER = 10**6
+"""Steps of a run that is to be killed."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What a kill left."""
+
+    in_save: bool
+    trained: int
+    """Last step in metrics.jsonl."""
+    newest: int
+    """Step of the newest checkpoint, 0 if there is none."""
+    broken: list[str]
+    """Checkpoints of which not every byte is as written, a line each."""
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all below it, the parents first, and wait until they are gone."""
+    pids = descendants(pid)
+    for each in pids:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+    while any(is_alive(each) for each in pids):
+        time.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all below it, parents before children."""
+    tasks = Path(f"/proc/{pid}/task")
+    with suppress(OSError):
+        children = [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
+        return [pid, *(each for child in children for each in descendants(child))]
+    return [pid]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended, but that nobody has waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_runs(command: Callable[[Path], list[str]], *, folder: Path, kills: int, seed: int) -> tuple[list[Kill], bool]:
+    """What each of the kills left of a run, and whether it got to the same state as one that was not killed.
+
+    `command` is that of a run in the given folder, to which --training.steps is added. Runs are in subfolders of
+    `folder`."""
+    killed, whole = folder / "killed", folder / "whole"
+    moments = random.Random(seed)
+    found = [kill_once(command(killed), killed, moments, in_save=number % 2 == 1) for number in range(kills)]
+    last = found[-1].newest + 2
+    for path in (killed, whole):
+        subprocess.run([*command(path), f"--training.steps={last}"], check=True, stdout=subprocess.DEVNULL)
+    comparison = compare(step_folder(killed / "checkpoint", last), step_folder(whole / "checkpoint", last))
+    drafts = list((killed / "checkpoint").glob(f"{DRAFT_PREFIX}*"))
+    return found, not (comparison.values or comparison.tensors or comparison.progress or drafts)
+
+
+def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_save: bool) -> Kill:
+    """What is left of a run in `folder` that is started, and killed at one of the random moments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoints, log = folder / "checkpoint", folder / "killed.log"
+    since = time.time()
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, f"--training.steps={NEVER}"], stdout=output, stderr=output)
+    try:
+        while not (has_draft(checkpoints, since) if in_save else log.stat().st_size):
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, SAVE_S if in_save else LONGEST_S))
+    finally:
+        kill_tree(process.pid)
+        process.wait()
+    steps = committed_steps(checkpoints)
+    return Kill(
+        in_save=has_draft(checkpoints, since),
+        trained=(folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0,
+        newest=steps[-1] if steps else 0,
+        broken=[
+            f"step {step}: {problem}"
+            for step in steps
+            for problem in verify_checkpoint(step_folder(checkpoints, step), hashes=True)
+        ],
+    )
+
+
+def has_draft(checkpoints: Path, since: float) -> bool:
+    """Whether there is a checkpoint that has been being written or deleted since then."""
+    with suppress(FileNotFoundError):  # it was a moment ago
+        return any(path.stat().st_mtime > since for path in checkpoints.glob(f"{DRAFT_PREFIX}*"))
+    return False
+
+
+def main(argv: list[str]) -> int:
+    """Kill runs of the debug model on two processes, and print what that led to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    options, overrides = parser.parse_known_args(argv)
+
+    def command(folder: Path) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        config = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml", "--job.dump_folder", f"{folder}"]
+        saves = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=3"]
+        small = ["--training.seq_len=64", "--training.local_batch_size=2", "--lr_scheduler.total_steps=100"]
+        return [*torchrun, "-m", "torchtitan_lite.train", *config, *saves, *small, *overrides]
+
+    with tempfile.TemporaryDirectory(prefix="kill-runs-") as folder:
+        kills, same = kill_runs(command, folder=Path(folder), kills=options.kills, seed=options.seed)
+    broken = [problem for kill in kills for problem in kill.broken]
+    for problem in broken:
+        print(problem)
+    print(f"{len(kills)} kills, {sum(kill.in_save for kill in kills)} of them in a save or a deletion")
+    print(f"{sum(not kill.broken for kill in kills)} left every checkpoint as it was written, byte for byte")
+    print(f"{max(kill.trained - kill.newest for kill in kills)} steps lost at most, of an interval of 2")
+    print(f"the final state is {'that' if same else 'NOT that'} of a run that was not killed, bit for bit")
+    return 0 if same and not broken else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,229 @@
+"""The main job with faults, of a tiny model: `fault_worker.py '<JSON list of faults>' <arguments of the main job>`.
+
+A fault is an object with `do`, what happens, one of the functions below that is marked so; `at`, where; and `rank`, on
+which rank (on all, if not given). Other keys are the function's arguments. Places are:
+
+  start            before anything else
+  data N           when a batch of step N is taken
+  forward N        before the first forward pass of step N
+  accumulation N   before its second one
+  validation N     before the first forward pass of the validation after step N
+  saving N         before the tensors of step N are written, on the thread that saves
+  written N        after that, before the manifest is
+  committing N     when the draft is complete, before it gets its name, on rank 0
+  committed N      after that
+
+A fault happens once, and only in the first attempt; with `always`, in each attempt.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite import train, trainer
+from torchtitan_lite.checkpoint import checkpointer
+from torchtitan_lite.checkpoint.manifest import Manifest
+from torchtitan_lite.checkpoint.state import random_state
+from torchtitan_lite.data.dataloader import Batch
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.metrics.metrics import StepValues
+from torchtitan_lite.models import flavors
+from torchtitan_lite.models.llama3 import FeedForward
+
+RANK = int(os.environ["RANK"])
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+faults: list[dict[str, Any]] = []
+DO: dict[str, Callable[..., float | None]] = {}
+
+
+def can_be_done(function: Callable[..., float | None]) -> Callable[..., float | None]:
+    """Marks what a fault may name."""
+    DO[function.__name__] = function
+    return function
+
+
+def happen(place: str) -> float:
+    """Let the faults of a place happen. Returns the product of what they multiply the loss by."""
+    factor = 1.0
+    for fault in [each for each in faults if each["at"] == place]:
+        faults.remove(fault)
+        arguments = {key: value for key, value in fault.items() if key not in ("do", "at", "rank", "always")}
+        if fault.get("rank", RANK) == RANK and (FIRST_ATTEMPT or fault.get("always")):
+            factor *= DO[fault["do"]](**arguments) or 1.0
+    return factor
+
+
+@can_be_done
+def send(number: int, to: str = "self") -> None:
+    """Send a signal to this process, to torchrun, or to run_train.sh."""
+    torchrun = os.getppid()
+    script = int(Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill({"self": os.getpid(), "torchrun": torchrun, "run_train.sh": script}[to], number)
+
+
+@can_be_done
+def await_signal() -> None:
+    """Do nothing until this process gets a signal."""
+    signal.pause()
+
+
+@can_be_done
+def sleep(seconds: float) -> None:
+    """Sleep."""
+    time.sleep(seconds)
+
+
+@can_be_done
+def crash(message: str) -> None:
+    """Raise an error that nobody expects."""
+    raise RuntimeError(message)
+
+
+@can_be_done
+def lack_data(message: str) -> None:
+    """Raise an error in the data."""
+    raise DataError(message)
+
+
+@can_be_done
+def scale_loss(factor: float) -> float:
+    """Multiply the loss of this forward pass."""
+    return factor
+
+
+@can_be_done
+def limit_files(size: int) -> None:
+    """Have each write fail that goes past `size` bytes of a file, as on a full disk; -1: none."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size == -1 else size, hard))
+
+
+@can_be_done
+def copy(source: str, target: str) -> None:
+    """Copy a folder."""
+    shutil.copytree(source, target)
+
+
+@can_be_done
+def touch(path: str) -> None:
+    """Make an empty file."""
+    Path(path).touch()
+
+
+@can_be_done
+def drop_out() -> None:
+    """Have every feed-forward layer use torch's default generator."""
+    forward = FeedForward.forward
+    FeedForward.forward = lambda self, x: torch.dropout(forward(self, x), 0.1, True)  # type: ignore[method-assign]
+
+
+@can_be_done
+def note_samples() -> None:
+    """Write what each step trains on into samples-RANK.jsonl of the run folder, a hash a sample."""
+    FaultyTrainer.notes_samples = True
+
+
+@can_be_done
+def note_weights() -> None:
+    """Write a hash of this rank's part of the weights after each step into weights-RANK.jsonl of the run folder."""
+    FaultyTrainer.notes_weights = True
+
+
+@can_be_done
+def save_what_is_loaded() -> None:
+    """Save the state into the folder `loaded` of the run folder at once after it was loaded."""
+    FaultyCheckpointer.saves_what_is_loaded = True
+
+
+class FaultyTrainer(trainer.Trainer):
+    """Meets its faults before forward passes."""
+
+    notes_samples = notes_weights = False
+    passes = 0  # of this step, or of the validation after it
+
+    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float | None = None) -> Tensor:
+        """The loss, times what the faults make of it."""
+        if backward_scale is None:
+            happen(f"validation {self.step}")
+            return super().loss(tokens, labels)
+        factor = happen(f"{'accumulation' if self.passes else 'forward'} {self.step + 1}")
+        self.passes = (self.passes + 1) % self.batch.grad_accum_steps
+        if self.notes_samples:
+            hashes = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in torch.stack([tokens, labels], dim=1)]
+            with (self.path / f"samples-{RANK}.jsonl").open("a") as file:
+                file.write(json.dumps({"step": self.step + 1, "samples": hashes}) + "\n")
+        return super().loss(tokens, labels, backward_scale=backward_scale * factor) * factor
+
+    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
+        """The batch, unless a fault is met in taking it."""
+
+        def take() -> Iterator[Batch]:
+            happen(f"data {self.step + 1}")
+            yield from itertools.islice(batches, 1)
+
+        return super().next_batch(take())
+
+    def train_step(self, step: int) -> StepValues:
+        """As it is; and perhaps note the weights."""
+        values = super().train_step(step)
+        if self.notes_weights:
+            parts = [parameter.to_local().numpy().tobytes() for parameter in self.model.state_dict().values()]
+            with (self.path / f"weights-{RANK}.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "weights": hashlib.sha256(b"".join(parts)).hexdigest()}) + "\n")
+        return values
+
+
+class FaultyCheckpointer(checkpointer.Checkpointer):
+    """Meets its faults while it saves."""
+
+    saves_what_is_loaded = False
+
+    def load(self, manifest: Manifest) -> None:
+        """As it is; and perhaps save at once."""
+        super().load(manifest)
+        if self.saves_what_is_loaded:
+            folder, self.folder = self.folder, self.folder.parent / "loaded"
+            self.save(manifest.progress, random_state(self._device))
+            self.wait()
+            self.folder = folder
+
+    def _write_tensors(self, state: dict[str, Tensor], draft: Path) -> None:
+        step = int(draft.name[-8:])
+        happen(f"saving {step}")
+        super()._write_tensors(state, draft)
+        happen(f"written {step}")
+
+
+def commit(draft: Path, target: Path) -> None:
+    """As it is, between two places."""
+    happen(f"committing {int(target.name[-8:])}")
+    COMMIT(draft, target)
+    happen(f"committed {int(target.name[-8:])}")
+
+
+COMMIT = checkpointer.commit
+
+
+if __name__ == "__main__":
+    faults.extend(json.loads(sys.argv.pop(1)))
+    flavors.FLAVORS["debugmodel"] = flavors.ModelArgs(
+        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0
+    )
+    train.Trainer = FaultyTrainer  # type: ignore[misc]
+    trainer.Checkpointer = FaultyCheckpointer  # type: ignore[misc]
+    checkpointer.commit = commit
+    happen("start")
+    train.main()

@@ -1,0 +1,96 @@
+"""Runs of fault_worker.py, which trains faults.toml, under torchrun."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from launching import ENV, FOLDER, ROOT, torchrun
+
+Fault = dict[str, Any]
+
+
+def script(name: str) -> Any:
+    """The module that is one of the scripts."""
+    spec = spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)  # a dataclass looks its module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+kill_runs = script("kill_runs")
+
+
+def arguments(folder: Path, *overrides: str, faults: Sequence[Fault] = ()) -> list[str]:
+    """What torchrun is given for a run in `folder`."""
+    config = ["--job.config_file", str(FOLDER / "faults.toml"), "--job.dump_folder", str(folder)]
+    return [str(FOLDER / "fault_worker.py"), json.dumps(faults), *config, *overrides]
+
+
+def command(
+    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2, options: Sequence[str] = ()
+) -> list[str]:
+    """That of torchrun, with more `options`, for a run in `folder`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, *options, *arguments(folder, *overrides, faults=faults)]
+
+
+def run(
+    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2
+) -> subprocess.CompletedProcess[str]:
+    """The finished run in `folder`."""
+    return torchrun(*arguments(folder, *overrides, faults=faults), processes=processes, timeout=100)
+
+
+def finish(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2) -> str:
+    """What a run in `folder` printed that was done."""
+    result = run(folder, *overrides, faults=faults, processes=processes)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+def fail(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2) -> tuple[int, str]:
+    """Exit code and cause that a run in `folder` has left, which failed."""
+    result = run(folder, *overrides, faults=faults, processes=processes)
+    assert result.returncode != 0, result.stdout[-4000:]
+    ended = status(folder)
+    assert ended["state"] == "failed", result.stdout[-4000:] + result.stderr[-4000:]
+    return ended["exit_code"], ended["cause"]
+
+
+@contextmanager
+def started(
+    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2, options: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """The torchrun, with more `options`, of a run in `folder`. What is left of it is killed at the end."""
+    with subprocess.Popen(
+        command(folder, *overrides, faults=faults, processes=processes, options=options),
+        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            kill_runs.kill_tree(process.pid)
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """status.json of the run in `folder`."""
+    return json.loads((folder / "status.json").read_text())
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    """The records of metrics.jsonl by step, of which each has one."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line for line in lines}
+    assert [line["step"] for line in lines] == sorted(found)
+    return found
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """Names in the folder of checkpoints."""
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())

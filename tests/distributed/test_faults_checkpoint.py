@@ -1,0 +1,413 @@
+"""What training loses to kills, to damage, to full disks and to changes between two runs. Runs are of real processes."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Fault, checkpoints, command, fail, finish, kill_runs, records, run, script, started, status
+from launching import ENV
+
+from torchtitan_lite.checkpoint.checkpointer import find_resume
+from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
+from torchtitan_lite.checkpoint.folders import step_folder
+from torchtitan_lite.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.reading import read_tensors
+from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
+
+pytestmark = pytest.mark.timeout(200)
+
+STEPS, INTERVAL, ASYNC = "--training.steps", "--checkpoint.interval", "--checkpoint.async_mode=async"
+FLOAT8 = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
+VALIDATION = ["--validation.enable", "--validation.dataset_path=torchtitan_lite/models/init.py", "--validation.freq=3"]
+NOTE: Fault = {"do": "note_samples", "at": "start"}
+DROP_OUT: Fault = {"do": "drop_out", "at": "start"}
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return step_folder(folder / "checkpoint", step)
+
+
+def samples(folder: Path) -> dict[int, set[str]]:
+    """Hashes of what each step of a run in `folder` was trained on, by all ranks."""
+    found: dict[int, set[str]] = {}
+    for path in folder.glob("samples-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            found.setdefault(line["step"], set()).update(line["samples"])
+    return found
+
+
+def trained(folder: Path, step: int) -> dict[int, tuple[float, ...]]:
+    """Loss, norm of the gradient, learning rate and tokens of each step up to the last, `step`."""
+    found = {n: (line["loss"], line["grad_norm"], line["lr"], line["tokens"]) for n, line in records(folder).items()}
+    assert list(found) == list(range(1, step + 1))
+    return found
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Two checkpoints hold the same tensors, bit for bit, and the same progress."""
+    found = compare(one, other)
+    assert (found.tensors, found.values, found.progress) == ([], [], [])
+    assert found.equal_tensors == 84
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 20 steps."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    finish(folder, f"{INTERVAL}=20", faults=[NOTE])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ten_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 10 steps, with checkpoints of steps 5 and 10."""
+    folder = tmp_path_factory.mktemp("ten-steps") / "run"
+    finish(folder, f"{STEPS}=10", f"{INTERVAL}=5")
+    return folder
+
+
+@pytest.fixture
+def folder(ten_steps: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(ten_steps, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "resumed_settings", "faults"),
+    [
+        ([], [ASYNC, *VALIDATION], [NOTE]),
+        ([], VALIDATION, [NOTE, DROP_OUT]),
+        ([*FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"], [ASYNC], [NOTE]),
+    ],
+    ids=["bf16", "dropout", "float8"],
+)
+def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
+    settings: list[str], resumed_settings: list[str], faults: list[Fault], straight: Path, tmp_path: Path
+) -> None:
+    whole, parts = (straight if faults == [NOTE] and not settings else tmp_path / "whole"), tmp_path / "parts"
+    if whole != straight:
+        finish(whole, *settings, f"{INTERVAL}=20", faults=faults)
+    finish(parts, *settings, *resumed_settings, f"{STEPS}=10", f"{INTERVAL}=4", faults=faults)
+    finish(parts, *settings, *resumed_settings, f"{INTERVAL}=4", faults=faults)
+    assert trained(parts, 20) == trained(whole, 20)
+    assert samples(parts) == samples(whole)
+    assert_same_state(checkpoint(parts, 20), checkpoint(whole, 20))
+    if whole != straight:
+        assert trained(whole, 20) != trained(straight, 20)
+    assert checkpoints(parts) == [f"step-{step:08d}" for step in (4, 8, 10, 12, 16, 20)]
+
+
+@pytest.mark.timeout(300)
+def test_kills_at_any_moment_cost_steps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", ENV)
+    monkeypatch.setattr(kill_runs, "LONGEST_S", 2.0)
+    monkeypatch.setattr(kill_runs, "SAVE_S", 0.05)
+    settings = [f"{INTERVAL}=2", "--checkpoint.keep_latest_k=3", "--lr_scheduler.total_steps=1000"]
+    kills, same = kill_runs.kill_runs(lambda folder: command(folder, *settings), folder=tmp_path, kills=6, seed=0)
+    assert [kill.broken for kill in kills] == [[]] * 6
+    assert sum(kill.in_save for kill in kills) >= 1
+    assert max(kill.trained - kill.newest for kill in kills) <= 2
+    assert kills[-1].newest > kills[0].newest
+    assert same
+
+
+def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started(folder, f"{STEPS}=100000") as torchrun:
+        while not (checkpoint(folder, 2) / "manifest.json").exists():
+            time.sleep(0.05)
+        _, *workers = kill_runs.descendants(torchrun.pid)
+        assert len(workers) == 2
+        torchrun.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 15
+        while any(map(kill_runs.is_alive, workers)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("failed", 6)
+    assert "torchrun" in status(folder)["cause"]
+    newest = int(checkpoints(folder)[-1][-8:])
+    output = finish(folder, f"{STEPS}={newest + 1}")
+    assert f"resumed from {checkpoint(folder, newest)}" in output
+    assert list(records(folder)) == list(range(1, newest + 2))
+
+
+def flip_a_bit(file: Path, older: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def zero_a_page(file: Path, older: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(bytes(4096))
+
+
+def cut_off(file: Path, older: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def delete(file: Path, older: Path) -> None:
+    file.unlink()
+
+
+def swap(file: Path, older: Path) -> None:
+    assert older.stat().st_size == file.stat().st_size
+    shutil.copy(older, file)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_a_bit, "its contents have changed"),
+        (zero_a_page, "its contents have changed"),
+        (swap, "its contents have changed"),
+        (cut_off, r"has \d+ bytes, not \d+"),
+        (delete, "No such file or directory"),
+    ],
+)
+def test_damage_is_found_and_the_checkpoint_before_is_used(
+    damage: Callable[[Path, Path], None],
+    reason: str,
+    folder: Path,
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "__1_0.distcp"
+    damage(checkpoint(folder, 10) / name, checkpoint(folder, 5) / name)
+    found = find_resume(CheckpointConfig(enable=True), folder=folder / "checkpoint")
+    assert found is not None and found.progress.step == 5
+    (record,) = caplog.records
+    assert re.fullmatch(f"{checkpoint(folder, 10)} is broken: {name}:? {reason}", record.getMessage())
+    with pytest.raises(CheckpointError, match=rf"load_step = 10: .*step-00000010 is broken: {name}:? {reason}"):
+        find_resume(CheckpointConfig(enable=True, load_step=10), folder=folder / "checkpoint")
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_unless_told_not_to(
+    folder: Path, straight: Path
+) -> None:
+    swap(checkpoint(folder, 10) / "__0_0.distcp", checkpoint(folder, 5) / "__0_0.distcp")
+    broken = f"{checkpoint(folder, 10)} is broken: __0_0.distcp: its contents have changed"
+    code, cause = fail(folder, f"{STEPS}=12", "--checkpoint.load_step=10")
+    assert code == 4
+    assert cause.startswith(f"[checkpoint] load_step = 10: {broken}")
+    output = finish(folder, f"{STEPS}=12", "--optimizer.weight_decay=0.2")
+    assert broken in output
+    assert f"resumed from {checkpoint(folder, 5)}" in output
+    assert "since step 5: [optimizer] weight_decay: 0.1 -> 0.2" in output
+    losses = {step: values[0] for step, values in trained(folder, 12).items()}
+    expected = {step: values[0] for step, values in trained(straight, 20).items()}
+    # The decay of step 6 is first seen in the loss of step 7.
+    assert [step for step in losses if losses[step] != expected[step]] == [7, 8, 9, 10, 11, 12]
+
+
+def test_another_model_is_refused(folder: Path) -> None:
+    code, cause = fail(folder, "--model.flavor=8B", processes=1)
+    assert code == 4
+    assert cause.startswith("[model] the checkpoint to resume from is of another model: dim: 32 -> 4096; ")
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_path: Path) -> None:
+    path, marker = checkpoint(folder, 10), tmp_path / "code ran"
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    manifest = read_manifest(path)
+    files = manifest.files | {".metadata": hash_file(path / ".metadata")}
+    write_manifest(path, Manifest(**{**vars(manifest), "files": files}))
+    code, cause = fail(folder, f"{STEPS}=12")
+    assert code == 4
+    assert re.search(r"\.metadata names (pathlib\S*|builtins)\.\w+, which no table of tensors does", cause)
+    assert not marker.exists()
+    pickle.loads((path / ".metadata").read_bytes())
+    assert marker.exists()
+
+
+def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    twin = {"do": "copy", "source": f"{folder}/checkpoint/.tmp-step-00000002", "target": f"{checkpoint(folder, 2)}"}
+    foreign = checkpoint(folder, 4) / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    result = run(folder, f"{STEPS}=6", faults=[{**twin, "at": "committing 2", "rank": 0}])
+    assert f"{checkpoint(folder, 2)} was there already, and is kept" in result.stdout
+    ended = status(folder)
+    assert (ended["state"], ended["exit_code"]) == ("failed", 7)
+    assert f"{checkpoint(folder, 4)} is in the way of a save: it has no manifest.json" in ended["cause"]
+    assert foreign.read_text() == "mine"
+    assert checkpoints(folder) == ["step-00000002", "step-00000004"]
+    assert verify_checkpoint(checkpoint(folder, 2), hashes=True) == []
+
+
+@pytest.mark.timeout(300)
+def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_path: Path) -> None:
+    batch = ["--training.global_batch_size=12", f"{INTERVAL}=20"]
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    finish(straight, *batch, f"{STEPS}=15", faults=[NOTE])
+    finish(folder, *batch, f"{STEPS}=3", faults=[NOTE])
+    tp = "--parallelism.tensor_parallel_degree=2"
+    layouts = [(1, []), (3, []), (4, []), (2, [tp]), (2, FLOAT8), (2, [])]
+    for number, (processes, settings) in enumerate(layouts, start=1):
+        before, last = 2 * number + 1, 2 * number + 3
+        faults = [NOTE, {"do": "save_what_is_loaded", "at": "start"}]
+        finish(folder, *batch, f"{STEPS}={last}", *settings, faults=faults, processes=processes)
+        assert_same_state(checkpoint(folder, before), step_folder(folder / "loaded", before))
+    assert samples(folder) == samples(straight)
+    losses, expected = ([values[0] for values in trained(path, 15).values()] for path in (folder, straight))
+    print([(a / b - 1) for a, b in zip(losses, expected, strict=True)])
+    assert losses == pytest.approx(expected, rel=5e-4)
+
+
+def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    faults = [
+        {"do": "limit_files", "size": 100_000, "at": "saving 4", "rank": 1},
+        {"do": "limit_files", "size": -1, "at": "saving 6", "rank": 1},
+        {"do": "sleep", "seconds": 3, "at": "saving 8"},
+        {"do": "sleep", "seconds": 3, "at": "written 10", "rank": 0},
+    ]
+    output = finish(folder, f"{STEPS}=10", ASYNC, "--checkpoint.on_failure=warn", faults=faults)
+    assert re.search(r"\.tmp-step-00000004 cannot be written: rank 1: .*File too large.* Training goes on", output)
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (2, 6, 8, 10)]
+    for step in (2, 6, 8, 10):
+        assert verify_checkpoint(checkpoint(folder, step), hashes=True) == []
+    assert list(records(folder)) == list(range(1, 11))
+    told = re.findall(r"step +(\d+)/10  loss|saved .*step-0*(\d+)", output)
+    order = [int(step) if step else -int(save) for step, save in told]
+    # The slow save goes on while step 9 is trained, the save of step 10 waits for it, and the run's end for that one.
+    assert order[-4:] == [9, 10, -8, -10]
+    assert status(folder)["last_checkpoint"] == str(checkpoint(folder, 10))
+
+
+def test_a_save_that_fails_in_the_background_stops_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    limit = {"do": "limit_files", "size": 100_000, "at": "saving 4", "rank": 1}
+    code, cause = fail(folder, f"{STEPS}=1000", ASYNC, f"{INTERVAL}=4", faults=[limit])
+    assert code == 7
+    assert re.search(r"^\[checkpoint\] .*\.tmp-step-00000004 cannot be written: rank 1: .*File too large", cause)
+    assert checkpoints(folder) == []
+    assert max(records(folder)) <= 8
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB, in which one checkpoint of 2 MB has room."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "faults", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
+    folder = small_disk / "run"
+    code, cause = fail(folder, f"{STEPS}=5", "--checkpoint.on_failure=warn")
+    assert code == 7
+    assert re.search(r"step-00000005 cannot be written: .*No space left on device", cause)
+    assert list(records(folder)) == [1, 2, 3, 4, 5]
+    assert checkpoints(folder) == ["step-00000002"]
+    assert verify_checkpoint(checkpoint(folder, 2), hashes=True) == []
+    assert status(folder)["last_checkpoint"] == str(checkpoint(folder, 2))
+
+
+def test_the_end_of_the_data_saves_and_other_data_is_refused(tmp_path: Path) -> None:
+    folder, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of what there is to learn\n" for number in range(60)))
+    settings = [f"--training.dataset_path={text}", "--training.epochs=1"]
+    output = finish(folder, *settings, processes=1)
+    ended = status(folder)
+    last = ended["step"]
+    assert (ended["state"], ended["exit_code"]) == ("done", 0)
+    assert 2 < last < 20 and f"1 epochs done: the data ended the run at step {last}" in output
+    assert ended["last_checkpoint"] == str(checkpoint(folder, last))
+    text.write_text(text.read_text().replace("line 1 ", "line I "))
+    code, cause = fail(folder, *settings, processes=1)
+    assert code == 3
+    assert re.search(rf"is not what step {last} was trained on: .*store 1 fingerprint: \w+ -> \w+", cause)
+
+
+def test_each_step_is_told_of_once_also_after_a_crash(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
+
+    folder = tmp_path / "run"
+    curves = "--metrics.enable_tensorboard"
+    run(folder, curves, faults=[{"do": "send", "number": signal.SIGKILL, "at": "committed 4", "rank": 0}])
+    assert checkpoints(folder) == ["step-00000002", "step-00000004"]
+    assert list(records(folder)) == [1, 2, 3, 4]  # as they stood when step 4 was committed
+    finish(folder, curves, f"{STEPS}=6", "--checkpoint.load_step=2")
+    assert list(records(folder)) == [1, 2, 3, 4, 5, 6]
+    assert len(list((folder / "tb").glob("events.*"))) == 2
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    points = events.Scalars("loss_metrics/global_avg_loss")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+    losses = [line["loss"] for line in records(folder).values()]
+    assert [point.value for point in points] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    touch = {"do": "touch", "path": f"{folder}/SAVE", "at": "forward 4", "rank": 0}
+    finish(folder, f"{STEPS}=8", f"{INTERVAL}=3", "--checkpoint.keep_latest_k=3", faults=[touch])
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (4, 6, 8)]
+    assert not (folder / "SAVE").exists()
+
+
+def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path) -> None:
+    import transformers  # takes seconds
+
+    args = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=2256)
+    dimensions = transformers.LlamaConfig(
+        hidden_size=args.dim, intermediate_size=args.ffn_dim, num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads, vocab_size=args.vocab_size,
+        max_position_embeddings=args.max_seq_len, rms_norm_eps=args.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+    )  # fmt: skip
+    theirs, imported, exported, folder = (tmp_path / name for name in ("theirs", "imported", "exported", "run"))
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(dimensions).save_pretrained(theirs)
+    convert = script("convert_hf").main
+    assert convert(["import", str(theirs), str(imported)]) == 0
+    output = finish(folder, f"{STEPS}=1", f"--checkpoint.initial_load_path={imported}")
+    assert f"weights from {imported}" in output
+    assert convert(["export", str(checkpoint(folder, 1)), str(exported)]) == 0
+
+    tensors = read_tensors(checkpoint(folder, 1))
+    model = Transformer(args)
+    model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
+    before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (theirs, exported))
+    moved = before.lm_head.weight - after.lm_head.weight
+    assert 0 < moved.abs().max() < 1.1e-3  # by one step of a learning rate of 1e-3
+    tokens = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), after(tokens).logits, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,393 @@
+"""Runs of run_train.sh in which signals come, ranks die, hang or fail, and numbers go wrong: how they end, what they
+tell, and what is kept."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import Fault, checkpoints, records, status
+from launching import ENV, FOLDER, ROOT
+
+from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
+from torchtitan_lite.checkpoint.reading import read_tensors
+
+pytestmark = pytest.mark.timeout(150)
+STEPS = 12
+SECONDS = 70
+"""That a run may take, and then fails the test."""
+SETTINGS = [f"--training.steps={STEPS}", "--checkpoint.interval=3", "--validation.enable", "--validation.freq=4"]
+SETTINGS += ["--validation.steps=2"]
+TELLS = re.compile(
+    r"exit code (?P<exit_code>\d+): (?P<cause>.*)\n(rank: (?P<rank>\d+)\n)?step: (?P<step>\d+)\n"
+    r"last checkpoint: (?P<last_checkpoint>.*)\nrun folder: (?P<run_folder>.*)\nlogs: (?P<logs>.*)\n"
+    r"next: (?P<advice>.*); this (?P<effect>.*): (?P<command>.*)\n\Z"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended: the exit code of run_train.sh, what was printed, and what the lines at the end tell."""
+
+    exit_code: int
+    output: str
+    told: dict[str, str | None]
+
+
+class Launcher:
+    """Starts runs of faults.toml by run_train.sh, whose workers are those of fault_worker.py."""
+
+    def __init__(self, folder: Path) -> None:
+        """Writes into `folder` the text to train on and an environment that needs no installation."""
+        self.folder = folder
+        self.text = folder / "text.txt"
+        self.text.write_text(Path(json.__file__).with_name("decoder.py").read_text() * 4)
+        self._executable("env/bin/python", f'exec {sys.executable} "$@"')
+        stamp = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
+        (folder / "env/torchtitan_lite.stamp").write_text(stamp)
+        self.worker = self._executable("worker", f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"')
+        self.env = ENV | {"VIRTUAL_ENV": str(folder / "env"), "XDG_CACHE_HOME": str(folder / "cache")}
+
+    def _executable(self, name: str, line: str) -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{line}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def start(
+        self, command: Sequence[str | Path], *, faults: Sequence[Fault] = (), ranks: int = 2, restarts: int = 0
+    ) -> subprocess.Popen[str]:
+        """A process that does `command`, a call of run_train.sh."""
+        env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks)}
+        env |= {"CONFIG_FILE": str(FOLDER / "faults.toml"), "MAX_RESTARTS": str(restarts)}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.env | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def train(self, folder: Path, *overrides: str) -> list[str | Path]:
+        """The call of run_train.sh for a run in `folder`."""
+        data = f"--training.dataset_path={self.text}"
+        return [ROOT / "run_train.sh", f"--job.dump_folder={folder}", data, *overrides]
+
+    def run(self, folder: Path, *overrides: str, **how: Any) -> Ended:
+        """The run in `folder`, ended."""
+        return ended(self.start(self.train(folder, *overrides), **how))
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    """How a run ended."""
+    output, _ = process.communicate(timeout=SECONDS)
+    told = TELLS.search(output)
+    return Ended(process.returncode, output, told.groupdict() if told else {})
+
+
+def living(folder: Path) -> list[int]:
+    """Processes of runs in `folder`, by their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def none_lives(folder: Path, *, seconds: float = 20) -> bool:
+    """Whether all processes of runs in `folder` end within a time."""
+    deadline = time.monotonic() + seconds
+    while found := living(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return not found
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("launcher"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A run folder. What lives of its runs after the test is killed."""
+    yield tmp_path / "run"
+    for process in living(tmp_path / "run"):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def straight(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    done = launcher.run(folder, *SETTINGS)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture
+def half_done(straight: Path, folder: Path) -> Path:
+    """A folder of a run that is to go on after step 6."""
+    shutil.copytree(straight / "checkpoint/step-00000006", folder / "checkpoint/step-00000006")
+    shutil.copy(straight / "metrics.jsonl", folder)
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder).values()]
+
+
+def assert_same_run(folder: Path, straight: Path) -> None:
+    """Two runs that are done agree in every bit."""
+    assert status(folder)["state"] == "done"
+    assert losses(folder) == losses(straight)
+    last = f"checkpoint/step-{STEPS:08d}"
+    comparison = compare(straight / last, folder / last)
+    assert (comparison.progress, comparison.tensors, comparison.values) == ([], [], [])
+    assert comparison.equal_tensors > 20
+
+
+def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
+    launcher: Launcher, straight: Path, folder: Path
+) -> None:
+    def stopped(*faults: Fault, by: str) -> int:
+        """The step that such a run stopped after."""
+        run = launcher.run(folder, *SETTINGS, "--checkpoint.async_mode=async", faults=faults)
+        assert run.exit_code == 75, run.output
+        step = int(run.told["step"] or 0)
+        assert run.told["cause"] == status(folder)["cause"] == f"stopped by {by} after step {step}"
+        if step:
+            saved = folder / f"checkpoint/step-{step:08d}"
+            assert run.told["last_checkpoint"] == str(saved)
+            assert verify_checkpoint(saved, hashes=True) == []
+            assert list(records(folder)) == list(range(1, step + 1))
+        return step
+
+    term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
+    # to run_train.sh, and so to torchrun, while the first forward pass takes long, as when it compiles
+    at_start = {"do": "send", "at": "forward 1", "rank": 0, "number": term, "to": "run_train.sh"}
+    assert stopped(at_start, {"do": "await_signal", "at": "forward 1", "rank": 0}, by="SIGTERM") == 0
+    assert not (folder / "checkpoint").exists()
+    # to one rank, before the first of two forward passes of a step
+    assert stopped({"do": "send", "at": "forward 2", "rank": 1, "number": term}, by="SIGTERM") == 1
+    assert stopped({"do": "send", "at": "validation 4", "rank": 0, "number": interrupt}, by="SIGINT") == 4
+    saving = {"at": "written 6", "rank": 1}
+    in_save = stopped({"do": "send", "number": term, **saving}, {"do": "sleep", "seconds": 2, **saving}, by="SIGTERM")
+    assert 6 <= in_save < STEPS
+    saves = [f"step-{step:08d}" for step in sorted({1, 3, 4, 6, in_save})]
+    assert checkpoints(folder) == saves
+
+    at_start = {"do": "send", "at": f"forward {in_save + 1}", "rank": 0, "number": term, "to": "torchrun"}
+    faults = [at_start, {"do": "await_signal", "at": f"forward {in_save + 1}", "rank": 0}]
+    assert stopped(*faults, by="SIGTERM") == in_save
+    assert checkpoints(folder) == saves
+    assert launcher.run(folder, *SETTINGS).exit_code == 0
+    assert_same_run(folder, straight)
+
+
+def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
+    launcher: Launcher, straight: Path, half_done: Path
+) -> None:
+    signals = [
+        {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGTERM), "to": "run_train.sh"},
+        {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 2},
+        {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGINT), "to": "run_train.sh"},
+        {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 600},
+    ]
+    run = launcher.run(half_done, *SETTINGS, faults=signals)
+    assert run.exit_code == 6, run.output
+    assert run.told["cause"] == "killed before it could stop at a step's end"
+    assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
+    assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
+    assert none_lives(half_done)
+    # The command that the run told goes on from there.
+    assert run.told["effect"] == "goes on from the last checkpoint"
+    assert ended(launcher.start(["bash", "-c", run.told["command"] or ""])).exit_code == 0
+    assert checkpoints(half_done) == ["step-00000006", "step-00000009", "step-00000012"]
+    assert_same_run(half_done, straight)
+
+
+KILL = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL)}
+
+
+def test_after_a_rank_was_killed_all_start_again_from_the_last_checkpoint(
+    launcher: Launcher, straight: Path, half_done: Path
+) -> None:
+    run = launcher.run(half_done, *SETTINGS, faults=[KILL], restarts=1)
+    assert run.exit_code == 0, run.output
+    assert run.output.count(f"resumed from {half_done}/checkpoint/step-00000006") == 2
+    assert_same_run(half_done, straight)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_is_always_killed_ends_the_run(restarts: int, launcher: Launcher, half_done: Path) -> None:
+    run = launcher.run(half_done, *SETTINGS, faults=[KILL | {"always": True}], restarts=restarts)
+    assert run.exit_code == 6, run.output
+    assert run.output.count(f"resumed from {half_done}/checkpoint/step-00000006") == 1 + restarts
+    left = status(half_done)
+    assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 6, 1)
+    assert re.search(r"rank 1 (has ended; last seen at step 8|was killed by SIGKILL)", left["cause"])
+    # What is told at the end.
+    assert run.told["cause"] is not None and "rank 1 was killed by SIGKILL" in run.told["cause"]
+    assert (run.told["rank"], run.told["step"]) == ("1", "7")
+    assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
+    assert run.told["run_folder"] == str(half_done)
+    assert run.told["logs"] is not None and run.told["logs"].endswith(f"/attempt_{restarts}/1/{{stdout,stderr}}.log")
+    assert Path(run.told["logs"].replace("{stdout,stderr}", "stdout")).is_file()
+    assert run.told["advice"] == "look at the logs and at the host of that rank"
+    command = shlex.split(run.told["command"] or "")
+    assert command == [f"CONFIG_FILE={FOLDER}/faults.toml", "NGPU=2", *map(str, launcher.train(half_done, *SETTINGS))]
+
+
+def seconds_since(step: int, folder: Path) -> float:
+    """That have passed since a step ended."""
+    return time.time() - records(folder)[step]["time"]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["asleep", "stopped"])
+def test_a_rank_that_hangs_ends_the_run_and_is_named(frozen: bool, launcher: Launcher, half_done: Path) -> None:
+    """Asleep in the second step after a resume, or stopped in the first, in which the longer timeout holds."""
+    asleep = {"do": "sleep", "at": "accumulation 8", "rank": 1, "seconds": 600}
+    stopped = {"do": "send", "at": "forward 7", "rank": 1, "number": int(signal.SIGSTOP)}
+    timeouts = ["--comm.init_timeout_seconds=15"] if frozen else ["--comm.train_timeout_seconds=5"]
+    started = time.time()
+    run = launcher.run(half_done, *SETTINGS, *timeouts, faults=[stopped if frozen else asleep])
+    if frozen:
+        assert time.time() - started < 15 + 45
+    else:
+        assert seconds_since(7, half_done) < 5 + 30
+    assert run.exit_code == 6, run.output
+    cause = run.told["cause"] or ""
+    step = 7 if frozen else 8
+    verdict = (
+        "was stopped and is killed now; last seen at" if frozen else "is in no collective, but at"
+    )  # fmt: skip
+    print(cause)
+    assert f"rank 1 {verdict} step {step}, forward and backward, at " in cause
+    assert re.search(
+        rf"; rank 0 waited at step {step}, forward and backward, in \w*all_?gather\w* \(process \d+ ", cause
+    )
+    left = status(half_done)
+    assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 6, 1)
+    assert none_lives(half_done)
+
+
+def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(launcher: Launcher, folder: Path) -> None:
+    settings = [
+        "--training.steps=6", "--training.loss_spike_factor=3", "--checkpoint.interval=1",
+        "--parallelism.data_parallel_replicate_degree=2",
+    ]  # fmt: skip
+    note = {"do": "note_weights", "at": "start"}
+    bad = {"do": "scale_loss", "at": "forward 3", "rank": 1, "factor": float("nan")}
+    stop = {"do": "send", "at": "forward 5", "rank": 0, "number": int(signal.SIGTERM)}
+    assert launcher.run(folder, *settings, faults=[note, bad, stop]).exit_code == 75
+    # The spike is one by the mean of the losses before the stop.
+    spike = {"do": "scale_loss", "at": "forward 5", "rank": 1, "factor": 100.0}
+    run = launcher.run(folder, *settings, faults=[note, spike])
+    assert run.exit_code == 0, run.output
+    assert [record["skipped_steps"] for record in records(folder).values()] == [0, 0, 1, 1, 2, 2]
+    assert [len(changed_tensors(folder, step)) > 0 for step in range(2, 7)] == [True, False, True, False, True]
+    weights = [(folder / f"weights-{rank}.jsonl").read_text() for rank in range(2)]
+    assert weights[0].count("\n") == 6
+    assert weights[0] == weights[1]
+
+
+def changed_tensors(folder: Path, step: int) -> list[str]:
+    """Names of the tensors that a step, and the save after it, has changed."""
+    before, after = (read_tensors(folder / f"checkpoint/step-{each:08d}") for each in (step - 1, step))
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(launcher: Launcher, folder: Path) -> None:
+    settings = ["--training.steps=12", "--training.max_consecutive_skips=3", "--checkpoint.interval=2"]
+    spike = {"do": "scale_loss", "at": "forward 2", "rank": 1, "factor": 100.0}
+    bad = [
+        {"do": "scale_loss", "at": f"accumulation {step}", "rank": 1, "factor": float("nan")} for step in range(4, 13)
+    ]
+    run = launcher.run(folder, *settings, faults=[spike, *bad])
+    assert run.exit_code == 5, run.output
+    assert re.match(
+        r"\[training\] max_consecutive_skips = 3: the 3 steps up to 6 had no update, .*; step 6: loss = nan, "
+        r"grad_norm = nan\. Lower \[optimizer\] lr",
+        status(folder)["cause"],
+    )
+    # A spike is none where spikes are not looked for.
+    assert [record["skipped_steps"] for record in records(folder).values()] == [0, 0, 0, 1, 2, 3]
+    assert losses(folder)[1] > 10 * losses(folder)[0]
+    assert checkpoints(folder) == ["step-00000002", "step-00000004"]
+    tensors = read_tensors(folder / "checkpoint/step-00000004").values()
+    assert all(tensor.isfinite().all() for tensor in tensors)
+
+
+def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_keeps_what_is_known(
+    launcher: Launcher, half_done: Path
+) -> None:
+    lacking = {"do": "lack_data", "at": "data 8", "rank": 1, "message": "the text of step 8 is gone"}
+    run = launcher.run(half_done, *SETTINGS, faults=[lacking])
+    assert run.exit_code == 3, run.output
+    assert (run.told["cause"], run.told["rank"]) == ("the text of step 8 is gone", "1")
+    (log,) = half_done.glob("logs/*/torchrun.log")
+    assert set(re.findall(r"exitcode +: (-?\d+)", log.read_text())) == {"3"}
+    last = str(half_done / "checkpoint/step-00000006")
+    before = status(half_done)
+    assert (before["state"], before["last_checkpoint"]) == ("failed", last)
+
+    run = launcher.run(half_done, *SETTINGS, "--training.dataset_path=/nowhere.txt", ranks=1)
+    assert run.exit_code == 3, run.output
+    assert run.told["cause"] is not None and run.told["cause"].startswith("/nowhere.txt: does not exist")
+    assert (run.told["step"], run.told["last_checkpoint"]) == (str(before["step"]), last)
+    left = status(half_done)
+    assert (left["state"], left["step"], left["last_checkpoint"]) == ("failed", before["step"], last)
+
+
+def test_an_error_that_nobody_expects_on_one_rank_ends_all(launcher: Launcher, half_done: Path) -> None:
+    crash = {"do": "crash", "at": "forward 8", "rank": 1, "message": "no such kernel"}
+    run = launcher.run(half_done, *SETTINGS, faults=[crash])
+    assert seconds_since(7, half_done) < 30
+    assert run.exit_code == 1, run.output
+    assert (run.told["cause"], run.told["rank"], run.told["step"]) == ("RuntimeError: no such kernel", "1", "7")
+    left = status(half_done)
+    assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 1, 1)
+    assert none_lives(half_done)
+
+
+def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(launcher: Launcher, folder: Path) -> None:
+    settings = ["--checkpoint.keep_latest_k=1", "--checkpoint.interval=50"]
+    first = launcher.start(launcher.train(folder, *settings, "--training.steps=100000"))
+    deadline = time.monotonic() + SECONDS
+    while not list(folder.glob("checkpoint/step-*")):
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.2)
+    second = launcher.run(folder, *settings, ranks=1)
+    assert second.exit_code == 2, second.output
+    assert re.search(rf'\[job\] dump_folder = "{folder}" belongs to a live run: process \d+ on ', second.output)
+    assert status(folder)["state"] == "running"
+    torchruns = [
+        process
+        for process in living(folder)
+        if b"torch.distributed.run" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
+    assert len(torchruns) == 1
+    os.kill(torchruns[0], signal.SIGKILL)
+    assert ended(first).exit_code == 6
+    assert none_lives(folder)
+    left = status(folder)
+    assert (left["state"], left["exit_code"]) == ("failed", 6)
+    assert left["cause"] == "torchrun, which had started this process, is gone"
+    # The lock's file is still there, but nobody holds it.
+    assert "process" in (folder / ".lock").read_text()
+    third = launcher.run(folder, *settings, f"--training.steps={left['step'] + 100}", ranks=1)
+    assert third.exit_code == 0, third.output
+    assert "resumed from" in third.output

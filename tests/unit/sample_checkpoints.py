@@ -1,0 +1,74 @@
+"""Small checkpoints for tests, saved by DCP in one process."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from torchtitan_lite.checkpoint.folders import step_folder
+from torchtitan_lite.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Progress,
+    TensorEntry,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
+
+CONFIG = '[optimizer]\nlr = 0.0008\n\n[float8]\nenable_float8_linear = true\nrecipe_name = "tensorwise"\n'
+
+
+def small_tensors(step: int) -> dict[str, torch.Tensor]:
+    """Tensors whose values depend on the step, of the kinds that a run saves."""
+    return {
+        "model.w": torch.arange(12.0).reshape(3, 4) + step,
+        "model.b": torch.full((5,), step, dtype=torch.bfloat16),
+        "optimizer.w.step": torch.tensor(float(step)),
+    }
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Have DCP save into a folder, without a manifest."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fields: Any) -> None:
+    """Write the manifest of a saved folder."""
+    values: dict[str, Any] = {
+        "save_id": "0" * 32,
+        "progress": Progress(step=step, samples=8 * step, tokens=512 * step, data={"seed": 0}),
+        "world_size": 2,
+        "mesh": {"dp_shard": 2, "tp": 1},
+        "versions": {"torch": torch.__version__},
+        "model": {"dim": 4, "rope_scaling": None},
+        "config": CONFIG,
+        "files": {file.name: hash_file(file) for file in sorted(path.iterdir()) if file.name != MANIFEST},
+        "tensors": {
+            name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        },
+    }
+    write_manifest(path, Manifest(**values | fields))
+
+
+def write_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> Path:
+    """The checkpoint of a step in `folder`, complete."""
+    path = step_folder(folder, step)
+    tensors = small_tensors(step) if tensors is None else tensors
+    save(path, dict(tensors))
+    (path / "rank-00000.json").write_text('{"python": 0}')
+    add_manifest(path, tensors, step, **fields)
+    return path
+
+
+def renew_manifest(path: Path) -> None:
+    """Make the manifest agree with files that a test changed, as one who can write into the folder could."""
+    manifest = read_manifest(path)
+    files = {name: hash_file(path / name) for name in manifest.files}
+    write_manifest(path, Manifest(**{**vars(manifest), "files": files}))

@@ -1,0 +1,184 @@
+"""The manifest of a checkpoint: what it takes for damage, and how it finds that of the files."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_lite.checkpoint import manifest
+from torchtitan_lite.checkpoint.manifest import (
+    MANIFEST,
+    NEW_RUN,
+    BrokenCheckpoint,
+    FileEntry,
+    Manifest,
+    Progress,
+    TensorEntry,
+    broken_files,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
+from torchtitan_lite.errors import CheckpointError
+
+FILES = {".metadata": b"table", "__0_0.distcp": b"a" * 9000, "__1_0.distcp": b"", "rank-00000.json": b"{}"}
+SAMPLE = Manifest(
+    save_id="f" * 32,
+    progress=Progress(10, 80, 5120, {"seed": 0, "store 1": "abc", "store 1 held out": 7}, 2, 3.25),
+    world_size=2,
+    mesh={"dp_shard": 2, "tp": 1},
+    versions={"torch": "2.13.0"},
+    model={"dim": 4, "rope_scaling": {"factor": 8.0}, "document_bos_id": None},
+    config="[job]\n",
+    files={name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in FILES.items()},
+    tensors={"model.w": TensorEntry("float32", (3, 4)), "optimizer.w.step": TensorEntry("float32", ())},
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    write_manifest(tmp_path, SAMPLE)
+    return tmp_path
+
+
+def edit(folder, **changes):
+    """Change fields, and the hash with them."""
+    fields = json.loads((folder / MANIFEST).read_text())
+    fields.pop("sha256")
+    fields |= changes
+    (folder / MANIFEST).write_text(json.dumps(fields | {"sha256": manifest._hash(fields)}))
+
+
+def test_what_is_written_is_read(folder):
+    assert read_manifest(folder) == SAMPLE
+    fields = json.loads((folder / MANIFEST).read_text())
+    assert (fields["format"], fields["progress"]["step"], fields["progress"]["loss_mean"]) == (1, 10, 3.25)
+    assert fields["config_sha256"] == SAMPLE.config_sha256 == hashlib.sha256(b"[job]\n").hexdigest()
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, MANIFEST])
+
+
+def test_windows_held_out_are_by_store():
+    assert (SAMPLE.progress.held_out(1), SAMPLE.progress.held_out(2), NEW_RUN.held_out(1)) == (7, 0, 0)
+    assert (NEW_RUN.step, NEW_RUN.samples, NEW_RUN.tokens, NEW_RUN.loss_mean) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 2}, r"its format is 2, this version reads 1"),
+        ({"surplus": 1}, r"surplus: Unexpected"),
+        ({"world_size": "2"}, r"world_size: Input should be a valid integer"),
+        ({"world_size": True}, r"world_size: Input should be a valid integer"),
+        ({"tensors": {"w": {"dtype": "float32", "shape": [1.5]}}}, r"tensors\.w\.shape\.0: Input should be .* integer"),
+        ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
+        ({"progress": None}, r"progress: Input should be"),
+    ]
+    + [
+        ({"files": {name: {"size": 1, "sha256": ""}}}, r"files.*: String should match pattern")
+        for name in ("../x", "/etc/passwd", "..", "", "a/__0_0.distcp", "__0_0.distcp\n", ".metadata/../../x", "notes")
+    ],
+)
+def test_a_manifest_that_is_not_right(folder, changes, reason):
+    edit(folder, **changes)
+    with pytest.raises(BrokenCheckpoint, match=rf"^manifest\.json: {reason}"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "not JSON: Expecting property name"),
+        (b"\xff\xfe{}", "not JSON: 'utf-8' codec can't decode|not JSON: Expecting"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth"),
+        (b"[]", "not a checkpoint's"),
+        (b"{}", "not a checkpoint's"),
+        (b'{"format": 1}', "its contents have changed"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_is_no_manifest(folder, text, reason):
+    (folder / MANIFEST).unlink()
+    if text is not None:
+        (folder / MANIFEST).write_bytes(text)
+    with pytest.raises(BrokenCheckpoint, match=rf"^manifest\.json: (?:{reason})") as caught:
+        read_manifest(folder)
+    assert isinstance(caught.value, CheckpointError) and "\n" not in str(caught.value)
+
+
+def test_an_edited_manifest_is_refused(folder):
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"step": 10', '"step": 11'))
+    with pytest.raises(BrokenCheckpoint, match=r"^manifest\.json: its contents have changed$"):
+        read_manifest(folder)
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_a_manifest_is_found(tmp_path_factory, at, bit):
+    folder = tmp_path_factory.mktemp("flip")
+    write_manifest(folder, SAMPLE)
+    content = bytearray((folder / MANIFEST).read_bytes())
+    content[at % len(content)] ^= 1 << bit
+    (folder / MANIFEST).write_bytes(content)
+    with suppress(BrokenCheckpoint):
+        assert read_manifest(folder) == SAMPLE  # of white space
+
+
+@pytest.mark.parametrize("size", [0, 1, manifest.BLOCK_BYTES - 1, manifest.BLOCK_BYTES, 2 * manifest.BLOCK_BYTES + 1])
+def test_a_hash_is_of_the_whole_file(tmp_path, size):
+    content = bytes(range(251)) * (size // 251 + 1)
+    (tmp_path / "x").write_bytes(content[:size])
+    assert hash_file(tmp_path / "x") == FileEntry(size, hashlib.sha256(content[:size]).hexdigest())
+
+
+def test_sound_files_beside_others(folder):
+    (folder / "notes.txt").write_text("mine")
+    assert broken_files(folder, SAMPLE, hashes=True) == []
+
+
+def test_damage_that_sizes_tell(folder):
+    (folder / "__0_0.distcp").write_bytes(b"a" * 8999)
+    (folder / ".metadata").unlink()
+    expected = [".metadata: No such file or directory", "__0_0.distcp has 8999 bytes, not 9000"]
+    assert broken_files(folder, SAMPLE, hashes=False) == expected
+    assert broken_files(folder, SAMPLE, hashes=True, share=(1, 2)) == expected  # whatever the share
+
+
+@pytest.mark.parametrize("damage", [b"a" * 8999 + b"b", b"a" * 4000 + b"\0" * 4096 + b"a" * 904])
+def test_damage_that_only_hashes_tell(folder, damage):
+    (folder / "__0_0.distcp").write_bytes(damage)
+    assert broken_files(folder, SAMPLE, hashes=False) == []
+    assert broken_files(folder, SAMPLE, hashes=True) == ["__0_0.distcp: its contents have changed"]
+
+
+def test_a_file_that_cannot_be_read(folder):
+    (folder / "__1_0.distcp").unlink()
+    (folder / "__1_0.distcp").mkdir()
+    size = (folder / "__1_0.distcp").stat().st_size
+    sized = replace(SAMPLE, files=SAMPLE.files | {"__1_0.distcp": FileEntry(size, "")})
+    assert broken_files(folder, sized, hashes=True) == ["__1_0.distcp: Is a directory"]
+
+
+def test_ranks_share_the_hashing(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(manifest, "hash_file", lambda path: read.append(path.name) or hash_file(path))
+    shares = []
+    for rank in range(3):
+        assert broken_files(folder, SAMPLE, hashes=True, share=(rank, 3)) == []
+        shares.append(tuple(read))
+        read.clear()
+    assert shares == [(".metadata", "rank-00000.json"), ("__0_0.distcp",), ("__1_0.distcp",)]
+
+
+def test_neither_manifests_nor_folders_nor_reports_import_torch():
+    modules = ", ".join(f"torchtitan_lite.checkpoint.{name}" for name in ("manifest", "folders", "changes", "report"))
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"

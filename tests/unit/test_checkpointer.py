@@ -1,0 +1,345 @@
+"""Saves and resumes of a small model by one process. Those of several are tested with real processes."""
+
+import errno
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sample_checkpoints import write_checkpoint
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from torchtitan_lite.checkpoint import checkpointer as module
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer, find_resume, verify
+from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, Progress, read_manifest
+from torchtitan_lite.checkpoint.state import random_state
+from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
+
+CPU = torch.device("cpu")
+BOTH_MODES = pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """A model of two linears that is trained step by step."""
+
+    def __init__(self, folder: Path, *, width: int = 4, **checkpoint: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(width, width), nn.Dropout(), nn.Linear(width, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step = 0
+        self.checkpointer = Checkpointer(
+            self.model,
+            self.optimizer,
+            CheckpointConfig(enable=True, interval=2, **checkpoint),
+            folder=folder,
+            device=CPU,
+            mesh={"dp_shard": 1},
+            model_args={"dim": width},
+            config_toml="[training]\nsteps = 4\n",
+        )
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            loss = self.model(torch.randn(8, self.model[0].in_features)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            self.step += 1
+        return losses
+
+    def save(self, *, wait: bool = True) -> None:
+        progress = Progress(self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0})
+        self.checkpointer.save(progress, random_state(CPU))
+        if wait:
+            self.checkpointer.wait()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in module.training_state(self.model, self.optimizer).items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def resume(folder: Path, **settings: Any) -> int | None:
+    manifest = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
+    return None if manifest is None else manifest.progress.step
+
+
+@BOTH_MODES
+def test_a_resumed_run_goes_on_bit_by_bit(async_mode: str, tmp_path: Path) -> None:
+    first = Run(tmp_path, async_mode=async_mode)
+    first.train(2)
+    first.save(wait=False)  # what is trained meanwhile must not get into it
+    later = first.train(3)
+    first.checkpointer.wait()
+    second = Run(tmp_path)
+    torch.manual_seed(1)
+    random.seed(1)
+    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert manifest is not None
+    assert manifest.progress == Progress(2, samples=16, tokens=128, data={"seed": 0})
+    second.checkpointer.load(manifest)
+    assert second.train(3) == later
+    assert equal(first.state(), second.state())
+    assert first.checkpointer.last_saved == second.checkpointer.last_saved == step_folder(tmp_path, 2)
+
+
+def test_what_the_manifest_says(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    manifest = read_manifest(step_folder(tmp_path, 2))
+    assert set(manifest.files) == {".metadata", "__0_0.distcp", "rank-00000.json"}
+    assert manifest.tensors == module.entries(run.state())
+    assert (manifest.world_size, manifest.mesh, manifest.model) == (1, {"dp_shard": 1}, {"dim": 4})
+    assert manifest.config == "[training]\nsteps = 4\n"
+    assert (
+        manifest.versions["torch"] == torch.__version__.split("+")[0] or manifest.versions["torch"] == torch.__version__
+    )
+    assert set(manifest.versions) == {"torchtitan_lite", "torch", "torchao", "python"}
+
+
+def test_which_checkpoint_is_resumed_from(tmp_path: Path) -> None:
+    assert resume(tmp_path / "none") is None
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.train(2)
+        run.save()
+    assert resume(tmp_path) == 4
+    assert resume(tmp_path, load_step=2) == 2
+    assert resume(tmp_path, load_step=0) is None
+    assert find_resume(CheckpointConfig(), folder=tmp_path) is None
+    with pytest.raises(
+        CheckpointError, match=r"load_step = 3: .* has no checkpoint of that step \(it has: 2, 4\); use"
+    ):
+        resume(tmp_path, load_step=3)
+
+
+def break_step(folder: Path, step: int) -> None:
+    """Flip a bit in the tensors of a step."""
+    path = step_folder(folder, step) / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_broken_checkpoint_is_told_of_and_the_one_before_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.train(2)
+        run.save()
+    break_step(tmp_path, 4)
+    with caplog.at_level("WARNING"):
+        assert resume(tmp_path) == 2
+    assert "step-00000004 is broken: __0_0.distcp: its contents have changed" in caplog.text
+    assert resume(tmp_path, verify_hashes=False) == 4  # its size is right
+    with pytest.raises(
+        CheckpointError, match=r"load_step = 4: .*step-00000004 is broken: .*contents.* steps 2, 4: name"
+    ):
+        resume(tmp_path, load_step=4)
+
+
+def test_a_run_does_not_start_anew_for_want_of_a_sound_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    (step_folder(tmp_path, 2) / "rank-00000.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000.json: No such file.* Of 1 .* none verifies.*load_step = 0 to"
+    ):
+        resume(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    other = Run(tmp_path, width=6)
+    before = other.state()
+    with pytest.raises(
+        CheckpointError,
+        match=r"9 tensors differ from this run.s: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]",
+    ):
+        other.checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+    assert equal(other.state(), before)
+
+
+def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(3):
+        run.train(2)
+        run.save()
+    Run(tmp_path).checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+    assert committed_steps(tmp_path) == [2]
+    assert len(list(tmp_path.glob("superseded-step-*"))) == 2
+
+
+def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a")
+    run.train(2)
+    run.save()
+    new = Run(tmp_path / "b")
+    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
+    state = new.state()
+    assert all(torch.equal(state[name], tensor) for name, tensor in run.state().items() if name.startswith("model."))
+    assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
+    other = Run(tmp_path / "c", width=6)
+    with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: 3 tensors differ"):
+        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
+    break_step(tmp_path / "a", 2)
+    with pytest.raises(BrokenCheckpoint, match="contents have changed"):
+        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
+
+
+def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
+    weights = {
+        name: torch.full_like(tensor, 1 / 3).bfloat16()
+        for name, tensor in module.model_state(Run(tmp_path).model).items()
+    }
+    path = write_checkpoint(tmp_path, 5, weights)
+    run = Run(tmp_path / "new")
+    run.checkpointer.load_weights(path, hashes=True)
+    assert all((weight == 0.333984375).all() and weight.dtype == torch.float32 for weight in run.model.parameters())
+
+
+def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_latest_k=2)
+    for _ in range(4):
+        run.train(1)
+        run.save()
+    assert committed_steps(tmp_path) == [3, 4]
+
+
+def test_a_step_that_is_there_already_is_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    before = read_manifest(step_folder(tmp_path, 2)).save_id
+    run.save()
+    assert read_manifest(step_folder(tmp_path, 2)).save_id == before
+    break_step(tmp_path, 2)
+    run.save()
+    assert read_manifest(step_folder(tmp_path, 2)).save_id != before
+    assert resume(tmp_path) == 2
+
+
+def test_what_killed_saves_left_is_removed_at_start(tmp_path: Path) -> None:
+    draft = tmp_path / ".tmp-step-00000007"
+    draft.mkdir()
+    (draft / "__0_0.distcp").write_bytes(b"x")
+    Run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+
+
+@BOTH_MODES
+def test_a_failed_save_stops_the_run_and_leaves_what_was_there(
+    async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, async_mode=async_mode)
+    run.train(2)
+    run.save()
+    run.train(2)
+    fill_disk(monkeypatch)
+    with pytest.raises(
+        StorageError, match=r"\.tmp-step-00000004 cannot be written: .*No space left.*GiB are free there"
+    ):
+        run.save()
+    assert run.checkpointer.last_failure is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert resume(tmp_path) == 2
+
+
+@BOTH_MODES
+def test_a_failed_save_only_warns_where_asked_for(
+    async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
+    run.train(2)
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        fill_disk(patch)
+        run.save()
+    assert "No space left" in caplog.text and 'Training goes on, as [checkpoint] on_failure = "warn"' in caplog.text
+    assert run.checkpointer.last_failure is not None and run.checkpointer.last_saved is None
+    run.save()
+    assert run.checkpointer.last_failure is None and run.checkpointer.last_saved == step_folder(tmp_path, 2)
+
+
+def test_a_failed_save_in_the_background_is_known_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, async_mode="async")
+    assert run.checkpointer.failure() is None
+    run.train(2)
+    fill_disk(monkeypatch)
+    run.save(wait=False)
+    assert run.checkpointer._saving is not None
+    run.checkpointer._saving.exception(timeout=20)
+    error = run.checkpointer.failure()
+    assert isinstance(error, StorageError) and "No space left" in str(error)
+    assert run.checkpointer.failure() is None  # it was told of
+    run.checkpointer.wait()
+
+
+@pytest.mark.parametrize("operation", ["write_manifest", "commit", "replace_file", "hash_file"])
+def test_a_disk_that_fails_later_in_a_save_leaves_no_trace_either(
+    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error") if operation != "commit" else StorageError("no")
+
+    run = Run(tmp_path)
+    run.train(2)
+    monkeypatch.setattr(module, operation, fail)
+    with pytest.raises(StorageError):
+        run.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+@BOTH_MODES
+def test_weights_that_are_not_finite_are_not_saved(async_mode: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
+    run.train(2)
+    with torch.no_grad():
+        run.model[2].weight[0, 1] = torch.nan
+    with pytest.raises(
+        NumericError, match=r"model\.2\.weight is no longer finite after step 2, so that step is not saved"
+    ):
+        run.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_random_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert manifest is not None
+    (step_folder(tmp_path, 2) / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
+    with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: "):
+        run.checkpointer.load(manifest)

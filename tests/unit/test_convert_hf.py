@@ -1,0 +1,465 @@
+"""Checkpoints as Hugging Face models and back, with transformers as the judge of what is written."""
+
+import base64
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tokenizers
+import tomli_w
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import Tensor
+
+from torchtitan_lite import convert_hf
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, Manifest, hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.reading import read_tensors, tensor_entries
+from torchtitan_lite.convert_hf import INDEX, export_hf, import_hf, plan_shards
+from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
+from torchtitan_lite.errors import CheckpointError, ConfigError, StorageError
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.models.llama3 import Transformer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as the checkpoints are saved here
+
+ROOT = Path(__file__).parents[2]
+ARGS = ModelArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48)
+DEBUG_ARGS = replace(FLAVORS["debugmodel"], vocab_size=300, max_seq_len=48)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+TOKENS = torch.arange(96).reshape(2, 48) % 50
+
+
+def save(folder: Path, state: dict[str, Tensor], args: ModelArgs, **settings: str) -> Path:
+    """A checkpoint of `state` in `folder`, of a run whose [model] table had `settings`."""
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    manifest = Manifest(
+        save_id="a",
+        progress=replace(NEW_RUN, step=100),
+        world_size=1,
+        mesh={},
+        versions={},
+        model=asdict(args),
+        config=tomli_w.dumps({"model": settings}),
+        files={path.name: hash_file(path) for path in folder.iterdir()},
+        tensors=tensor_entries(folder),
+    )
+    write_manifest(folder, manifest)
+    return folder
+
+
+def build(args: ModelArgs) -> Transformer:
+    """A model in which each weight matters: new ones have norms alike and next to no attention."""
+    model, generator = Transformer(args), torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
+    return model
+
+
+def state_of(model: Transformer) -> dict[str, Tensor]:
+    state = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    return state | {"optimizer.norm.weight.step": torch.tensor(100.0)}
+
+
+def load(folder: Path, **options: Any) -> transformers.LlamaForCausalLM:
+    """The model that transformers reads, with no weight left out or made up."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return model
+
+
+@torch.no_grad()
+def logit_difference(model: Transformer, llama: transformers.LlamaForCausalLM) -> float:
+    """The largest, as a share of the largest logit."""
+    logits, expected = model(TOKENS), llama(TOKENS).logits
+    return ((logits - expected).abs().max() / expected.abs().max()).item()
+
+
+def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name].dtype != other[name].dtype or not one[name].equal(other[name])] == []
+
+
+@pytest.fixture(scope="module")
+def step_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("run") / "step-00000100", state_of(build(ARGS)), ARGS, tokenizer_path="")
+
+
+@pytest.fixture(scope="module")
+def llama() -> transformers.LlamaForCausalLM:
+    """A model of transformers' own with the dimensions of debugmodel."""
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=768,
+        vocab_size=300,
+        max_position_embeddings=48,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture
+def hf_dir(tmp_path: Path, llama: transformers.LlamaForCausalLM) -> Path:
+    llama.save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 50_000], ids=["one file", "sharded"])
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
+def test_transformers_loads_an_export_and_gives_our_logits(
+    tmp_path: Path, n_kv_heads: int, scaling: RopeScaling | None, max_shard_bytes: int
+) -> None:
+    args = replace(ARGS, n_kv_heads=n_kv_heads, rope_scaling=scaling)
+    model = build(args)
+    folder = save(tmp_path / "step-00000100", state_of(model), args, tokenizer_path="")
+    export_hf(folder, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    assert logit_difference(model, load(tmp_path / "out")) < 1e-5
+    single = max_shard_bytes > 50_000
+    assert (tmp_path / "out/model.safetensors").exists() is single
+    assert (tmp_path / "out/model.safetensors.index.json").exists() is not single
+    assert list(tmp_path.glob(".tmp-*")) == []
+
+
+def test_shards_and_their_index(tmp_path: Path, step_dir: Path) -> None:
+    export_hf(step_dir, tmp_path / "out", max_shard_bytes=50_000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    found = {file: safetensors.torch.load_file(tmp_path / "out" / file) for file in files}
+    assert index["weight_map"] == {name: file for file, weights in found.items() for name in weights}
+    sizes = {file: sum(weight.nbytes for weight in weights.values()) for file, weights in found.items()}
+    assert max(sizes.values()) <= 50_000
+    assert index["metadata"]["total_size"] == sum(sizes.values()) == 4 * sum(map(torch.numel, build(ARGS).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shards"),
+    [
+        ([5, 5], [[0, 1]]),
+        ([5, 6], [[0], [1]]),
+        ([11, 1, 9], [[0], [1, 2]]),
+        ([1, 11, 11, 1], [[0], [1], [2], [3]]),
+    ],
+)
+def test_plan_of_shards(sizes: list[int], shards: list[list[int]]) -> None:
+    named = {str(i): size for i, size in enumerate(sizes)}
+    assert plan_shards(named, max_bytes=10) == [[str(i) for i in shard] for shard in shards]
+
+
+def test_export_as_bfloat16(tmp_path: Path, step_dir: Path) -> None:
+    export_hf(step_dir, tmp_path / "out", dtype="bfloat16")
+    exported = load(tmp_path / "out")  # in the type that config.json names
+    assert {weight.dtype for weight in exported.parameters()} == {torch.bfloat16}
+    rounded = build(ARGS)
+    for weight in rounded.parameters():
+        weight.data = weight.data.bfloat16().float()
+    assert logit_difference(rounded, load(tmp_path / "out", dtype=torch.float32)) < 1e-5
+
+
+def test_export_of_mixed_types_keeps_each_and_names_the_wider(tmp_path: Path) -> None:
+    model = build(ARGS)
+    state = {name: t if "norm" in name else t.bfloat16() for name, t in state_of(model).items()}
+    export_hf(save(tmp_path / "step", state, ARGS), tmp_path / "out")
+    weights = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    assert weights["model.norm.weight"].dtype == torch.float32
+    assert weights["lm_head.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "float32"
+    export_hf(tmp_path / "step", tmp_path / "wide", dtype="float32")
+    assert {w.dtype for w in safetensors.torch.load_file(tmp_path / "wide/model.safetensors").values()} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_export_then_import_is_bit_exact(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = {name: tensor.to(dtype) for name, tensor in state_of(build(DEBUG_ARGS)).items()}
+    folder = save(tmp_path / "step", state, DEBUG_ARGS, tokenizer_path="")
+    export_hf(folder, tmp_path / "hf", max_shard_bytes=4_000_000)
+    import_hf(tmp_path / "hf", tmp_path / "back")
+    del state["optimizer.norm.weight.step"]
+    assert_same_tensors(read_tensors(tmp_path / "back"), state)
+    assert read_manifest(tmp_path / "back").model == read_manifest(folder).model
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "4MB"], ids=["one file", "sharded"])
+def test_import_then_export_is_bit_exact(tmp_path: Path, llama: transformers.LlamaForCausalLM, shard_size: str) -> None:
+    llama.save_pretrained(tmp_path / "hf", max_shard_size=shard_size)
+    assert (tmp_path / "hf/model.safetensors").exists() is (shard_size == "50GB")
+    import_hf(tmp_path / "hf", tmp_path / "step")
+    export_hf(tmp_path / "step", tmp_path / "out")
+    assert_same_tensors(safetensors.torch.load_file(tmp_path / "out/model.safetensors"), llama.state_dict())
+
+
+def test_an_import_computes_transformers_logits(tmp_path: Path, hf_dir: Path, llama: Any) -> None:
+    import_hf(hf_dir, tmp_path / "step")
+    model = Transformer(DEBUG_ARGS)
+    model.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in read_tensors(tmp_path / "step").items()}
+    )
+    assert logit_difference(model, llama) < 1e-5
+
+
+def test_an_import_is_a_checkpoint_of_weights_alone(
+    tmp_path: Path, hf_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        import_hf(hf_dir, tmp_path / "step")
+    manifest = read_manifest(tmp_path / "step")
+    assert manifest.progress == NEW_RUN
+    assert (manifest.world_size, manifest.model) == (1, asdict(DEBUG_ARGS))
+    assert manifest.config == '[model]\nflavor = "debugmodel"\n'
+    assert manifest.files.keys() == {".metadata", "__0_0.distcp"}
+    assert manifest.tensors.keys() == {f"model.{name}" for name in Transformer(DEBUG_ARGS).state_dict()}
+    assert manifest.versions.keys() == {"torchtitan_lite", "torch", "torchao", "python"}
+    assert 'of [model] flavor = "debugmodel", vocabulary 300' in caplog.text
+    assert f'[checkpoint] initial_load_path = "{tmp_path / "step"}"' in caplog.text
+
+
+def test_an_empty_folder_may_be_written_to(tmp_path: Path, step_dir: Path) -> None:
+    (tmp_path / "out").mkdir()
+    export_hf(step_dir, tmp_path / "out")
+    assert (tmp_path / "out/config.json").exists()
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, **changes: Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    weights: dict[str, Any] = safetensors.torch.load(path.read_bytes()) | changes
+    kept = {name: weight for name, weight in weights.items() if weight is not None}
+    safetensors.torch.save_file(kept, path, metadata={"format": "pt"})
+
+
+def truncate(path: Path, to: int = -1) -> None:
+    os.truncate(path, to % path.stat().st_size)
+
+
+def split(folder: Path, *files: str) -> None:
+    """The model in a part, and an index that names `files`."""
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict(enumerate(files))}))
+
+
+UNFIT = {  # 8B but for its vocabulary
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336, "head_dim": 128
+}  # fmt: skip
+DOUBLE_NORM = {"model.norm.weight": torch.zeros(256, dtype=torch.float64)}
+STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "config.json").unlink(), "config.json cannot be read: No such file or directory; name a"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is not of a model that can be imported: Expect"),
+        (lambda d: (d / "config.json").write_text("[]"), "config.json is not of a model that can be imported: "),
+        (lambda d: edit_config(d, mlp_bias=True), "config.json is not .*: mlp_bias = true: this model has only false"),
+        (lambda d: edit_config(d, num_hidden_layers=5), "fits no .* the nearest, debugmodel, n_layers is 5, not 6"),
+        (lambda d: edit_config(d, **UNFIT), "for the nearest, 8B, vocab_size is 300, not 128256"),
+        (
+            lambda d: edit_config(d, vocab_size=301),
+            r"json says: lm_head.weight is \[300, 256\], not \[301, 256\]; model",
+        ),
+        (lambda d: edit_weights(d, **{"lm_head.weight": None}), "config.json says: lm_head.weight is missing"),
+        (lambda d: edit_weights(d, extra=torch.zeros(1)), "config.json says: extra is not of this model"),
+        (
+            lambda d: edit_weights(d, **DOUBLE_NORM),
+            "config.json says: model.norm.weight is torch.float64, not of torch.float32, ",
+        ),
+        (lambda d: edit_weights(d, **STRANGERS), "extra19 is not of this model; and 3 more"),
+        (lambda d: (d / "model.safetensors").unlink(), "model.safetensors.index.json cannot be read: No such file"),
+        (lambda d: truncate(d / "model.safetensors"), "model.safetensors is damaged: "),
+        (lambda d: split(d, "part.safetensors", "b.safetensors"), "b.safetensors cannot be read: No such file"),
+        (lambda d: split(d, "../hf/part.safetensors"), "damaged: ../hf/part.safetensors is not a file's name"),
+        (lambda d: (d / "model.safetensors").rename(d / INDEX), "index.json is damaged: "),
+        (lambda d: truncate(d / "model.safetensors", to=0), "model.safetensors is damaged: "),
+    ],
+)
+def test_what_cannot_be_imported(tmp_path: Path, hf_dir: Path, damage: Any, message: str) -> None:
+    damage(hf_dir)
+    with pytest.raises(CheckpointError, match=message):
+        import_hf(hf_dir, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [hf_dir]
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "manifest.json").unlink(), "step is broken: manifest.json: No such file or directory; export"),
+        (
+            lambda d: flip_last_byte(d / "__0_0.distcp"),
+            "step is broken: __0_0.distcp: its contents have changed;",
+        ),
+        (lambda d: (d / ".metadata").write_bytes(b"cos\nsystem\n."), "step is broken: .metadata names os.system"),
+    ],
+)
+def test_a_broken_checkpoint_is_not_exported(tmp_path: Path, damage: Any, message: str) -> None:
+    folder = save(tmp_path / "step", state_of(build(ARGS)), ARGS)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        export_hf(folder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_checkpoint_without_some_weights_is_not_exported(tmp_path: Path) -> None:
+    state = state_of(build(ARGS))
+    del state["model.norm.weight"]
+    folder = save(tmp_path / "step", state | {"model.other": torch.zeros(1)}, ARGS)
+    with pytest.raises(CheckpointError, match="broken: norm.weight is missing; other is not of this model; export"):
+        export_hf(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["out", ".tmp-out"])
+def test_what_is_there_is_not_overwritten(tmp_path: Path, step_dir: Path, hf_dir: Path, name: str) -> None:
+    kept = tmp_path / name / "kept"
+    kept.parent.mkdir()
+    kept.write_text("kept")
+    for convert, source in ((export_hf, step_dir), (import_hf, hf_dir)):
+        with pytest.raises(ConfigError, match=f"/{name} exists; remove it, or write to another folder"):
+            convert(source, tmp_path / "out")
+        assert kept.read_text() == "kept"
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path, step_dir: Path) -> None:
+    (tmp_path / "out").write_text("kept")
+    with pytest.raises(ConfigError, match="out exists; remove it"):
+        export_hf(step_dir, tmp_path / "out")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow past 40 kB, which a writer cannot tell from a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk(tmp_path: Path, step_dir: Path, hf_dir: Path) -> None:
+    for convert, source in ((export_hf, step_dir), (import_hf, hf_dir)):
+        with full_disk(), pytest.raises(StorageError, match="out.* cannot be written: .*; make room"):
+            convert(source, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == [hf_dir]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, step_dir: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file/.tmp-out cannot be written: Not a directory; make room"):
+        export_hf(step_dir, tmp_path / "file/out")
+
+
+def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_hf, "find_spec", lambda name: None)
+    for convert in (export_hf, import_hf):
+        with pytest.raises(ConfigError, match=r'safetensors is not installed; pip install "torchtitan-lite\[hf\]"'):
+            convert(tmp_path / "in", tmp_path / "out")
+
+
+def exported_tokenizer(tmp_path: Path, **settings: str) -> Path:
+    """The export of a checkpoint whose [model] table had `settings`."""
+    folder = save(tmp_path / "step", state_of(build(ARGS)), ARGS, **settings)
+    export_hf(folder, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def end_ids(folder: Path) -> tuple[object, object]:
+    """BOS and EOS, which generation_config.json must have as config.json has them, if there are any."""
+    config = json.loads((folder / "config.json").read_text())
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    generation = folder / "generation_config.json"
+    assert (json.loads(generation.read_text()) if generation.exists() else dict.fromkeys(ids)) == ids
+    return ids["bos_token_id"], ids["eos_token_id"]
+
+
+def test_the_shipped_tokenizer_is_exported(tmp_path: Path) -> None:
+    out = exported_tokenizer(tmp_path, tokenizer_path="")
+    ours, theirs = build_tokenizer(""), transformers.AutoTokenizer.from_pretrained(out)
+    assert end_ids(out) == (ours.bos_id, ours.eos_id)
+    text = "def f(x):\n    return x  # \t∑é\n" + SHIPPED_MODEL.with_name("tokenizer.py").read_text()
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+
+
+def test_a_tokenizer_json_is_exported_with_its_config(tmp_path: Path) -> None:
+    vocabulary = {"a": 0, "<bos>": 1, "<eos>": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.save(str(tmp_path / "words.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    out = exported_tokenizer(tmp_path, tokenizer_path=str(tmp_path / "words.json"))
+    assert end_ids(out) == (1, 2)
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
+    assert (out / "tokenizer_config.json").read_bytes() == (tmp_path / "tokenizer_config.json").read_bytes()
+
+
+def test_of_a_tiktoken_file_only_the_ids_are_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
+    out = exported_tokenizer(tmp_path, tokenizer_path=str(tmp_path))
+    assert end_ids(out) == (256, 257)
+    assert not (out / "tokenizer.model").exists()
+    assert "transformers finds no special tokens in a tiktoken file" in caplog.text
+
+
+def test_without_a_tokenizer_the_weights_are_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = exported_tokenizer(tmp_path, tokenizer_path="nowhere")
+    assert end_ids(out) == (None, None)
+    assert 'no tokenizer is exported: [model] tokenizer_path = "nowhere" cannot be read' in caplog.text
+    assert load(out).config.bos_token_id is None
+
+
+def test_an_imports_tokenizer_is_exported_again(
+    tmp_path: Path, hf_dir: Path, step_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_hf(hf_dir, tmp_path / "without")
+    export_hf(tmp_path / "without", tmp_path / "out")
+    assert "no tokenizer is exported: the checkpoint's config names none" in caplog.text
+    assert end_ids(tmp_path / "out") == (None, None)
+    shutil.copyfile(SHIPPED_MODEL, hf_dir / "tokenizer.model")
+    import_hf(hf_dir, tmp_path / "with")
+    export_hf(tmp_path / "with", tmp_path / "again")
+    assert (tmp_path / "again/tokenizer.model").read_bytes() == SHIPPED_MODEL.read_bytes()
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "convert_hf.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_line(tmp_path: Path, step_dir: Path) -> None:
+    exported = run_script("export", step_dir, tmp_path / "out", "--dtype", "bfloat16")
+    assert exported.returncode == 0, exported.stderr
+    assert "out: 21 tensors of step 100, bfloat16" in exported.stdout
+    refused = run_script("import", tmp_path / "out", tmp_path / "step")
+    assert (refused.returncode, refused.stdout) == (4, "")
+    assert "out fits no [model] flavor" in refused.stderr
+    assert "Traceback" not in refused.stderr

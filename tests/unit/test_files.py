@@ -1,0 +1,73 @@
+"""Files that are old or new, and whole."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.files import draft_of, fsync_folder, replace_file
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("content", ["neü", b"new"])
+def test_a_file_is_replaced(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text("old")
+    replace_file(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_draft_stands_beside_its_file_and_is_of_this_process(tmp_path):
+    assert draft_of(tmp_path / "x.json").parent == tmp_path
+    assert draft_of(tmp_path / "x.json").name.startswith(".x.json.")
+    assert draft_of(tmp_path / "x.json").name.endswith(f".{os.getpid()}")
+
+
+def test_a_disk_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    path.write_text("old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    synced = []
+
+    def fsync(descriptor):
+        synced.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_file(path, "new")
+    assert synced == [(str(draft_of(path)), False), (str(tmp_path), True)]
+
+
+def test_a_kill_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    path.write_text("old")
+
+    def killed(descriptor):
+        raise Killed
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(Killed):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_only_folders_are_synced_as_folders(tmp_path):
+    fsync_folder(tmp_path)
+    (tmp_path / "x").touch()
+    with pytest.raises(NotADirectoryError):
+        fsync_folder(tmp_path / "x")

@@ -1,0 +1,185 @@
+"""Names, row order and config.json of transformers, against transformers itself and against published files."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
+from torchtitan_lite.models.llama3 import Transformer
+
+ARGS = ModelArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+LLAMA_3_1_8B = {  # as it was published, without what is of no consequence here
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+def config_of(args: ModelArgs) -> dict[str, Any]:
+    return hf_config(args, dtype=torch.float32, bos_id=1, eos_id=2)
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
+def test_transformers_computes_the_same_logits(n_kv_heads: int, scaling: RopeScaling | None) -> None:
+    args = replace(ARGS, n_kv_heads=n_kv_heads, rope_scaling=scaling)
+    model, generator = Transformer(args), torch.Generator().manual_seed(1)
+    for weight in model.parameters():  # a new model's norms are alike, and its attention is next to none
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(args)))
+    names = hf_names(args.n_layers)
+    weights = {names[name]: to_hf(name, weight.detach(), args) for name, weight in model.named_parameters()}
+    llama.load_state_dict(weights)  # strict: all names, no other
+    tokens = torch.randint(0, 50, (2, 48), generator=generator)
+    with torch.no_grad():
+        logits, expected = model(tokens), llama(tokens).logits
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_names() -> None:
+    assert hf_names(1) == {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "layers.0.attention_norm.weight": "model.layers.0.input_layernorm.weight",
+        "layers.0.attention.wq.weight": "model.layers.0.self_attn.q_proj.weight",
+        "layers.0.attention.wk.weight": "model.layers.0.self_attn.k_proj.weight",
+        "layers.0.attention.wv.weight": "model.layers.0.self_attn.v_proj.weight",
+        "layers.0.attention.wo.weight": "model.layers.0.self_attn.o_proj.weight",
+        "layers.0.ffn_norm.weight": "model.layers.0.post_attention_layernorm.weight",
+        "layers.0.feed_forward.w1.weight": "model.layers.0.mlp.gate_proj.weight",
+        "layers.0.feed_forward.w2.weight": "model.layers.0.mlp.down_proj.weight",
+        "layers.0.feed_forward.w3.weight": "model.layers.0.mlp.up_proj.weight",
+        "norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    assert hf_names(12)["layers.11.ffn_norm.weight"] == "model.layers.11.post_attention_layernorm.weight"
+    with torch.device("meta"):
+        assert hf_names(2).keys() == Transformer(ARGS).state_dict().keys()
+
+
+def test_rows_of_each_head_are_all_evens_then_all_odds() -> None:
+    args = replace(ARGS, dim=16, n_heads=4, n_kv_heads=2)  # Q = 4
+    rows = torch.arange(16)[:, None]
+    wq = [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15]
+    assert to_hf("layers.0.attention.wq.weight", rows, args).flatten().tolist() == wq
+    assert to_hf("layers.1.attention.wk.weight", rows[:8], args).flatten().tolist() == wq[:8]
+    args = replace(args, n_kv_heads=1)  # Q is of wq's heads, not of how many wk has
+    assert to_hf("layers.0.attention.wk.weight", rows[:4], args).flatten().tolist() == wq[:4]
+
+
+@given(kv_heads=st.sampled_from([1, 2, 4]), pairs=st.integers(1, 4), seed=st.integers(0, 9))
+def test_there_and_back_is_bit_exact(kv_heads: int, pairs: int, seed: int) -> None:
+    args = replace(ARGS, dim=8 * pairs, n_heads=4, n_kv_heads=kv_heads)
+    for name, heads in (("wq", 4), ("wk", kv_heads)):
+        name = f"layers.0.attention.{name}.weight"
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.rand(heads * args.head_dim, args.dim, generator=generator).bfloat16()
+        assert from_hf(name, to_hf(name, weight, args), args).equal(weight)
+        assert to_hf(name, from_hf(name, weight, args), args).equal(weight)
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.0.attention.wv.weight", "layers.0.attention.wo.weight"])
+def test_other_weights_are_not_copied(name: str) -> None:
+    weight = torch.rand(64, 64)
+    assert to_hf(name, weight, ARGS) is weight
+    assert from_hf(name, weight, ARGS) is weight
+
+
+def test_config_json_of_llama_3_1_8b() -> None:
+    args = replace(FLAVORS["8B"], max_seq_len=131072, rope_scaling=RopeScaling())
+    written = hf_config(args, dtype=torch.bfloat16, bos_id=128000, eos_id=128001)
+    assert written.pop("head_dim") == 128
+    assert written == {key: LLAMA_3_1_8B[key] for key in written}
+    assert model_args(LLAMA_3_1_8B) == args
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
+def test_dimensions_survive_config_json_and_transformers(scaling: RopeScaling | None) -> None:
+    args = replace(ARGS, rope_scaling=scaling)
+    assert model_args(json.loads(json.dumps(config_of(args)))) == args
+    read = transformers.LlamaConfig(**config_of(args))
+    assert read.dtype == torch.float32
+    assert (read.bos_token_id, read.eos_token_id) == (1, 2)
+    assert model_args(json.loads(read.to_json_string())) == args
+    assert model_args(json.loads(read.to_json_string(use_diff=False))) == args
+
+
+def test_a_model_may_have_no_bos_and_eos() -> None:
+    read = transformers.LlamaConfig(**hf_config(ARGS, dtype=torch.float32, bos_id=None, eos_id=None))
+    assert (read.bos_token_id, read.eos_token_id) == (None, None)
+
+
+def test_what_an_older_config_json_leaves_out() -> None:
+    config = config_of(ARGS)
+    left_out = {
+        key: value for key, value in config.items() if key not in ("num_key_value_heads", "rope_theta", "head_dim")
+    }
+    expected = transformers.LlamaConfig(**left_out)
+    args = model_args(left_out)
+    assert (args.n_kv_heads, args.rope_theta) == (8, 10000.0)
+    assert (args.n_kv_heads, args.head_dim) == (expected.num_key_value_heads, expected.head_dim)
+    assert args.rope_theta == expected.rope_parameters["rope_theta"]
+    scaled = left_out | {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}}
+    scaled["rope_scaling"]["original_max_position_embeddings"] = 32
+    assert model_args(scaled).rope_scaling == RopeScaling(factor=2.0, original_max_seq_len=32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, 'model_type = "mistral": this model has only "llama"'),
+        ({"model_type": None}, 'model_type = null: this model has only "llama"'),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu": this model has only "silu"'),
+        ({"attention_bias": True}, "attention_bias = true: this model has only false"),
+        ({"mlp_bias": True}, "mlp_bias = true: this model has only false"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = true: this model has only false"),
+        ({"head_dim": 16}, "head_dim = 16: this model has hidden_size / num_attention_heads = 64 / 8"),
+        ({"num_attention_heads": 7, "head_dim": None}, "head_dim = 9: .* = 64 / 7"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 8"),
+        ({"hidden_size": None}, "hidden_size = null must be a positive whole number"),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0 must be a positive whole number"),
+        ({"vocab_size": True}, "vocab_size = true must be a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a positive whole number"),
+        ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps = "1e-5" must be a positive number'),
+        ({"rope_theta": float("inf")}, "rope_theta = Infinity must be a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, 'rope_type = "yarn": this model has only "default" and'),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type = "linear": this model has only'),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = null must be a positive"),
+    ],
+)
+def test_what_this_model_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_args(config_of(ARGS) | changes)

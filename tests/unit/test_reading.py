@@ -1,0 +1,244 @@
+"""Reading checkpoints: the tensors come back bit by bit, and nothing that is in the files is run."""
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sample_checkpoints import add_manifest, renew_manifest, save, small_tensors, write_checkpoint
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
+from torchtitan_lite.checkpoint.reading import (
+    SafePlanner,
+    SafeReader,
+    _TableUnpickler,
+    load_failure,
+    read_tensors,
+    tensor_entries,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Payload:
+    """Makes a folder when it is unpickled: the code of an attacker."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "code was run"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path, 10)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def edit_table(path, edit):
+    """Change DCP's table, and the manifest with it."""
+    table = pickle.loads((path / ".metadata").read_bytes())
+    edit(table)
+    (path / ".metadata").write_bytes(pickle.dumps(table))
+    renew_manifest(path)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def test_tensors_come_back(checkpoint):
+    expected = small_tensors(10)
+    read = read_tensors(checkpoint)
+    assert read.keys() == expected.keys()
+    assert all(same(read[name], expected[name]) for name in expected)
+    assert tensor_entries(checkpoint) == {
+        "model.w": TensorEntry("float32", (3, 4)),
+        "model.b": TensorEntry("bfloat16", (5,)),
+        "optimizer.w.step": TensorEntry("float32", ()),
+    }
+
+
+def test_some_tensors_are_read_alone(checkpoint):
+    reader = SafeReader(checkpoint)
+    for name in ("model.b", "model.w"):
+        assert same(reader.read_whole([name])[name], small_tensors(10)[name])
+    assert read_tensors(checkpoint, ["model.b"]).keys() == {"model.b"}
+    with pytest.raises(BrokenCheckpoint, match=r"^has no tensor model\.x$"):
+        read_tensors(checkpoint, ["model.x"])
+
+
+def test_sharded_tensors_come_back(world, tmp_path):
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    whole = {"model.w": torch.randn(4, 6), "model.b": torch.arange(3)}
+    sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    dcp.save(sharded, storage_writer=FileSystemWriter(tmp_path))
+    add_manifest(tmp_path, whole, 10)
+    assert all(same(read_tensors(tmp_path)[name], whole[name]) for name in whole)
+    target = {name: torch.zeros_like(tensor) for name, tensor in sharded.items()}
+    dcp.load(target, storage_reader=SafeReader(tmp_path), planner=SafePlanner())
+    assert all(same(target[name].full_tensor(), whole[name]) for name in whole)
+
+
+def test_the_layout_of_the_writer_does_not_matter(checkpoint):
+    """A tensor in two parts, as two ranks save it."""
+    halves = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(6.0, 12.0).reshape(2, 3)}
+    path = checkpoint.parent / "halves"
+    save(path, halves)
+
+    def join(table):
+        first, second = (table.state_dict_metadata.pop(name) for name in halves)
+        second.chunks[0].offsets = torch.Size((2, 0))
+        first.chunks += second.chunks
+        first.size = torch.Size((4, 3))
+        table.state_dict_metadata["w"] = first
+        infos = {index.fqn: info for index, info in table.storage_data.items()}
+        offsets = {"a": (0, 0), "b": (2, 0)}
+        make = type(next(iter(table.storage_data)))
+        table.storage_data = {make("w", offsets[name]): infos[name] for name in halves}
+
+    add_manifest(path, {"w": torch.empty(4, 3)}, 10)
+    edit_table(path, join)
+    assert same(read_tensors(path)["w"], torch.arange(12.0).reshape(4, 3))
+
+    edit_table(path, lambda table: table.state_dict_metadata["w"].chunks.pop())
+    with pytest.raises(BrokenCheckpoint, match=r"it has 6 of the 12 elements of a tensor"):
+        read_tensors(path)
+
+
+def test_a_table_that_runs_code_is_refused(checkpoint, marker):
+    payload = pickle.dumps(Payload(marker))
+    pickle.loads(payload)
+    marker.rmdir()  # it works
+    (checkpoint / ".metadata").write_bytes(payload)
+    renew_manifest(checkpoint)
+    for read in (read_tensors, SafeReader, tensor_entries):
+        with pytest.raises(BrokenCheckpoint, match=r"^\.metadata names posix\.mkdir, which no table of tensors does$"):
+            read(checkpoint)
+    assert not marker.exists()
+
+
+def test_code_within_a_table_is_refused(checkpoint, marker):
+    def plant(table):
+        table.planner_data = [Payload(marker)]
+
+    edit_table(checkpoint, plant)
+    with pytest.raises(BrokenCheckpoint, match=r"names posix\.mkdir"):
+        read_tensors(checkpoint)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.serialization.load", "os.system", "torch.hub"])
+def test_a_table_finds_nothing_but_what_tensors_need(name):
+    module, _, function = name.rpartition(".")
+    with pytest.raises(BrokenCheckpoint, match=f"names {name}, which no table of tensors does"):
+        _TableUnpickler(io.BytesIO(f"c{module}\n{function}\n.".encode())).load()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_the_path_in_a_table_is_only_a_name(module):
+    path = _TableUnpickler(io.BytesIO(f"c{module}\nPosixPath\n(Va\ntR.".encode())).load()
+    assert str(path) == "a" and not hasattr(path, "unlink")
+
+
+def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
+    path = tmp_path / "entry"
+    save(path, {"model.w": torch.ones(2), "extra": Payload(marker)})
+    add_manifest(path, {"model.w": torch.ones(2)}, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"extra": 0}, checkpoint_id=path, no_dist=True)
+    marker.rmdir()  # it works
+    with pytest.raises(BrokenCheckpoint, match=r"metadata\.BytesStorageMetadata, which no table of tensors does"):
+        SafeReader(path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"extra": 0}, storage_reader=FileSystemReader(path), planner=SafePlanner(), no_dist=True)
+    assert load_failure(caught.value) == "rank 0: BrokenCheckpoint: extra is not a tensor"
+    assert not marker.exists()
+
+
+def test_a_tensor_that_runs_code_is_refused(checkpoint, marker):
+    file = checkpoint / "__0_0.distcp"
+    payload = io.BytesIO()
+    torch.save(Payload(marker), payload, _use_new_zipfile_serialization=False)
+    file.write_bytes(payload.getvalue() + bytes(file.stat().st_size - len(payload.getvalue())))
+    renew_manifest(checkpoint)
+    torch.load(file, weights_only=False)
+    marker.rmdir()  # it works
+    with pytest.raises(BrokenCheckpoint, match=r"^rank 0: UnpicklingError: Weights only load failed"):
+        read_tensors(checkpoint)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.distcp", "/etc/passwd", "__7_0.distcp"])
+def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
+    def redirect(table):
+        next(iter(table.storage_data.values())).relative_path = name
+
+    edit_table(checkpoint, redirect)
+    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata reads {name}, which is not in the manifest$"):
+        SafeReader(checkpoint)
+
+
+def test_a_table_of_other_tensors_than_the_manifest_is_refused(checkpoint):
+    def rename(table):
+        table.state_dict_metadata["model.z"] = table.state_dict_metadata.pop("model.w")
+
+    edit_table(checkpoint, rename)
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: model\.w is not as in the manifest$"):
+        SafeReader(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04.", b"garbage", pickle.dumps(None), pickle.dumps({"state_dict_metadata": {}})]
+)
+def test_damaged_tables(checkpoint, content):
+    (checkpoint / ".metadata").write_bytes(content)
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: \w+: "):
+        SafeReader(checkpoint)
+
+
+def test_a_table_whose_dtype_is_none_of_torch(checkpoint):
+    def lie(table):
+        table.state_dict_metadata["model.w"].properties.dtype = "save"
+
+    edit_table(checkpoint, lie)
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: KeyError: 'save'"):
+        SafeReader(checkpoint)
+
+
+def test_a_table_that_is_missing(checkpoint):
+    (checkpoint / ".metadata").unlink()
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: No such file or directory$"):
+        SafeReader(checkpoint)
+
+
+def test_data_that_is_cut_off(checkpoint):
+    file = checkpoint / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(BrokenCheckpoint, match=r"^rank 0: \w+: ") as caught:
+        read_tensors(checkpoint)
+    assert "\n" not in str(caught.value)

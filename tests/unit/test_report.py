@@ -1,0 +1,61 @@
+"""The table of a run's checkpoints."""
+
+import os
+
+import pytest
+from sample_checkpoints import write_checkpoint
+
+from torchtitan_lite.checkpoint.folders import step_folder
+from torchtitan_lite.checkpoint.report import Row, describe, format_rows, step_folders
+from torchtitan_lite.errors import CheckpointError
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run" / "checkpoint"
+    write_checkpoint(folder, 10)
+    write_checkpoint(folder, 20, world_size=1, mesh={"dp_shard": 1, "tp": 1}, config="[float8]\nrecipe_name = 'x'\n")
+    (tmp_path / "run" / "a").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    return tmp_path / "run"
+
+
+def test_checkpoints_are_found(run):
+    folder = run / "checkpoint"
+    both = [step_folder(folder, 10), step_folder(folder, 20)]
+    assert step_folders(run) == step_folders(folder) == both
+    assert step_folders(both[1]) == [both[1]]
+    aside = both[1].rename(run / "best")
+    assert step_folders(aside) == [aside]
+
+
+@pytest.mark.parametrize("name", ["a", "missing", "config.toml"])
+def test_a_folder_without_checkpoints_is_refused(run, name):
+    with pytest.raises(CheckpointError, match=rf"{name} has no checkpoints: name a run folder, its folder of checkp"):
+        step_folders(run / name)
+
+
+def test_a_row_is_what_the_manifest_says(run):
+    path = step_folder(run / "checkpoint", 10)
+    os.utime(path / "manifest.json", (1.5e9, 1.5e9))
+    size = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+    mesh = {"dp_shard": 2, "tp": 1}
+    assert describe(path) == Row(str(path), 10, [], 5120, 1.5e9, size, 2, mesh, "tensorwise")
+    assert describe(step_folder(run / "checkpoint", 20)).float8 is None  # a recipe, but switched off
+
+
+def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    folder = run / "checkpoint"
+    for step in (10, 20):
+        os.utime(step_folder(folder, step) / "manifest.json", (1.5e9, 1.5e9))
+    (step_folder(folder, 20) / "__0_0.distcp").unlink()
+    (folder / "step-00000030").mkdir()
+    assert format_rows([describe(path) for path in step_folders(run)]).splitlines() == [
+        "step  tokens  written              GiB    ranks  mesh        float8      state",
+        "10    5120    2017-07-14 02:40:00  0.000  2      dp_shard=2  tensorwise  ok",
+        "20    10240   2017-07-14 02:40:00  0.000  1      -           no          "
+        "broken: __0_0.distcp: No such file or directory",
+        "30    -       -                    -      -      -           -           "
+        "broken: manifest.json: No such file or directory",
+    ]

@@ -1,0 +1,95 @@
+"""A wish to stop, and how it becomes an order, in a process whose main thread is blocked."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(30)
+# A mutex that is locked twice blocks in C for ever, as a collective does for long: Python runs no handler meanwhile.
+CODE = """
+import ctypes, signal, sys, threading, time
+from torchtitan_lite.parallel import signals
+
+signals.DUPLICATE_SECONDS = float(sys.argv[1])
+stop = signals.StopSignal()
+signal.signal(signal.SIGUSR1, lambda number, frame: None)
+print(stop.received, flush=True)
+
+def tell() -> None:
+    while not stop.received:
+        time.sleep(0.01)
+    print(stop.received, flush=True)
+
+threading.Thread(target=tell).start()
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)
+"""
+
+
+class Blocked:
+    """The process; signals sent to it within `duplicate_seconds` of the first are taken for the same wish."""
+
+    def __init__(self, duplicate_seconds: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CODE, str(duplicate_seconds)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.read() == 0
+
+    def read(self) -> int:
+        """What it tells next of the signal received."""
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def lives(self) -> bool:
+        """Whether it has not ended a moment later."""
+        time.sleep(0.3)
+        return self.process.poll() is None
+
+
+@pytest.fixture
+def patient() -> Iterator[Blocked]:
+    """One that takes a SIGTERM for the first again as long as a test lasts."""
+    blocked = Blocked(1000)
+    yield blocked
+    blocked.process.kill()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_a_wish_and_a_second_sigint_an_order(patient: Blocked, sent: signal.Signals) -> None:
+    patient.process.send_signal(sent)
+    assert patient.read() == sent
+    assert patient.lives()
+    patient.process.send_signal(signal.SIGINT)
+    assert patient.process.wait() == -signal.SIGKILL
+
+
+def test_a_sigterm_that_comes_again_at_once_is_the_same_wish(patient: Blocked) -> None:
+    patient.process.send_signal(signal.SIGINT)
+    assert patient.read() == signal.SIGINT
+    patient.process.send_signal(signal.SIGTERM)
+    assert patient.lives()
+
+
+def test_a_later_sigterm_is_an_order() -> None:
+    blocked = Blocked(0)
+    blocked.process.send_signal(signal.SIGTERM)
+    assert blocked.read() == signal.SIGTERM
+    blocked.process.send_signal(signal.SIGTERM)
+    assert blocked.process.wait() == -signal.SIGKILL
+
+
+def test_other_signals_that_python_handles_are_no_wish(patient: Blocked) -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        patient.process.send_signal(number)
+    assert patient.read() == signal.SIGTERM
+    assert patient.lives()

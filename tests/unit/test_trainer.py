@@ -1,0 +1,34 @@
+"""The parts of the trainer that need no process group."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan_lite.config import DebugConfig, TrainingConfig
+from torchtitan_lite.metrics.metrics import Skips
+from torchtitan_lite.trainer import set_determinism, too_many_skips
+
+
+def test_too_many_steps_in_a_row_without_an_update_end_the_run() -> None:
+    assert too_many_skips(Skips(), TrainingConfig(max_consecutive_skips=1)) is None
+    skips = Skips(consecutive=3, step=7, loss=math.nan, grad_norm=1.0)
+    assert too_many_skips(skips, TrainingConfig(max_consecutive_skips=4)) is None
+    error = too_many_skips(skips, TrainingConfig(max_consecutive_skips=3))
+    assert error is not None and error.exit_code == 5
+    assert str(error).startswith("[training] max_consecutive_skips = 3: the 3 steps up to 7 had no update")
+    assert "step 7: loss = nan, grad_norm = 1.0. Lower [optimizer] lr" in str(error)
+
+
+def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        set_determinism(DebugConfig(seed=3))
+        first = torch.rand(1)
+        assert not torch.are_deterministic_algorithms_enabled()
+        set_determinism(DebugConfig(seed=3, deterministic=True))
+        assert torch.equal(torch.rand(1), first)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

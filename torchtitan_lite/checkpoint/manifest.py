@@ -1,0 +1,173 @@
+"""The manifest of a checkpoint: what it holds, and the size and hash of every file, so that damage is seen.
+
+It is written last, and only a folder that has one is a checkpoint. Imports no torch.
+"""
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
+
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.files import replace_file
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SAVED_FILES = r"\.metadata|__\d+_\d+\.distcp|rank-\d{5}\.json"
+"""What a save writes besides its manifest: DCP's table of tensors and its data, and the state of each rank."""
+BLOCK_BYTES = 1 << 20
+
+FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
+"""A name within the folder, which no path that leaves it is."""
+
+
+class BrokenCheckpoint(CheckpointError):
+    """A checkpoint that is damaged, or not one of ours. Its message is the reason alone, on one line."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: what one that goes on from there needs besides tensors and random states."""
+
+    step: int
+    samples: int
+    """Trained on by all ranks since step 1."""
+    tokens: int
+    """Trained on by all ranks since step 1."""
+    data: dict[str, int | str]
+    """What decides which tokens a sample has, apart from its number."""
+    skipped_steps: int = 0
+    """Steps without an update, because the loss or the gradient was not finite or spiked."""
+    loss_mean: float | None = None
+    """Running mean of the losses, in nats; None until there is one."""
+
+    def held_out(self, store: int) -> int:
+        """Windows of a store, by its number from 1, that were held out for validation."""
+        return int(self.data.get(f"store {store} held out", 0))
+
+
+NEW_RUN = Progress(step=0, samples=0, tokens=0, data={})
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file's size in bytes and the sha256 of its contents, in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor's dtype, as in "float32", and its global shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds, and what made it."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # of what is read from disk, nested classes included
+
+    save_id: str
+    """The same for everything of one save, and never again."""
+    progress: Progress
+    world_size: int
+    mesh: dict[str, int]
+    """Degree of each dimension of the device mesh."""
+    versions: dict[str, str]
+    """Of torchtitan_lite, torch, torchao and python."""
+    model: dict[str, Any]
+    """The model's dimensions."""
+    config: str
+    """The resolved config, as TOML."""
+    files: dict[FileName, FileEntry]
+    """Every file of the checkpoint but this one, by its name within the folder."""
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def config_sha256(self) -> str:
+        """What tells the config from any other."""
+        return hashlib.sha256(self.config.encode()).hexdigest()
+
+
+_READER = TypeAdapter(Manifest)
+
+
+def installed_versions() -> dict[str, str]:
+    """What a manifest written now says of versions."""
+    packages = {name: version(name) for name in ("torchtitan_lite", "torch", "torchao")}
+    return packages | {"python": platform.python_version()}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Put a manifest, with a hash of all its fields, into a checkpoint's folder. Raises OSError if the disk fails."""
+    fields = {"format": FORMAT, "config_sha256": manifest.config_sha256, **asdict(manifest)}
+    replace_file(folder / MANIFEST, json.dumps(fields | {"sha256": _hash(fields)}, indent=1))
+
+
+def _hash(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`. Raises BrokenCheckpoint for one that is missing, damaged, or of
+    another format."""
+    try:
+        fields = json.loads((folder / MANIFEST).read_bytes())
+        if not isinstance(fields, dict) or "format" not in fields:
+            raise BrokenCheckpoint(f"{MANIFEST}: not a checkpoint's")
+        if fields["format"] != FORMAT:
+            raise BrokenCheckpoint(f"{MANIFEST}: its format is {fields['format']!r}, this version reads {FORMAT}")
+        if fields.pop("sha256", None) != _hash(fields):
+            raise BrokenCheckpoint(f"{MANIFEST}: its contents have changed")
+        own = {key: fields[key] for key in fields.keys() - {"format", "config_sha256"}}
+        return _READER.validate_json(json.dumps(own))  # from JSON, so that strictness lets a list be a tuple
+    except OSError as error:
+        raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = " ".join(".".join(map(str, first["loc"])).split())  # a key may hold line breaks
+        raise BrokenCheckpoint(f"{MANIFEST}: {place}: {first['msg']}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BrokenCheckpoint(f"{MANIFEST}: not JSON: {error}") from error
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and hash of a file, read in blocks. Raises OSError if it cannot be read."""
+    digest, size, block = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return FileEntry(size, digest.hexdigest())
+
+
+def broken_files(folder: Path, manifest: Manifest, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """What is wrong with the files of the checkpoint in `folder`, a line each.
+
+    Sizes are those of all files. With `hashes` the contents are read too, of every `share[1]`-th file from number
+    `share[0]` on, so that as many ranks read every file once. Other files in the folder are not looked at."""
+    rank, world = share
+    problems = []
+    for number, (name, entry) in enumerate(manifest.files.items()):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry.size:
+                problems.append(f"{name} has {size} bytes, not {entry.size}")
+            elif hashes and number % world == rank and hash_file(path) != entry:
+                problems.append(f"{name}: its contents have changed")
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+    return problems

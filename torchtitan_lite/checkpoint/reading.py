@@ -1,0 +1,162 @@
+"""Reading the tensors of a checkpoint without running anything that is in its files.
+
+torch.distributed.checkpoint (DCP) unpickles twice: its table of tensors, `.metadata`, and each entry that is not a
+tensor. Here the first makes nothing but what a table of plain tensors is made of, and the second does not take place.
+Tensors themselves torch loads with `weights_only=True`.
+"""
+
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry, read_manifest
+
+METADATA = ".metadata"
+
+
+def _layout(name: str) -> torch.layout:
+    """The memory layout that every tensor of ours has."""
+    return {"torch.strided": torch.strided}[name]
+
+
+_DTYPE_NAMES = {
+    each: str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_CLASSES = (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+)
+ALLOWED: dict[tuple[str, str], Any] = {
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    # Of the folder that it was written in; its module has another name in Python 3.13.
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+}
+"""What DCP's pickled table of plain tensors names, by module and name, and what is made of it here."""
+
+
+class _TableUnpickler(pickle.Unpickler):
+    """Finds what is allowed and refuses the rest, so that what a pickle calls can only be one of those."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function of a name in the pickle. Raises BrokenCheckpoint for one that is not allowed."""
+        if (module, name) not in ALLOWED:
+            raise BrokenCheckpoint(f"{METADATA} names {module}.{name}, which no table of tensors does")
+        return ALLOWED[module, name]
+
+
+def _read_table(folder: Path) -> tuple[Metadata, dict[str, TensorEntry], set[str]]:
+    """DCP's table, its tensors, and the names of the files they are in."""
+    try:
+        table = _TableUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+        tensors = {name: _entry(tensor) for name, tensor in table.state_dict_metadata.items()}
+        return table, tensors, {info.relative_path for info in table.storage_data.values()}
+    except OSError as error:
+        raise BrokenCheckpoint(f"{METADATA}: {error.strerror}") from error
+    except BrokenCheckpoint:
+        raise
+    except Exception as error:  # there is none that damaged bytes could not raise
+        raise BrokenCheckpoint(f"{METADATA}: not a table of tensors: {type(error).__name__}: {error}") from error
+
+
+def _entry(tensor: TensorStorageMetadata) -> TensorEntry:
+    """What the table says of a tensor. Its parts, which do not overlap, must be all of it."""
+    stored, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
+    if stored != whole:
+        raise ValueError(f"it has {stored} of the {whole} elements of a tensor")
+    return TensorEntry(_DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size))
+
+
+def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Dtype and global shape of each tensor that DCP saved in `folder`. Raises BrokenCheckpoint if its table is
+    damaged or holds anything else than tensors."""
+    return _read_table(folder)[1]
+
+
+class SafeReader(FileSystemReader):
+    """Reads the checkpoint in a folder, as `storage_reader` of dcp.load.
+
+    Its constructor raises BrokenCheckpoint unless the manifest and DCP's table can be read and agree on the tensors,
+    and all of these are in files of the manifest. It does not look into the files: see broken_files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.manifest = read_manifest(folder)
+        self._table, tensors, files = _read_table(folder)
+        if tensors != self.manifest.tensors:
+            names = sorted(name for name, _ in tensors.items() ^ self.manifest.tensors.items())
+            raise BrokenCheckpoint(f"{METADATA}: {names[0]} is not as in the manifest")
+        if strangers := files - self.manifest.files.keys():
+            raise BrokenCheckpoint(f"{METADATA} reads {sorted(map(str, strangers))[0]}, which is not in the manifest")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's table, read once."""
+        return self._table
+
+    def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Some of the tensors, whole and on the CPU, read by this process alone. Raises BrokenCheckpoint if one is not
+        there or cannot be read."""
+        tensors = {}
+        for name in names:
+            if name not in self.manifest.tensors:
+                raise BrokenCheckpoint(f"has no tensor {name}")
+            entry = self.manifest.tensors[name]
+            tensors[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=self, planner=SafePlanner(), no_dist=True)
+        except CheckpointException as error:
+            raise BrokenCheckpoint(load_failure(error)) from error
+        return tensors
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Plans what a SafeReader reads: tensors, nothing else."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises BrokenCheckpoint: an entry that is not a tensor would have to be unpickled."""
+        raise BrokenCheckpoint(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+def load_failure(error: CheckpointException) -> str:
+    """The reason of the first rank that failed in dcp.load, on one line."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Some tensors of the checkpoint in `folder`, or all, whole and on the CPU, read by this process alone. Raises
+    BrokenCheckpoint."""
+    reader = SafeReader(folder)
+    return reader.read_whole(reader.manifest.tensors if names is None else names)

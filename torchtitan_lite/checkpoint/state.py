@@ -1,0 +1,132 @@
+"""A run's state as tensors by flat names, and the state of a rank's random generators.
+
+`model.<fqn>` is a parameter; `optimizer.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` are what AdamW keeps of it.
+"""
+
+import base64
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+from torchtitan_lite.checkpoint.changes import tensor_changes
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
+from torchtitan_lite.errors import CheckpointError
+
+MOST_LISTED = 8
+"""Tensors that a message names one by one."""
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of `model`, the storage shared, by name."""
+    return {f"model.{fqn}": _plain(parameter) for fqn, parameter in model.state_dict(keep_vars=True).items()}
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The parameters and the optimizer's state, the storage shared: loading into the result loads into both. The
+    optimizer's state is made where there is none yet."""
+    if not optimizer.state:
+        _init_optimizer_state(optimizer)
+    state = model_state(model)
+    for fqn, parameter in model.state_dict(keep_vars=True).items():
+        for name, tensor in optimizer.state[parameter].items():
+            state[f"optimizer.{fqn}.{name}"] = _plain(tensor)
+    return state
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """`tensor` without gradient, and without torchao's wrapper of float8-gathered weights: what is saved is read
+    without torchao."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, WeightWithDynamicFloat8CastTensor):
+        return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
+    return tensor
+
+
+def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have `optimizer` make its state, by a step that changes no parameter."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Data type and global shape of each tensor."""
+    return {
+        name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in state.items()
+    }
+
+
+def check_tensors(saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], *, path: Path) -> None:
+    """Raise CheckpointError, with the tensors that differ, unless the checkpoint at `path` holds what is wanted."""
+    if differing := tensor_changes(saved, wanted):
+        listed = "; ".join(differing[:MOST_LISTED])
+        more = f"; and {len(differing) - MOST_LISTED} more" if len(differing) > MOST_LISTED else ""
+        raise CheckpointError(
+            f"[checkpoint] {path} is of another model: {len(differing)} tensors differ from this run's: {listed}{more}."
+            " Train the model that was saved, or name another checkpoint or another [job] dump_folder."
+        )
+
+
+def first_non_finite(state: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor of which this rank's part holds a value that is not finite; None if there is none."""
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # The sum of finite values is finite but for an overflow, and needs no second tensor of the same size.
+        if not local.sum(dtype=torch.float64).isfinite():
+            return name
+    return None
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of this rank's random generators, Python's, numpy's and torch's, in a form that JSON takes."""
+    version, words, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict), "legacy=False asks for a dict"
+    key = numpy_state["state"]["key"].tolist()
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return state
+
+
+def load_random_state(path: Path, *, device: torch.device) -> None:
+    """Have this rank's random generators go on from what a checkpoint's file holds. One that it lacks, CUDA's of a run
+    on CPU, stays. Raises BrokenCheckpoint for a file of another kind."""
+    try:
+        state = json.loads(path.read_text())
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        inner = state["numpy"]["state"]
+        np.random.set_state({**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}})
+        torch.set_rng_state(_decode(state["torch"]))
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,35 @@
+"""Files that survive a crash whole: standard library only."""
+
+import os
+import socket
+from pathlib import Path
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Put `content` into a file at once: a reader, a crash or another process finds the old file or the new one, never
+    a part. It is on disk, under its name, when this returns; where it fails nothing is left of it."""
+    draft = draft_of(path)
+    try:
+        with draft.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def draft_of(path: Path) -> Path:
+    """Where `replace_file` of this process writes before it renames: `.NAME.HOST.PID`, beside the file."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def fsync_folder(path: Path) -> None:
+    """Put the names in a folder on disk: what was made, renamed or deleted in it stays so after a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,48 @@
+"""SIGTERM and SIGINT as a wish to stop, seen at once also while the main thread is blocked in C."""
+
+import os
+import signal
+import threading
+import time
+
+DUPLICATE_SECONDS = 3.0
+"""A SIGTERM this soon after the first signal is the same wish: schedulers signal every process, and torchrun passes
+on what it gets."""
+
+
+class StopSignal:
+    """The wish of SIGTERM or SIGINT that the run stop at the end of its step.
+
+    Made once a process, on the main thread. After the first signal, a SIGINT, or a SIGTERM more than
+    `DUPLICATE_SECONDS` later, ends this process at once by SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._received_at = 0.0
+        # Python runs a handler between two bytecodes of the main thread, which may wait minutes for a collective. The
+        # interpreter's own C handler writes each signal's number to this pipe at once, so a thread reads it there.
+        self._pipe, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._read, name="signals", daemon=True).start()
+
+    @property
+    def received(self) -> int:
+        """The number of the first signal that asked to stop; 0 if none has."""
+        return self._received
+
+    def _read(self) -> None:
+        while True:
+            for number in os.read(self._pipe, 64):
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    self._take(number)
+
+    def _take(self, number: int) -> None:
+        now = time.monotonic()
+        if not self._received:
+            self._received, self._received_at = number, now
+        elif number == signal.SIGINT or now - self._received_at > DUPLICATE_SECONDS:
+            os.kill(os.getpid(), signal.SIGKILL)
