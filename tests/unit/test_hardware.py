@@ -92,3 +92,10 @@ def test_gpu_memory_is_what_torch_reserved(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     assert peak_memory_gib(torch.device("cuda")) == 3.0
     assert total_memory_gib(torch.device("cuda")) == 80.0
+
+
+def test_on_cpu_a_given_peak_is_not_measured_unless_asked_for():
+    given = MetricsConfig(peak_tflops_bf16=1.0)
+    assert resolve_peaks(CPU, given, precisions=["bf16", "fp32"]).measured.keys() == {"fp32"}
+    both = MetricsConfig(peak_tflops_bf16=1.0, measure_peak=True)
+    assert resolve_peaks(CPU, both, precisions=["bf16"]).measured.keys() == {"bf16"}

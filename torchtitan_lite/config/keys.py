@@ -83,7 +83,7 @@ def show_key(name: str) -> str:
 def closest(word: str, options: Iterable[str]) -> str | None:
     """The option nearest to a misspelt word, whatever the case of its letters; None when none is near."""
     by_folded = {option.lower(): option for option in options}
-    matches = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.65)
+    matches = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.68)
     return by_folded[matches[0]] if matches else None
 
 

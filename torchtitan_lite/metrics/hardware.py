@@ -66,14 +66,15 @@ def _known(peaks: Mapping[Precision, float | None]) -> dict[Precision, float]:
 
 
 def resolve_peaks(device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision]) -> Peaks:
-    """The peaks of `device`. On CPU, and where [metrics] measure_peak asks for it, those of `precisions` are measured:
-    all ranks of a machine should do so at the same time, as they will train at the same time."""
-    on_cpu = device.type == "cpu"
+    """The peaks of `device`. Those of `precisions` are measured where [metrics] measure_peak asks for it, and on CPU
+    where they are not given: all ranks of a machine should do so at the same time, as they will train at the same time.
+    """
+    on_cpu, given = device.type == "cpu", given_peaks(metrics)
     name = "CPU" if on_cpu else torch.cuda.get_device_name(device)
-    measured: dict[Precision, float] = {}
-    if on_cpu or metrics.measure_peak:
-        measured = {precision: measure_peak(precision, device) for precision in precisions}
-    return Peaks(name, published_peaks(lookup_device(name)), measured, given_peaks(metrics))
+    unknown = set(precisions) - given.keys() if on_cpu else set()
+    wanted = precisions if metrics.measure_peak else unknown
+    measured = {precision: measure_peak(precision, device) for precision in wanted}
+    return Peaks(name, published_peaks(lookup_device(name)), measured, given)
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
