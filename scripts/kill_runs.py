@@ -25,9 +25,9 @@ from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, st
 
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 4.0
-"""From the first new file of a resumed run, its log, to a kill at any moment."""
+"""From the first line of a run's log to a kill at any moment."""
 SAVE_S = 0.1
-"""From the start of a save to a kill that is meant to be in it."""
+"""From when a save is seen to a kill that is meant to be in it."""
 NEVER = 10**6
 """Steps of a run that is to be killed."""
 
@@ -89,18 +89,19 @@ def kill_runs(command: Callable[[Path], list[str]], *, folder: Path, kills: int,
 
 
 def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_save: bool) -> Kill:
-    """What is left of a run in `folder` that is started, and killed at one of the random moments."""
+    """What is left of a run in `folder` that is started, and killed at one of the random moments. Raises
+    subprocess.CalledProcessError if it ends before."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints, log = folder / "checkpoint", folder / "killed.log"
     since = time.time()
     with log.open("w") as output:
         process = subprocess.Popen([*command, f"--training.steps={NEVER}"], stdout=output, stderr=output)
     try:
-        while not (has_draft(checkpoints, since) if in_save else log.stat().st_size):
-            if process.poll() is not None:
-                raise RuntimeError(log.read_text())
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, SAVE_S if in_save else LONGEST_S))
+        wait_for(lambda: log.stat().st_size > 0, process)
+        time.sleep(moments.uniform(0, LONGEST_S))
+        if in_save:
+            wait_for(lambda: has_draft(checkpoints, time.time() - SAVE_S), process)
+            time.sleep(moments.uniform(0, SAVE_S))
     finally:
         kill_tree(process.pid)
         process.wait()
@@ -117,8 +118,16 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     )
 
 
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Return once the condition holds. Raises subprocess.CalledProcessError if the process ends before."""
+    while not condition():
+        if process.poll() is not None:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+        time.sleep(0.001)
+
+
 def has_draft(checkpoints: Path, since: float) -> bool:
-    """Whether there is a checkpoint that has been being written or deleted since then."""
+    """Whether a checkpoint is half written or half deleted, by a process that has worked on it since then."""
     with suppress(FileNotFoundError):  # it was a moment ago
         return any(path.stat().st_mtime > since for path in checkpoints.glob(f"{DRAFT_PREFIX}*"))
     return False
@@ -135,7 +144,7 @@ def main(argv: list[str]) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         config = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml", "--job.dump_folder", f"{folder}"]
         saves = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=3"]
-        small = ["--training.seq_len=64", "--training.local_batch_size=2", "--lr_scheduler.total_steps=100"]
+        small = ["--training.seq_len=64", "--training.local_batch_size=2", "--lr_scheduler.total_steps=1000"]
         return [*torchrun, "-m", "torchtitan_lite.train", *config, *saves, *small, *overrides]
 
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as folder:

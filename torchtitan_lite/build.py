@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.checkpoint.changes import value_changes
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import Progress
 from torchtitan_lite.collectives import on_rank0
@@ -18,6 +16,7 @@ from torchtitan_lite.config import (
     BatchSizes,
     Config,
     TrainingConfig,
+    check_decay,
     dump_config,
     resolve_batch,
     resolve_degrees,
@@ -27,7 +26,7 @@ from torchtitan_lite.data.dataloader import Corpus, TrainingBatches, ValidationB
 from torchtitan_lite.data.mixture import Mixture
 from torchtitan_lite.data.token_store import TokenStore, open_data
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import CheckpointError, DataError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.selection import format_choices
 from torchtitan_lite.logger import logger
@@ -56,7 +55,7 @@ def build_batches(
 ) -> tuple[TrainingBatches, ValidationBatches | None]:
     """What a data-parallel rank trains on after `progress`, and what it validates on where that is enabled, which is
     held out of the training data where both are of the same store. Raises DataError for data that is not that of the
-    progress, or not the same on all ranks."""
+    progress, or not the same on all ranks, and ConfigError where it ends the run within the schedule's phases."""
     training, validation = config.training, config.validation
     shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": config.debug.seed}
     stores = open_stores(training, tokenizer)
@@ -85,6 +84,8 @@ def build_batches(
         first_step=progress.step + 1,
         first_sample=progress.samples,
     )
+    if problems := list(check_decay(config.lr_scheduler, steps=batches.last_step)):
+        raise ConfigError(f"{problems[0]}; [training] epochs = {training.epochs} end the run there.")
     log_data(batches, training)
     if not validation.enable:
         return batches, None
@@ -149,18 +150,6 @@ def check_same_data(progress: Progress, identity: Mapping[str, int | str], *, al
         f"{changes}. Undo that, or set it to true, to go on at sample {progress.samples:,} of the new order. "
         "([validation] steps * [training] local_batch_size are held out; what is newly so may have been trained on.)"
     )
-
-
-def check_same_model(saved: Mapping[str, Any], args: ModelArgs) -> None:
-    """Raise CheckpointError unless a checkpoint's model has the dimensions of this run's, but for what follows from the
-    text rather than the weights."""
-    of_the_text = ("max_seq_len", "document_bos_id")
-    before, now = ({k: v for k, v in each.items() if k not in of_the_text} for each in (saved, asdict(args)))
-    if changes := value_changes(before, now):
-        raise CheckpointError(
-            f"[model] the checkpoint to resume from is of another model: {'; '.join(changes)}. Use its [model] flavor "
-            "and tokenizer_path, or another [job] dump_folder."
-        )
 
 
 def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:

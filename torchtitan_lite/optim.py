@@ -39,12 +39,18 @@ class UpdateGuard:
     Its tensors are [] float32 on `device`."""
 
     def __init__(
-        self, training: TrainingConfig, *, device: torch.device, skipped_steps: int, loss_mean: float | None
+        self,
+        training: TrainingConfig,
+        *,
+        device: torch.device,
+        skipped_steps: int,
+        consecutive_skips: int,
+        loss_mean: float | None,
     ) -> None:
-        """Goes on from the `skipped_steps` and the `loss_mean` of the steps before."""
+        """Goes on from the counts and the mean of the steps before."""
         self._spike_factor = training.loss_spike_factor
         self.skipped_steps = torch.tensor(float(skipped_steps), device=device)
-        self.consecutive_skips = torch.zeros((), device=device)
+        self.consecutive_skips = torch.tensor(float(consecutive_skips), device=device)
         """Steps without an update since the last one that had one."""
         self.loss_mean = torch.tensor(math.nan if loss_mean is None else loss_mean, device=device)
         """Nats, of the steps that had an update; NaN before the first."""

@@ -68,6 +68,8 @@ class Status:
     cause: str | None = None
     exit_code: int | None = None
     rank: int | None = None
+    job: str | None = None
+    """The torchrun of the run, which may start its processes again."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,34 @@ class RunFolder:
 
     path: Path
     _lock: int
+
+    def earlier_attempt(self) -> Status | None:
+        """The status that this job left before torchrun started it again; None in its first attempt."""
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return None
+        status = read_status(self.path)
+        return status if status is not None and status.job == _job_name() else None
+
+    def begin(self, *, resume: bool, entries: Iterable[str]) -> None:
+        """Set the status to "running".
+
+        Without `resume`, what an earlier run left of `entries` (names within the folder), config.toml and status.json
+        moves to previous/<its start time>/; files of other names stay where they are. With it, the status keeps step
+        and last checkpoint, should this run fail before its first step. Raises StorageError if the disk fails."""
+        if not resume:
+            with _explained(self.path):
+                _move_to_previous(self.path, [*entries, CONFIG_FILE, STATUS_FILE])
+        now = time.time()
+        before = read_status(self.path) or Status("running", started=now, time=now)
+        going_on = Status("running", now, now, before.step, before.last_checkpoint, job=_job_name())
+        _write_status(self.path, going_on)
+
+    def refuse(self, *, cause: str, exit_code: int) -> None:
+        """Write into status.json why the run did not begin, which is as far as the one before it."""
+        now = time.time()
+        before = read_status(self.path) or Status("failed", started=now, time=now)
+        refused = Status("failed", now, now, before.step, before.last_checkpoint, cause, exit_code, job=_job_name())
+        _write_status(self.path, refused)
 
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
@@ -99,23 +129,17 @@ class RunFolder:
         os.close(self._lock)
 
 
-def open_run_folder(path: Path, *, resume: bool, entries: Iterable[str]) -> RunFolder:
-    """The run folder at `path`: made where missing, locked, its status "running".
-
-    Without `resume`, what an earlier run left of `entries` (names within the folder), config.toml and status.json moves
-    to previous/<its start time>/; files of other names stay where they are. With it, the status keeps step and last
-    checkpoint, should this run fail before its first step. Raises ConfigError if a live run holds the folder, after
-    waiting LOCK_SECONDS for it, or if it cannot be one, StorageError if the disk fails.
-    """
+def open_run_folder(path: Path) -> RunFolder:
+    """The run folder at `path`: made where missing, and locked. Raises ConfigError if a live run holds it, after
+    waiting LOCK_SECONDS for it, or if it cannot be one, StorageError if the disk fails."""
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
-        lock = _take_lock(path)
-        if not resume:
-            _move_to_previous(path, [*entries, CONFIG_FILE, STATUS_FILE])
-    now = time.time()
-    before = read_status(path) or Status("running", started=now, time=now)
-    _write_status(path, Status("running", now, now, step=before.step, last_checkpoint=before.last_checkpoint))
-    return RunFolder(path, lock)
+        return RunFolder(path, _take_lock(path))
+
+
+def _job_name() -> str:
+    """What tells this process's torchrun from others."""
+    return f"process {os.getppid()} on {socket.gethostname()}"
 
 
 def read_status(path: Path) -> Status | None:
@@ -204,6 +228,7 @@ def main() -> int:
     parser.add_argument("--first-rank", type=int, default=0, help="lowest rank of this host")
     parser.add_argument("--command", required=True, help="what started the run")
     args = parser.parse_args()
+    command = re.sub(r" --checkpoint\.load_step[= ]\S+", "", args.command)  # it would go on from there again
 
     report = (args.log_dir / "torchrun.log").read_text(errors="replace")
     on_file = _read_end(args.path, since=args.since)
@@ -216,7 +241,7 @@ def main() -> int:
     elif status is None and outcome.exit_code == 1:
         print(*report.splitlines()[-20:], sep="\n", file=sys.stderr)
     logs = find_logs(args.log_dir, rank=outcome.rank, first_rank=args.first_rank)
-    print(format_outcome(outcome, on_file, path=args.path, logs=logs, command=args.command), file=sys.stderr)
+    print(format_outcome(outcome, on_file, path=args.path, logs=logs, command=command), file=sys.stderr)
     return outcome.exit_code
 
 
@@ -233,10 +258,22 @@ def _read_end(path: Path, *, since: float) -> Status | None:
 
 def _update_status(path: Path, **changes: Any) -> None:
     """Change status.json, but not once it says how the run ended."""
-    now = time.time()
-    status = read_status(path) or Status("running", started=now, time=now)
-    if status.state == "running":
-        _write_status(path, dataclasses.replace(status, **changes, time=now))
+    with _explained(path), _exclusive(path):
+        now = time.time()
+        status = read_status(path) or Status("running", started=now, time=now)
+        if status.state == "running":
+            _write_status(path, dataclasses.replace(status, **changes, time=now))
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Lets one process at a time into its body, for a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write_status(path: Path, status: Status) -> None:

@@ -10,17 +10,32 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.checkpointer import find_resume
 from torchtitan_lite.checkpoint.manifest import Manifest
+from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import Config, dump_config, format_help, load_config
-from torchtitan_lite.errors import RankLostError, RunError, StorageError
+from torchtitan_lite.errors import (
+    STOPPED_EXIT_CODE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericError,
+    RankLostError,
+    RunError,
+    StorageError,
+)
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
 from torchtitan_lite.run_folder import RunFolder, open_run_folder, report_failure
 from torchtitan_lite.trainer import Trainer
+
+NOT_TRIED_AGAIN = {
+    STOPPED_EXIT_CODE,
+    *(cause.exit_code for cause in (ConfigError, DataError, CheckpointError, NumericError)),
+}
+"""Exit codes after which a start by torchrun's --max-restarts ends at once: more of the same, or not wished for."""
 
 
 def run_entries(config: Config) -> list[str]:
@@ -38,16 +53,33 @@ def run_entries(config: Config) -> list[str]:
 def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
     """The run folder, on rank 0, and the manifest of the checkpoint to resume from, on all ranks. What an earlier run
     left there is moved aside where nothing is resumed."""
-    path = Path(config.job.dump_folder)
-    resume = find_resume(config.checkpoint, folder=path / config.checkpoint.folder)
+    path, checkpoint = Path(config.job.dump_folder), config.checkpoint
     folder: RunFolder | None = None
 
-    def open_it() -> None:
+    def lock() -> bool:
         nonlocal folder
-        folder = open_run_folder(path, resume=resume is not None, entries=run_entries(config))
+        folder = open_run_folder(path)
+        earlier = folder.earlier_attempt()
+        if earlier is not None and earlier.exit_code in NOT_TRIED_AGAIN:
+            error = RunError(earlier.cause)
+            error.exit_code = earlier.exit_code
+            raise error
+        return earlier is not None
+
+    def begin() -> None:
+        assert folder is not None, "rank 0 has locked it"
+        folder.begin(resume=resume is not None, entries=run_entries(config))
         folder.write_config(dump_config(config))
 
-    on_rank0(open_it)
+    if on_rank0(lock):  # what load_step asks for was done in the attempt before
+        checkpoint = checkpoint.model_copy(update={"load_step": -1})
+    try:
+        resume = find_resume(checkpoint, folder=path / checkpoint.folder)
+    except RunError as error:
+        if folder is not None:
+            folder.refuse(cause=str(error), exit_code=error.exit_code)
+        raise
+    on_rank0(begin)
     return folder, resume
 
 
@@ -74,7 +106,13 @@ def run(config: Config) -> int:
             with contextlib.suppress(RunError):  # a full disk: what is reported matters more
                 report_failure(path, cause=cause, exit_code=exit_code, rank=rank)
 
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=report)
+    watchdog = Watchdog(
+        rank=rank,
+        world_size=world_size,
+        stop_signal=StopSignal(),
+        report=report,
+        patience_s=config.comm.init_timeout_seconds,
+    )
     try:
         device = init_distributed(config.comm)
         folder, resume = open_folder(config)

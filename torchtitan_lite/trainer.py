@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -18,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from torchtitan_lite.build import build_batches, build_checkpointer, build_metrics, build_model, check_same_model
-from torchtitan_lite.checkpoint.changes import config_changes
+from torchtitan_lite.build import build_batches, build_checkpointer, build_metrics, build_model
+from torchtitan_lite.checkpoint.changes import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, Manifest, Progress
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import Wishes, agree, on_rank0
@@ -27,7 +28,6 @@ from torchtitan_lite.config import (
     Config,
     DebugConfig,
     TrainingConfig,
-    check_decay,
     dump_config,
     resolve_batch,
     resolve_degrees,
@@ -35,12 +35,13 @@ from torchtitan_lite.config import (
 from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, NumericError, RunError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
 from torchtitan_lite.float8.convert import build_scale_hook
 from torchtitan_lite.logger import logger
 from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
+from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.loss import cross_entropy_sum
 from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
 from torchtitan_lite.parallel.distributed import set_timeouts
@@ -88,11 +89,7 @@ class Trainer:
         )
         tokenizer = build_tokenizer(config.model.tokenizer_path)
         args = resolve_model_args(config, tokenizer)
-        if resume is not None:
-            check_same_model(resume.model, args)
-            for change in config_changes(resume.config, dump_config(config)):
-                logger.info(f"since step {resume.progress.step}: {change}")
-        progress = resume.progress if resume is not None else NEW_RUN
+        progress = accept_progress(resume, config, args)
         self.batches, self.validation_batches = build_batches(
             config,
             tokenizer,
@@ -103,8 +100,6 @@ class Trainer:
             progress=progress,
         )
         self.last_step = self.batches.last_step
-        if problems := list(check_decay(config.lr_scheduler, steps=self.last_step)):
-            raise ConfigError(f"{problems[0]}; [training] epochs = {training.epochs} end the run there.")
         self.model, ledger = build_model(config, args, mesh=mesh, device=device)
         self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if config.compile.covers("loss"):
@@ -116,18 +111,14 @@ class Trainer:
             training,
             device=torch.device("cpu") if training.enable_cpu_offload else device,
             skipped_steps=progress.skipped_steps,
+            consecutive_skips=progress.consecutive_skips,
             loss_mean=progress.loss_mean,
         )
         self.checkpointer = build_checkpointer(
             config, args, model=self.model, optimizer=self.optimizer, mesh=mesh, device=device
         )
-        initial_weights = config.checkpoint.initial_load_path
-        if resume is not None:
-            self.checkpointer.load(resume)
-        elif initial_weights is not None:
-            self.checkpointer.load_weights(Path(initial_weights), hashes=config.checkpoint.verify_hashes)
-        self.scale_hook()  # of the weights as they are now
-        self.random_state = random_state(device)
+        self.load(resume)
+        self.generators = random_state(device)
         self.step = self.saved_step = progress.step
         self.first_step, self.tokens = progress.step + 1, progress.tokens
         self.save_wanted = False
@@ -138,6 +129,15 @@ class Trainer:
     def path(self) -> Path:
         """The run folder."""
         return Path(self.config.job.dump_folder)
+
+    def load(self, resume: Manifest | None) -> None:
+        """Read the state of the checkpoint to go on from, or the weights to begin with, if there are such."""
+        checkpoint = self.config.checkpoint
+        if resume is not None:
+            self.checkpointer.load(resume)
+        elif checkpoint.initial_load_path is not None:
+            self.checkpointer.load_weights(Path(checkpoint.initial_load_path), hashes=checkpoint.verify_hashes)
+        self.scale_hook()  # of the weights as they are now
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """This rank's next batch, None after the last, once all ranks are ready for its forward pass. Raises on every
@@ -262,6 +262,7 @@ class Trainer:
             except RunError:
                 with contextlib.suppress(RunError):  # every rank has one, and the first counts
                     self.checkpointer.wait()
+                    self.report_progress()
                 raise
         self.checkpointer.wait()
         self.finish(stopped_by=stopped_by)
@@ -271,7 +272,7 @@ class Trainer:
         """Train, log and follow up `step`. Validation and checkpoints are in no step's time."""
         config = self.config
         logged = self.metrics.end_step(step, self.train_step(step))
-        self.step, self.random_state = step, random_state(self.device)
+        self.step, self.generators = step, random_state(self.device)
         last = step == self.last_step
         saves = self.checkpointer.due(step, last=last) or self.save_wanted
         if saves or last:
@@ -286,6 +287,7 @@ class Trainer:
             gc.collect(1)
         if step == self.first_step:
             set_timeouts(config.comm.train_timeout_seconds, but_of=self.checkpointer.group)
+            self.watchdog.patience_s = config.comm.train_timeout_seconds
         if saves or last or (logged and time.monotonic() - self.reported_at > STATUS_SECONDS):
             self.report_progress()
 
@@ -293,7 +295,7 @@ class Trainer:
         """Save the state after the last finished step."""
         self.watchdog.at(self.step, "checkpoint")
         with self.metrics.outside_step("checkpoint", step=self.step):
-            self.checkpointer.save(self.progress(), self.random_state)
+            self.checkpointer.save(self.progress(), self.generators)
         self.saved_step, self.save_wanted = self.step, False
 
     def progress(self) -> Progress:
@@ -305,6 +307,7 @@ class Trainer:
             tokens=self.tokens,
             data=self.batches.corpus.identity(),
             skipped_steps=int(self.guard.skipped_steps.item()),
+            consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
         )
 
@@ -343,6 +346,18 @@ class Trainer:
             curves = self.path / self.config.metrics.save_tb_folder
             logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")
         logger.info(f"run folder: {self.path}")
+
+
+def accept_progress(resume: Manifest | None, config: Config, args: ModelArgs) -> Progress:
+    """The progress to go on from, after telling what has changed in the config since. Raises CheckpointError for a
+    checkpoint of another model."""
+    if resume is None:
+        return NEW_RUN
+    step = resume.progress.step
+    check_model(resume.model, asdict(args), path=Path(config.job.dump_folder) / config.checkpoint.folder)
+    for change in config_changes(resume.config, dump_config(config)):
+        logger.info(f"since step {step}: {change}")
+    return resume.progress
 
 
 def too_many_skips(skips: Skips, training: TrainingConfig) -> NumericError | None:

@@ -22,17 +22,17 @@ import json
 import os
 import resource
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite import train, trainer
+from torchtitan_lite import build, train, trainer
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.checkpoint.manifest import Manifest
 from torchtitan_lite.checkpoint.state import random_state
@@ -76,8 +76,9 @@ def send(number: int, to: str = "self") -> None:
 
 @can_be_done
 def await_signal() -> None:
-    """Do nothing until this process gets a signal."""
-    signal.pause()
+    """Do nothing until a signal has asked this process to stop."""
+    while not FaultyTrainer.running.watchdog.stop_signal.received:
+        time.sleep(0.05)
 
 
 @can_be_done
@@ -151,8 +152,13 @@ def save_what_is_loaded() -> None:
 class FaultyTrainer(trainer.Trainer):
     """Meets its faults before forward passes."""
 
+    running: "FaultyTrainer"
     notes_samples = notes_weights = False
     passes = 0  # of this step, or of the validation after it
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        FaultyTrainer.running = self
 
     def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float | None = None) -> Tensor:
         """The loss, times what the faults make of it."""
@@ -219,11 +225,10 @@ COMMIT = checkpointer.commit
 
 if __name__ == "__main__":
     faults.extend(json.loads(sys.argv.pop(1)))
-    flavors.FLAVORS["debugmodel"] = flavors.ModelArgs(
-        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0
-    )
+    tiny = flavors.ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0)
+    flavors.FLAVORS.update(debugmodel=tiny, wider=replace(tiny, dim=64))
     train.Trainer = FaultyTrainer  # type: ignore[misc]
-    trainer.Checkpointer = FaultyCheckpointer  # type: ignore[misc]
+    build.Checkpointer = FaultyCheckpointer  # type: ignore[misc]
     checkpointer.commit = commit
     happen("start")
     train.main()

@@ -11,6 +11,8 @@ from typing import Any
 
 from launching import ENV, FOLDER, ROOT, torchrun
 
+from torchtitan_lite.checkpoint.folders import step_folder
+
 Fault = dict[str, Any]
 
 
@@ -94,3 +96,17 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 def checkpoints(folder: Path) -> list[str]:
     """Names in the folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return step_folder(folder / "checkpoint", step)
+
+
+def samples(folder: Path) -> dict[int, set[str]]:
+    """Hashes of what each step of a run in `folder` was trained on, by all ranks."""
+    found: dict[int, set[str]] = {}
+    for path in folder.glob("samples-*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            found.setdefault(line["step"], set()).update(line["samples"])
+    return found

@@ -6,6 +6,7 @@ import pytest
 import torch
 from launching import ask, losses, train
 
+from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.models.llama3 import attend, document_mask, document_starts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -64,3 +65,18 @@ def test_peaks_are_measured_below_the_data_sheets(tmp_path: Path) -> None:
     record = train(tmp_path, *settings, processes=1)[-1]
     assert record["mfu_achievable"] > record["mfu"] > 0
     assert record["hfu"] >= record["mfu"]
+
+
+@pytest.mark.parametrize(
+    "settings", [[], [FLOAT8], ["--training.enable_cpu_offload"]], ids=["bf16", "float8", "offload"]
+)
+def test_a_resumed_run_goes_on_bit_by_bit_from_a_pinned_snapshot(settings: list[str], tmp_path: Path) -> None:
+    saved = ["--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.async_mode=async_with_pinned_mem"]
+    settings = [*settings, *saved, "--debug.deterministic", "--lr_scheduler.total_steps=20"]
+    straight = train(tmp_path / "straight", *settings, "--training.steps=20", processes=1)
+    train(tmp_path / "resumed", *settings, "--training.steps=10", processes=1)
+    resumed = train(tmp_path / "resumed", *settings, "--training.steps=20", processes=1)
+    for name in ("loss", "grad_norm", "lr"):
+        assert [record[name] for record in resumed] == [record[name] for record in straight]
+    steps = [tmp_path / name / "checkpoint" / "step-00000020" for name in ("straight", "resumed")]
+    assert not (found := compare(*steps)).values and not found.tensors

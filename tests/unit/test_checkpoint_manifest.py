@@ -1,5 +1,6 @@
 """The manifest of a checkpoint: what it takes for damage, and how it finds that of the files."""
 
+import errno
 import hashlib
 import json
 import subprocess
@@ -25,12 +26,12 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, StorageError
 
 FILES = {".metadata": b"table", "__0_0.distcp": b"a" * 9000, "__1_0.distcp": b"", "rank-00000.json": b"{}"}
 SAMPLE = Manifest(
     save_id="f" * 32,
-    progress=Progress(10, 80, 5120, {"seed": 0, "store 1": "abc", "store 1 held out": 7}, 2, 3.25),
+    progress=Progress(10, 80, 5120, {"seed": 0, "store 1": "abc", "store 1 held out": 7}, 2, 1, 3.25),
     world_size=2,
     mesh={"dp_shard": 2, "tp": 1},
     versions={"torch": "2.13.0"},
@@ -146,7 +147,7 @@ def test_sound_files_beside_others(folder):
 def test_damage_that_sizes_tell(folder):
     (folder / "__0_0.distcp").write_bytes(b"a" * 8999)
     (folder / ".metadata").unlink()
-    expected = [".metadata: No such file or directory", "__0_0.distcp has 8999 bytes, not 9000"]
+    expected = ["__0_0.distcp has 8999 bytes, not 9000", ".metadata: No such file or directory"]
     assert broken_files(folder, SAMPLE, hashes=False) == expected
     assert broken_files(folder, SAMPLE, hashes=True, share=(1, 2)) == expected  # whatever the share
 
@@ -166,6 +167,26 @@ def test_a_file_that_cannot_be_read(folder):
     assert broken_files(folder, sized, hashes=True) == ["__1_0.distcp: Is a directory"]
 
 
+@pytest.mark.parametrize("hashes", [False, True])
+def test_small_files_are_read_in_any_case(folder, hashes):
+    (folder / "rank-00000.json").write_bytes(b"[]")
+    (folder / ".metadata").write_bytes(b"tablE")
+    problems = [".metadata: its contents have changed", "rank-00000.json: its contents have changed"]
+    assert broken_files(folder, SAMPLE, hashes=hashes) == problems
+
+
+def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(manifest, "hash_file", fail)
+    with pytest.raises(StorageError, match=r"__0_0\.distcp cannot be read: Input/output error; mend the disk"):
+        broken_files(folder, SAMPLE, hashes=True)
+    monkeypatch.setattr(manifest.Path, "read_bytes", fail)
+    with pytest.raises(StorageError, match=r"manifest\.json cannot be read: Input/output error"):
+        read_manifest(folder)
+
+
 def test_ranks_share_the_hashing(folder, monkeypatch):
     read = []
     monkeypatch.setattr(manifest, "hash_file", lambda path: read.append(path.name) or hash_file(path))
@@ -174,7 +195,7 @@ def test_ranks_share_the_hashing(folder, monkeypatch):
         assert broken_files(folder, SAMPLE, hashes=True, share=(rank, 3)) == []
         shares.append(tuple(read))
         read.clear()
-    assert shares == [(".metadata", "rank-00000.json"), ("__0_0.distcp",), ("__1_0.distcp",)]
+    assert shares == [("__0_0.distcp", "__1_0.distcp"), (".metadata",), ("rank-00000.json",)]  # by size
 
 
 def test_neither_manifests_nor_folders_nor_reports_import_torch():

@@ -201,8 +201,11 @@ def test_what_was_committed_and_is_broken_is_renamed(folder, caplog):
     assert f"broken: __0_0.distcp: its contents have changed; kept as {aside}" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_foreign_folder_in_the_way_is_named(folder, kind):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("folder", "is in the way of a save: mine.txt in it is of no save"), ("file", "cannot be written: Not a direct")],
+)
+def test_a_foreign_folder_in_the_way_is_named(folder, kind, reason):
     foreign = step_folder(folder, 50)
     if kind == "folder":
         foreign.mkdir()
@@ -210,10 +213,19 @@ def test_a_foreign_folder_in_the_way_is_named(folder, kind):
     else:
         foreign.touch()
     draft = make_draft(folder, 50)
-    with pytest.raises(StorageError, match=r"step-00000050 is in the way of a save: it has no manifest.json, so it is"):
+    with pytest.raises(StorageError, match=rf"step-00000050 {reason}"):
         commit(draft, foreign)
     assert foreign.is_file() or names(foreign) == ["mine.txt"]
     assert find_problems(draft, hashes=True) == []
+
+
+def test_a_checkpoint_that_lost_its_manifest_makes_room(folder):
+    (step_folder(folder, 40) / "manifest.json").unlink()
+    commit(make_draft(folder, 40), step_folder(folder, 40))
+    assert sound_steps(folder)[-1] == 40
+    (step_folder(folder, 40) / "manifest.json").unlink()
+    set_aside_after(folder, 20)
+    assert named_steps(folder) == [10, 20]
 
 
 @pytest.mark.parametrize("present", ["nothing", "sound", "broken"])

@@ -116,7 +116,9 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
 
 def guarded(losses: list[float], norms: list[float] | None = None, **training: Any) -> tuple[UpdateGuard, list[float]]:
     """A guard after steps of such losses and gradient norms, and what it said of each."""
-    guard = UpdateGuard(TrainingConfig(**training), device=torch.device("cpu"), skipped_steps=3, loss_mean=None)
+    guard = UpdateGuard(
+        TrainingConfig(**training), device=torch.device("cpu"), skipped_steps=3, consecutive_skips=0, loss_mean=None
+    )
     pairs = zip(losses, norms or [1.0] * len(losses), strict=True)
     return guard, [guard.found_inf(torch.tensor(loss), torch.tensor(norm)).item() for loss, norm in pairs]
 
@@ -141,6 +143,7 @@ def test_spikes_are_no_reason_unless_asked_for() -> None:
 
 def test_the_mean_goes_on_where_it_was() -> None:
     training = TrainingConfig(loss_spike_factor=2.0)
-    guard = UpdateGuard(training, device=torch.device("cpu"), skipped_steps=0, loss_mean=2.5)
+    guard = UpdateGuard(training, device=torch.device("cpu"), skipped_steps=0, consecutive_skips=4, loss_mean=2.5)
     assert guard.found_inf(torch.tensor(5.5), torch.tensor(1.0)) == 1
+    assert guard.consecutive_skips == 5
     assert guard.found_inf(torch.tensor(4.5), torch.tensor(1.0)) == 0

@@ -129,6 +129,24 @@ def test_the_layout_of_the_writer_does_not_matter(checkpoint):
         read_tensors(path)
 
 
+@pytest.mark.parametrize(
+    "found", ["pathlib PosixPath", "torch.distributed.checkpoint.metadata StorageMeta", "torch Size"]
+)
+def test_a_table_cannot_change_what_it_names(found, checkpoint):
+    """Pickle's BUILD sets attributes, of a class too: here `parent`, of every path in this process."""
+    module, name = found.split()
+    set_parent = f"c{module}\n{name}\n(N(S'parent'\nS'/evil'\ndtb.".encode()
+    if found != "torch Size":
+        made = pickle.loads(set_parent)
+        assert made.parent == "/evil"  # it works
+        del made.parent
+    (checkpoint / ".metadata").write_bytes(set_parent)
+    renew_manifest(checkpoint)
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata sets parent of \w+, which no table of tensors does$"):
+        SafeReader(checkpoint)
+    assert Path("/a/b").parent == Path("/a")
+
+
 def test_a_table_that_runs_code_is_refused(checkpoint, marker):
     payload = pickle.dumps(Payload(marker))
     pickle.loads(payload)

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -54,7 +55,9 @@ def report(code: int, *, other: int = -15, pid: int = 4475) -> str:
 
 
 def open_folder(path: Path, *, resume: bool = False) -> RunFolder:
-    return open_run_folder(path, resume=resume, entries=ENTRIES)
+    folder = open_run_folder(path)
+    folder.begin(resume=resume, entries=ENTRIES)
+    return folder
 
 
 def status_on_file(path: Path) -> dict:
@@ -85,6 +88,7 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
         "cause": None,
         "exit_code": None,
         "rank": None,
+        "job": f"process {os.getppid()} on {socket.gethostname()}",
     }
     folder.running(step=7, last_checkpoint="step-00000005")
     folder.done()
@@ -218,10 +222,32 @@ def test_a_lock_that_is_freed_soon_is_waited_for(tmp_path: Path) -> None:
     open_folder(tmp_path).close()
 
 
+def test_a_run_that_is_refused_is_as_far_as_the_one_before(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=20, last_checkpoint="step-00000020")
+    folder.done()
+    folder.refuse(cause="all are broken", exit_code=4)
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.state, status.step, status.last_checkpoint) == ("failed", 20, "step-00000020")
+    assert (status.cause, status.exit_code) == ("all are broken", 4)
+
+
+def test_an_attempt_knows_what_the_one_before_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder(tmp_path)
+    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=1)
+    assert folder.earlier_attempt() is None  # torchrun has not started it again
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    earlier = folder.earlier_attempt()
+    assert earlier is not None and (earlier.cause, earlier.exit_code) == ("rank 1 was lost", 6)
+    monkeypatch.setattr(os, "getppid", lambda: 7)
+    assert folder.earlier_attempt() is None  # of another torchrun
+
+
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from torchtitan_lite.run_folder import open_run_folder\n"
-        "folder = open_run_folder(Path(sys.argv[1]), resume=False, entries=()); os.kill(os.getpid(), 9)"
+        "folder = open_run_folder(Path(sys.argv[1])); folder.begin(resume=False, entries=()); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == -9
     assert status_on_file(tmp_path)["state"] == "running"

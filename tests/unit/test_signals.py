@@ -16,7 +16,7 @@ CODE = """
 import ctypes, signal, sys, threading, time
 from torchtitan_lite.parallel import signals
 
-signals.DUPLICATE_SECONDS = float(sys.argv[1])
+signals.DUPLICATE_SECONDS = {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
 stop = signals.StopSignal()
 signal.signal(signal.SIGUSR1, lambda number, frame: None)
 print(stop.received, flush=True)
@@ -34,7 +34,8 @@ libc.pthread_mutex_lock(mutex)
 
 
 class Blocked:
-    """The process; signals sent to it within `duplicate_seconds` of the first are taken for the same wish."""
+    """The process; a SIGTERM within `duplicate_seconds` of the first signal is taken for the same wish, as is a SIGINT
+    within 0.1 s."""
 
     def __init__(self, duplicate_seconds: float) -> None:
         self.process = subprocess.Popen(

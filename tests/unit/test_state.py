@@ -61,7 +61,8 @@ def test_names_shapes_and_types() -> None:
 def test_asking_for_the_state_changes_nothing() -> None:
     model, optimizer = build()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    training_state(model, optimizer)
+    state = training_state(model, optimizer)
+    assert all((tensor == 0).all() for name, tensor in state.items() if name.startswith("optimizer."))
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.1

@@ -81,6 +81,12 @@ def test_a_silent_rank_is_named_and_does_not_outlive_the_job(command: str, verdi
     assert re.fullmatch(rf"rank 1 {verdict}; last seen at step \d, .*; {WAITED}", explained(outputs[0]))
 
 
+def test_a_silent_rank_is_found_where_the_others_would_wait_for_long() -> None:
+    codes, outputs = Job("wait", "freeze").end()
+    assert codes == [6, -signal.SIGKILL]
+    assert "rank 1 was stopped and is killed now; last seen at" in explained(outputs[0])  # it failed by the kill
+
+
 def test_the_failure_of_another_rank_is_the_cause() -> None:
     codes, outputs = Job("join", "fail").end()
     assert codes == [6, 3]

@@ -1,5 +1,6 @@
 """One rank of a small job: it meets the others, does what its arguments say at step 7, and then joins an all-reduce."""
 
+import math
 import os
 import signal
 import subprocess
@@ -45,10 +46,10 @@ def work(command: str) -> None:
         world_size=world_size,
         stop_signal=stop_signal,
         report=lambda cause: say(f"report: {cause}"),
+        patience_s=1.0 if command == "wait" else math.inf,
     )
-    dist.init_process_group(
-        "gloo", store=connect_store(10), rank=rank, world_size=world_size, timeout=timedelta(seconds=3)
-    )
+    timeout = timedelta(seconds=60 if command == "wait" else 3)
+    dist.init_process_group("gloo", store=connect_store(10), rank=rank, world_size=world_size, timeout=timeout)
     dist.barrier()
     dog.at(7, "forward")
     say("ready")

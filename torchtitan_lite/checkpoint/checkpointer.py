@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +22,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
 
+from torchtitan_lite.checkpoint.changes import check_model
 from torchtitan_lite.checkpoint.folders import (
     commit,
-    committed_steps,
     prune,
-    read_step_manifest,
     remove_drafts,
     set_aside_after,
     start_draft,
@@ -37,16 +37,17 @@ from torchtitan_lite.checkpoint.folders import (
     storage_errors,
 )
 from torchtitan_lite.checkpoint.manifest import (
-    BrokenCheckpoint,
     FileEntry,
     Manifest,
     Progress,
     broken_files,
     hash_file,
     installed_versions,
+    naming,
     write_manifest,
 )
 from torchtitan_lite.checkpoint.reading import SafePlanner, SafeReader, load_failure
+from torchtitan_lite.checkpoint.resume import DISK_TIMEOUT, verify
 from torchtitan_lite.checkpoint.state import (
     check_tensors,
     entries,
@@ -61,54 +62,10 @@ from torchtitan_lite.errors import CheckpointError, NumericError, RunError, Stor
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
-SAVE_TIMEOUT = timedelta(hours=1)
-"""That ranks wait for the slowest one's files."""
-
-
-def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Manifest | None:
-    """The manifest of the checkpoint to resume from, None for a new run: the newest that verifies, or load_step's. A
-    broken one is told of. A collective call. Raises CheckpointError if load_step's is missing or broken, or if all
-    are."""
-    if not checkpoint.enable or checkpoint.load_step == 0:
-        return None
-    steps = on_rank0(lambda: committed_steps(folder))
-    if checkpoint.load_step != -1:
-        if checkpoint.load_step not in steps:
-            raise CheckpointError(
-                f"[checkpoint] load_step = {checkpoint.load_step}: {folder} has no checkpoint of that step "
-                f"(it has: {', '.join(map(str, steps)) or 'none'}); use one of these, or -1 for the newest."
-            )
-        steps = [checkpoint.load_step]
-    reason = None
-    for step in reversed(steps):
-        try:
-            return verify(step_folder(folder, step), hashes=checkpoint.verify_hashes)
-        except BrokenCheckpoint as broken:
-            reason = f"{step_folder(folder, step)} is broken: {broken}"
-            logger.warning(reason)
-    if reason is None:
-        return None
-    raise CheckpointError(
-        f"[checkpoint] load_step = {checkpoint.load_step}: {reason}. Of {len(steps)} that may be loaded none verifies; "
-        f"{folder} has the steps {', '.join(map(str, on_rank0(lambda: committed_steps(folder))))}: name another, or "
-        "load_step = 0 to start anew."
-    )
-
-
-def verify(path: Path, *, hashes: bool) -> Manifest:
-    """The manifest of the checkpoint at `path`, whose files are as they were written; by their sizes, and with `hashes`
-    by their contents, which the ranks share out. A collective call. Raises BrokenCheckpoint."""
-    manifest = on_rank0(lambda: read_step_manifest(path))
-    share = (dist.get_rank(), dist.get_world_size())
-    found = on_all_ranks(lambda: broken_files(path, manifest, hashes=hashes, share=share))
-    if problems := [problem for of_rank in found for problem in of_rank]:
-        raise BrokenCheckpoint(problems[0])
-    return manifest
-
 
 class Checkpointer:
-    """Saves and loads the model, the optimizer, the progress and the random states in `folder`. All methods are
-    collective calls, but for `failure`."""
+    """Saves and loads the model, the optimizer, the progress and the random states in `folder`. `load`, `load_weights`
+    and `save` are collective calls."""
 
     def __init__(
         self,
@@ -128,7 +85,8 @@ class Checkpointer:
         self.folder, self._device = folder, device
         self.enabled, self._interval, self._keep = checkpoint.enable, checkpoint.interval, checkpoint.keep_latest_k
         self._stops_on_failure = checkpoint.on_failure == "stop"
-        self._manifest = partial(Manifest, mesh=dict(mesh), model=dict(model_args), config=config_toml)
+        self._model_args = dict(model_args)
+        self._manifest = partial(Manifest, mesh=dict(mesh), model=self._model_args, config=config_toml)
         self.last_saved: Path | None = None
         """The last checkpoint that is known to be complete."""
         self.last_failure: RunError | None = None
@@ -139,11 +97,13 @@ class Checkpointer:
         if not self.enabled:
             return
         on_rank0(lambda: remove_drafts(folder))
-        self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
         self._thread: ThreadPoolExecutor | None = None
         if checkpoint.async_mode != "disabled":
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
             on_gpu = device.type == "cuda"
+            # A thread has a device of its own, the first GPU.
+            use_device = partial(torch.cuda.set_device, device) if on_gpu else None
+            self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=use_device)
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=on_gpu and checkpoint.async_mode == "async_with_pinned_mem",
@@ -162,7 +122,8 @@ class Checkpointer:
         self._read(path, state)
         # On more ranks than saved it, some go on from the same random state.
         random_file = path / random_file_name(dist.get_rank() % manifest.world_size)
-        on_all_ranks(lambda: load_random_state(random_file, device=self._device))
+        with naming(path):
+            on_all_ranks(lambda: load_random_state(random_file, device=self._device))
         on_rank0(lambda: set_aside_after(self.folder, manifest.progress.step))
         self.last_saved = path
         logger.info(f"resumed from {path}")
@@ -171,6 +132,7 @@ class Checkpointer:
         """Read the weights alone of the checkpoint at `path` into the model, of whatever data type they are there.
         Raises CheckpointError for one that is broken, or of another model."""
         manifest = verify(path, hashes=hashes)
+        check_model(manifest.model, self._model_args, path=path)
         state = model_state(self._model)
         wanted = entries(state)
         saved = {
@@ -183,9 +145,11 @@ class Checkpointer:
         logger.info(f"weights from {path}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
-        reader = on_all_ranks(lambda: SafeReader(path))[dist.get_rank()]
+        readers: list[SafeReader] = []  # not sent to other ranks: a table of many tensors and ranks is large
+        with naming(path):
+            on_all_ranks(lambda: readers.append(SafeReader(path)))
         try:
-            dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=self.group)
+            dcp.load(state, storage_reader=readers[0], planner=SafePlanner(), process_group=self.group)
         except CheckpointException as error:
             raise CheckpointError(f"[checkpoint] {path} cannot be loaded: {load_failure(error)}.") from error
 
@@ -241,13 +205,7 @@ class Checkpointer:
         try:
             self._write_tensors(state, draft)
 
-            def write_random_state() -> dict[str, FileEntry]:
-                with storage_errors(draft):
-                    replace_file(draft / random_file_name(rank), json.dumps(random_state))
-                    own = [random_file_name(rank), *(path.name for path in draft.glob(f"__{rank}_*"))]
-                    return {name: hash_file(draft / name) for name in [*own, *([".metadata"] if rank == 0 else [])]}
-
-            hashed = on_all_ranks(write_random_state, group=self.group)
+            hashed = on_all_ranks(lambda: self._write_random_state(draft, random_state), group=self.group)
             manifest = self._manifest(
                 save_id=uuid.uuid4().hex,
                 progress=progress,
@@ -256,33 +214,66 @@ class Checkpointer:
                 files={name: entry for of_rank in hashed for name, entry in of_rank.items()},
                 tensors=entries(state),
             )
-
-            def finish() -> None:
-                with storage_errors(draft):
-                    write_manifest(draft, manifest)
-                commit(draft, target)
-
-            on_rank0(finish, group=self.group)
+            on_rank0(lambda: self._commit(draft, target, manifest), group=self.group)
         except RunError:
             if rank == 0:
                 with suppress(StorageError):
                     remove_drafts(self.folder)
             raise
-        on_rank0(lambda: prune(self.folder, self._keep), group=self.group)
         logger.info(f"saved {target}")
         return target
+
+    def _write_random_state(self, draft: Path, random_state: dict[str, Any]) -> dict[str, FileEntry]:
+        """Size and hash of each file of this rank's, after the last of them is written."""
+        rank = dist.get_rank()
+        with storage_errors(draft):
+            replace_file(draft / random_file_name(rank), json.dumps(random_state))
+            own = [random_file_name(rank), *(path.name for path in draft.glob(f"__{rank}_*"))]
+            return {name: hash_file(draft / name) for name in [*own, *([".metadata"] if rank == 0 else [])]}
+
+    def _commit(self, draft: Path, target: Path, manifest: Manifest) -> None:
+        """Complete the draft, give it its name, and delete what is too old by now; on rank 0."""
+        if problems := broken_files(draft, manifest, hashes=False):
+            raise StorageError(
+                f"[checkpoint] {draft} does not hold on rank 0 what all ranks have written: {problems[0]}; [job] "
+                "dump_folder must be on a disk that all of them share."
+            )
+        with storage_errors(draft):
+            write_manifest(draft, manifest)
+        commit(draft, target)
+        try:
+            prune(self.folder, self._keep)
+        except StorageError as error:
+            logger.warning(f"{error} The new checkpoint is complete.")
 
     def _write_tensors(self, state: dict[str, Tensor], draft: Path) -> None:
         # flat names as they are, and one file a rank
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # A snapshot is on the CPU already; to copy ahead would wait for the training's stream.
+        writer = _Writer(draft)
+        if self._thread is not None:
+            writer.per_thread_copy_ahead = 0
         try:
-            dcp.save(state, storage_writer=FileSystemWriter(draft), planner=planner, process_group=self.group)
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:
-            free_gib = shutil.disk_usage(draft).free / 2**30
+            free_gib = shutil.disk_usage(self.folder).free / 2**30  # rank 0 may have removed the draft
             raise StorageError(
                 f"[checkpoint] {draft} cannot be written: {load_failure(error)}; {free_gib:,.2f} GiB are free there. "
                 "Make room, or name another [job] dump_folder."
             ) from error
+
+
+class _Writer(FileSystemWriter):
+    """Fails with the disk's error, which torch hides behind that of an archive that it could not complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """As it is."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def random_file_name(rank: int) -> str:

@@ -1,8 +1,6 @@
 """Checkpoints read through, every byte: whether one is as it was written, and what differs between two."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +9,8 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.changes import config_changes, progress_changes, tensor_changes, value_changes
 from torchtitan_lite.checkpoint.folders import find_problems
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, naming
 from torchtitan_lite.checkpoint.reading import SafeReader
-from torchtitan_lite.errors import CheckpointError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of as many bytes, to compare bit by bit: NaN equals NaN, and 0.0 is not -0.0."""
@@ -68,17 +65,17 @@ def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
 
 def compare(old: Path, new: Path) -> Comparison:
     """What differs between two checkpoints. Tensors are read one by one. Raises CheckpointError if one is broken."""
-    with _naming(old):
+    with naming(old):
         old_reader = SafeReader(old)
-    with _naming(new):
+    with naming(new):
         new_reader = SafeReader(new)
     a, b = old_reader.manifest, new_reader.manifest
     shared = [name for name, entry in a.tensors.items() if b.tensors.get(name) == entry]
     values = []
     for name in shared:
-        with _naming(old):
+        with naming(old):
             before = old_reader.read_whole([name])[name]
-        with _naming(new):
+        with naming(new):
             after = new_reader.read_whole([name])[name]
         if change := _value_change(name, before, after):
             values.append(change)
@@ -90,15 +87,6 @@ def compare(old: Path, new: Path) -> Comparison:
         values=values,
         equal_tensors=len(shared) - len(values),
     )
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Puts the path in front of the reason why a checkpoint is broken."""
-    try:
-        yield
-    except BrokenCheckpoint as broken:
-        raise CheckpointError(f"{path} is broken: {broken}") from broken
 
 
 def _value_change(name: str, old: Tensor, new: Tensor) -> ValueChange | None:

@@ -5,8 +5,8 @@
   broken-step-00000100-<ns>          one that did not verify when its step was saved again
   superseded-step-00000100-<ns>      one past the step that a run went on from
 
-Whatever else is in there is foreign, a step's folder without a manifest too, and is never touched. At each moment a
-killed process leaves all checkpoints that were there, or those and the new one.
+Whatever else is in there is foreign, a folder with a file that no save makes too, and is never touched. At each moment
+a killed process leaves all checkpoints that were there, or those and the new one.
 """
 
 import re
@@ -102,10 +102,10 @@ def commit(draft: Path, target: Path) -> None:
     with storage_errors(target.parent):
         fsync_folder(draft)
         if target.exists():
-            if not (target / MANIFEST).is_file():
+            if foreign := _foreign_file(target):
                 raise StorageError(
-                    f"[checkpoint] {target} is in the way of a save: it has no {MANIFEST}, so it is not a checkpoint; "
-                    f"move it out of {target.parent}."
+                    f"[checkpoint] {target} is in the way of a save: {foreign.name} in it is of no save; move it out "
+                    f"of {target.parent}."
                 )
             problems = find_problems(target, hashes=True)
             if not problems:
@@ -137,12 +137,12 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, which the run that goes on from `step` will train anew. Raises
-    StorageError if the disk fails."""
+    """Rename the checkpoints of later steps, broken ones too, as the run that goes on from `step` will train these
+    steps anew. Raises StorageError if the disk fails."""
     with storage_errors(folder):
-        for later in reversed(committed_steps(folder)):
-            if later > step:
-                old = step_folder(folder, later)
+        for later in reversed(named_steps(folder)):
+            old = step_folder(folder, later)
+            if later > step and not _foreign_file(old):
                 aside = old.rename(folder / f"superseded-{old.name}-{time.time_ns()}")
                 logger.info(f"{old} is of a run past step {step}: kept as {aside}")
 

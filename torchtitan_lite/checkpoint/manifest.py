@@ -6,6 +6,8 @@ It is written last, and only a folder that has one is a checkpoint. Imports no t
 import hashlib
 import json
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,13 +15,17 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, StorageError
 from torchtitan_lite.files import replace_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SAVED_FILES = r"\.metadata|__\d+_\d+\.distcp|rank-\d{5}\.json"
 """What a save writes besides its manifest: DCP's table of tensors and its data, and the state of each rank."""
+TENSORS_SUFFIX = ".distcp"
+"""Of the files that are large."""
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Ways of a file not to be there."""
 BLOCK_BYTES = 1 << 20
 
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
@@ -43,6 +49,8 @@ class Progress:
     """What decides which tokens a sample has, apart from its number."""
     skipped_steps: int = 0
     """Steps without an update, because the loss or the gradient was not finite or spiked."""
+    consecutive_skips: int = 0
+    """Those since the last step that had one."""
     loss_mean: float | None = None
     """Running mean of the losses, in nats; None until there is one."""
 
@@ -133,8 +141,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise BrokenCheckpoint(f"{MANIFEST}: its contents have changed")
         own = {key: fields[key] for key in fields.keys() - {"format", "config_sha256"}}
         return _READER.validate_json(json.dumps(own))  # from JSON, so that strictness lets a list be a tuple
-    except OSError as error:
+    except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
+    except OSError as error:
+        raise unreadable(folder / MANIFEST, error) from error
     except ValidationError as error:
         first = error.errors()[0]
         place = " ".join(".".join(map(str, first["loc"])).split())  # a key may hold line breaks
@@ -156,18 +166,37 @@ def hash_file(path: Path) -> FileEntry:
 def broken_files(folder: Path, manifest: Manifest, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with the files of the checkpoint in `folder`, a line each.
 
-    Sizes are those of all files. With `hashes` the contents are read too, of every `share[1]`-th file from number
-    `share[0]` on, so that as many ranks read every file once. Other files in the folder are not looked at."""
+    Sizes are those of all files. Contents are read of the small files alone, or with `hashes` of all; of every
+    `share[1]`-th, largest first, from number `share[0]` on, so that as many ranks read every file once. Other files in
+    the folder are not looked at. Raises StorageError if the disk fails."""
     rank, world = share
     problems = []
-    for number, (name, entry) in enumerate(manifest.files.items()):
+    by_size = sorted(manifest.files.items(), key=lambda file: -file[1].size)
+    for number, (name, entry) in enumerate(by_size):
         path = folder / name
         try:
             size = path.stat().st_size
+            wanted = hashes or not name.endswith(TENSORS_SUFFIX)
             if size != entry.size:
                 problems.append(f"{name} has {size} bytes, not {entry.size}")
-            elif hashes and number % world == rank and hash_file(path) != entry:
+            elif wanted and number % world == rank and hash_file(path) != entry:
                 problems.append(f"{name}: its contents have changed")
-        except OSError as error:
+        except ABSENT as error:
             problems.append(f"{name}: {error.strerror}")
+        except OSError as error:
+            raise unreadable(path, error) from error
     return problems
+
+
+def unreadable(path: Path, error: OSError) -> StorageError:
+    """What a disk that fails is told as: it does not say that the checkpoint is broken."""
+    return StorageError(f"[checkpoint] {path} cannot be read: {error.strerror}; mend the disk or its permissions.")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the path in front of the reason why a checkpoint is broken."""
+    try:
+        yield
+    except BrokenCheckpoint as broken:
+        raise BrokenCheckpoint(f"{path} is broken: {broken}") from broken

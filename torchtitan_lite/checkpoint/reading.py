@@ -9,7 +9,7 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,9 +34,22 @@ from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry, r
 METADATA = ".metadata"
 
 
-def _layout(name: str) -> torch.layout:
-    """The memory layout that every tensor of ours has."""
-    return {"torch.strided": torch.strided}[name]
+class _Sealed(type):
+    """The kind of a stand-in: a pickle can set attributes of what it has found, and this lets it not."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise BrokenCheckpoint(f"{METADATA} sets {name} of {cls.__name__}, which no table of tensors does")
+
+
+def _stand_in(made: type, make: Callable[..., Any] | None = None) -> type:
+    """What a pickle gets in place of a class or function: it makes what `make` returns, else an instance of `made`."""
+
+    def new(cls: type, *args: Any) -> Any:
+        if make is not None:
+            return make(*args)
+        return made(*args) if args else object.__new__(made)
+
+    return _Sealed(made.__name__, (), {"__new__": new})
 
 
 _DTYPE_NAMES = {
@@ -55,12 +68,12 @@ _CLASSES = (
 )
 ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
-    **{(each.__module__, each.__qualname__): each for each in _CLASSES},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _layout,
+    **{(each.__module__, each.__qualname__): _stand_in(each) for each in _CLASSES},
+    ("torch", "Size"): _stand_in(torch.Size, torch.Size),
+    ("torch.serialization", "_get_layout"): _stand_in(torch.layout, {"torch.strided": torch.strided}.__getitem__),
     # Of the folder that it was written in; its module has another name in Python 3.13.
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("pathlib", "PosixPath"): _stand_in(PurePosixPath, PurePosixPath),
+    ("pathlib._local", "PosixPath"): _stand_in(PurePosixPath, PurePosixPath),
 }
 """What DCP's pickled table of plain tensors names, by module and name, and what is made of it here."""
 

@@ -51,7 +51,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have `optimizer` make its state, by a step that changes no parameter."""
+    """Have `optimizer` make its state, as it is before the first step, by a step that changes no parameter."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -59,6 +59,9 @@ def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+    for kept in optimizer.state.values():
+        for tensor in kept.values():
+            tensor.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
 from .records import Record, Summary, Writer
@@ -77,9 +78,7 @@ class JsonlWriter:
         """Open `path` to go on after step `resume_step`. Later lines of an earlier process, and one that it left
         torn, are dropped; the file is replaced in one move, so that a crash meanwhile loses nothing."""
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        kept = path.with_suffix(".tmp")
-        kept.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= resume_step))
-        kept.replace(path)
+        replace_file(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= resume_step))
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:

@@ -65,7 +65,7 @@ def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> No
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but_of:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            if torch.device("cuda") in group._device_types:
+            if "cuda:nccl" in dist.get_backend_config(group):  # gloo alone is there for CUDA tensors too
                 group._get_backend(torch.device("cuda"))._set_default_timeout(
                     timedelta(seconds=seconds + NCCL_EXTRA_SECONDS)
                 )

@@ -5,16 +5,15 @@ import signal
 import threading
 import time
 
-DUPLICATE_SECONDS = 3.0
-"""A SIGTERM this soon after the first signal is the same wish: schedulers signal every process, and torchrun passes
-on what it gets."""
+DUPLICATE_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
+"""A second signal this soon after the first is the same wish: schedulers signal every process, and torchrun passes on
+what it gets."""
 
 
 class StopSignal:
     """The wish of SIGTERM or SIGINT that the run stop at the end of its step.
 
-    Made once a process, on the main thread. After the first signal, a SIGINT, or a SIGTERM more than
-    `DUPLICATE_SECONDS` later, ends this process at once by SIGKILL.
+    Made once a process, on the main thread. A second signal that is no duplicate ends this process at once by SIGKILL.
     """
 
     def __init__(self) -> None:
@@ -44,5 +43,5 @@ class StopSignal:
         now = time.monotonic()
         if not self._received:
             self._received, self._received_at = number, now
-        elif number == signal.SIGINT or now - self._received_at > DUPLICATE_SECONDS:
+        elif now - self._received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
             os.kill(os.getpid(), signal.SIGKILL)

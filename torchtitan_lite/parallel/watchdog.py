@@ -10,6 +10,8 @@ and the process group uses too, and then looks around. What is detected, how qui
   hangs, asleep or stopped: their collective times out. Either way `explain` then finds within 3 s which rank it is, and
   kills it if it is silent and on the same host: a stopped process acts on no other signal, and torchrun would wait for
   it. The caller reports the explanation and calls `fail`.
+- A rank has been silent for `patience_s`, while others wait for it somewhere without a time-out as short, as in a save:
+  the thread of the rank before it sees that, and calls `fail`.
 - A rank has called `fail`: all threads see it within 1 s. Their processes, which may hang, have 10 s to end by
   themselves, and are then ended with exit code 6.
 
@@ -20,6 +22,7 @@ save without it, or fail in a collective.
 
 import atexit
 import json
+import math
 import os
 import signal
 import socket
@@ -76,12 +79,22 @@ class Watchdog:
     process it calls `report` with the cause. Raises RankLostError if torchrun's store does not answer.
     """
 
-    def __init__(self, *, rank: int, world_size: int, stop_signal: StopSignal, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        stop_signal: StopSignal,
+        report: Callable[[str], None],
+        patience_s: float = math.inf,
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         self.stop_signal, self._report = stop_signal, report
         self._torchrun = os.getppid()
         self._main_thread = threading.get_ident()
         self._position = (0, "start")
+        self.patience_s: float = patience_s
+        """How long the next rank may be silent."""
         self._failed_in: tuple[str, bool] | None = None
         try:
             store = connect_store(START_SECONDS)
@@ -141,7 +154,8 @@ class Watchdog:
     def _watch(self, first_store: dist.Store) -> None:
         store: dist.Store | None = first_store
         failure = ""
-        misses = failed_ticks = 0
+        misses = failed_ticks = quiet_ticks = 0
+        neighbour, last_beat = (self._rank + 1) % self._world_size, None
         while not self._closed.is_set():
             if os.getppid() != self._torchrun:
                 self._end_unless_stopping("torchrun, which had started this process, is gone")
@@ -149,6 +163,11 @@ class Watchdog:
                 store = store or connect_store(STORE_SECONDS)
                 store.set(heartbeat_key(self._rank), json.dumps(asdict(self._heartbeat())))
                 failure = read_failure(store)
+                beat = self._read_heartbeat(store, neighbour)
+                quiet_ticks = quiet_ticks + 1 if beat is not None and beat == last_beat else 0
+                last_beat = beat
+                if quiet_ticks * TICK_SECONDS > self.patience_s:
+                    self.fail(f"rank {neighbour} {end_silent(beat)}; last seen {describe(beat)}")
                 misses = 0
             except RuntimeError:
                 store, misses = None, misses + 1
@@ -182,11 +201,12 @@ class Watchdog:
         return Heartbeat(os.getpid(), socket.gethostname(), time.time(), step, phase, place, waits)
 
     def _read_heartbeats(self, store: dist.Store) -> dict[int, Heartbeat | None]:
-        """The heartbeat of each rank; None for one that has not posted any."""
-        keys = {rank: heartbeat_key(rank) for rank in range(self._world_size)}
-        return {
-            rank: Heartbeat(**json.loads(store.get(key))) if store.check([key]) else None for rank, key in keys.items()
-        }
+        return {rank: self._read_heartbeat(store, rank) for rank in range(self._world_size)}
+
+    def _read_heartbeat(self, store: dist.Store, rank: int) -> Heartbeat | None:
+        """The last heartbeat of a rank; None if it has not posted any."""
+        key = heartbeat_key(rank)
+        return Heartbeat(**json.loads(store.get(key))) if store.check([key]) else None
 
 
 def is_rank_loss(error: BaseException) -> bool:

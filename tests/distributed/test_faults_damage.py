@@ -1,0 +1,165 @@
+"""Checkpoints that are not as they were written, or not of this run: none is loaded, none is overwritten, and of
+those before them nothing is lost."""
+
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from faults import checkpoint, checkpoints, fail, finish, records, run, status
+
+from torchtitan_lite.checkpoint.compare import verify_checkpoint
+from torchtitan_lite.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.resume import find_resume
+from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.errors import CheckpointError
+
+pytestmark = pytest.mark.timeout(100)
+
+STEPS = "--training.steps"
+
+
+@pytest.fixture(scope="module")
+def ten_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 10 steps, with checkpoints of steps 5 and 10."""
+    folder = tmp_path_factory.mktemp("ten-steps") / "run"
+    finish(folder, f"{STEPS}=10", "--checkpoint.interval=5")
+    return folder
+
+
+@pytest.fixture
+def folder(ten_steps: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(ten_steps, tmp_path / "run"))
+
+
+def flip_a_bit(file: Path, older: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def zero_a_page(file: Path, older: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        stream.write(bytes(4096))
+
+
+def cut_off(file: Path, older: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def delete(file: Path, older: Path) -> None:
+    file.unlink()
+
+
+def swap(file: Path, older: Path) -> None:
+    assert older.stat().st_size == file.stat().st_size
+    shutil.copy(older, file)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_a_bit, "its contents have changed"),
+        (zero_a_page, "its contents have changed"),
+        (swap, "its contents have changed"),
+        (cut_off, r"has \d+ bytes, not \d+"),
+        (delete, "No such file or directory"),
+    ],
+)
+def test_damage_is_found_and_the_checkpoint_before_is_used(
+    damage: Callable[[Path, Path], None],
+    reason: str,
+    folder: Path,
+    one_rank: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "__1_0.distcp"
+    damage(checkpoint(folder, 10) / name, checkpoint(folder, 5) / name)
+    found = find_resume(CheckpointConfig(enable=True), folder=folder / "checkpoint")
+    assert found is not None and found.progress.step == 5
+    (record,) = caplog.records
+    assert re.fullmatch(f"{checkpoint(folder, 10)} is broken: {name}:? {reason}", record.getMessage())
+    with pytest.raises(CheckpointError, match=rf"load_step = 10: .*step-00000010 is broken: {name}:? {reason}"):
+        find_resume(CheckpointConfig(enable=True, load_step=10), folder=folder / "checkpoint")
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_unless_told_not_to(folder: Path) -> None:
+    expected = {step: record["loss"] for step, record in records(folder).items()}
+    swap(checkpoint(folder, 10) / "__0_0.distcp", checkpoint(folder, 5) / "__0_0.distcp")
+    broken = f"{checkpoint(folder, 10)} is broken: __0_0.distcp: its contents have changed"
+    refused = run(folder, f"{STEPS}=12", "--checkpoint.load_step=10")
+    assert f"error:\n[checkpoint] load_step = 10: {broken}" in refused.stdout
+    assert re.findall(r"exitcode +: (\d+)", refused.stderr) == ["4", "4"]
+    output = finish(folder, f"{STEPS}=12", "--optimizer.weight_decay=0.2")
+    assert broken in output
+    assert f"resumed from {checkpoint(folder, 5)}" in output
+    assert "since step 5: [optimizer] weight_decay: 0.1 -> 0.2" in output
+    losses = {step: record["loss"] for step, record in records(folder).items()}
+    assert list(losses) == list(range(1, 13))
+    # The weight decay of step 6 is first seen in the loss of step 7.
+    assert [step for step in expected if losses[step] != expected[step]] == [7, 8, 9, 10]
+
+
+def test_another_model_is_refused(folder: Path) -> None:
+    code, cause = fail(folder, "--model.flavor=wider", processes=1)
+    assert code == 4
+    assert re.match(r"\[model\] .* is of another model: dim: 32 -> 64\. ", cause)
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_path: Path) -> None:
+    path, marker = checkpoint(folder, 10), tmp_path / "code ran"
+    table = pickle.dumps(Evil(marker))
+    (path / ".metadata").write_bytes(table)
+    manifest = read_manifest(path)
+    files = manifest.files | {".metadata": hash_file(path / ".metadata")}
+    write_manifest(path, Manifest(**{**vars(manifest), "files": files}))
+    output = finish(folder, f"{STEPS}=6")
+    assert not marker.exists()
+    refused = r"is broken: \.metadata names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
+    assert re.search(f"{path} {refused}", output)
+    assert f"resumed from {checkpoint(folder, 5)}" in output
+    pickle.loads(table)
+    assert marker.exists()
+
+
+def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
+    folder, foreign = tmp_path / "run", tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    draft = folder / "checkpoint/.tmp-step-00000002"
+    copies = [
+        {"do": "copy", "source": f"{draft}", "target": f"{checkpoint(folder, 2)}", "at": "committing 2"},
+        {"do": "copy", "source": f"{foreign}", "target": f"{checkpoint(folder, 4)}", "at": "committing 4"},
+    ]
+    result = run(folder, f"{STEPS}=6", faults=copies)
+    assert f"{checkpoint(folder, 2)} was there already, and is kept" in result.stdout
+    ended = status(folder)
+    assert (ended["state"], ended["exit_code"]) == ("failed", 7)
+    assert f"{checkpoint(folder, 4)} is in the way of a save: notes.txt in it" in ended["cause"]
+    assert ended["last_checkpoint"] == str(checkpoint(folder, 2))
+    assert checkpoints(folder) == ["step-00000002", "step-00000004"]
+    assert verify_checkpoint(checkpoint(folder, 2), hashes=True) == []
+    assert [path.read_text() for path in checkpoint(folder, 4).iterdir()] == ["mine"]
