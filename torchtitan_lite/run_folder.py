@@ -57,8 +57,9 @@ NEXT = {
 
 @dataclass(frozen=True)
 class Status:
-    """Content of status.json. `started` and `time`, that of the last change, are Unix seconds. `rank` is the one that
-    the cause is about, if it is about one."""
+    """Content of status.json. `started` and `time`, that of the last change, are Unix seconds. `step` is the last one
+    done, and of a run that failed the one that it failed in. `rank` is the one that the cause is about, if it is about
+    one."""
 
     state: Literal["running", "done", "stopped", "failed"]
     started: float
@@ -150,12 +151,14 @@ def read_status(path: Path) -> Status | None:
         return None
 
 
-def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None) -> None:
-    """Write into status.json that the run failed, unless it says already how the run ended: the first cause stays.
+def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None, step: int) -> None:
+    """Write into status.json that the run failed in `step`, 0: before its first one; unless it says already how the run
+    ended: the first cause stays.
 
     For any rank, once rank 0 has opened the folder. Before that, the status on file is that of another run.
     """
-    _update_status(path, state="failed", cause=cause, exit_code=exit_code, rank=rank)
+    ended: dict[str, Any] = {"state": "failed", "cause": cause, "exit_code": exit_code, "rank": rank}
+    _update_status(path, **ended, **({"step": step} if step else {}))
 
 
 @dataclass(frozen=True)

@@ -104,14 +104,14 @@ def run(config: Config) -> int:
     def report(cause: str, exit_code: int = RankLostError.exit_code, rank: int | None = None) -> None:
         if opened:  # before, the status on file is that of another run
             with contextlib.suppress(RunError):  # a full disk: what is reported matters more
-                report_failure(path, cause=cause, exit_code=exit_code, rank=rank)
+                report_failure(path, cause=cause, exit_code=exit_code, rank=rank, step=watchdog.step)
 
     watchdog = Watchdog(
         rank=rank,
         world_size=world_size,
         stop_signal=StopSignal(),
         report=report,
-        patience_s=config.comm.init_timeout_seconds,
+        timeout_s=config.comm.init_timeout_seconds,
     )
     try:
         device = init_distributed(config.comm)

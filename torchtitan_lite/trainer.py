@@ -287,7 +287,7 @@ class Trainer:
             gc.collect(1)
         if step == self.first_step:
             set_timeouts(config.comm.train_timeout_seconds, but_of=self.checkpointer.group)
-            self.watchdog.patience_s = config.comm.train_timeout_seconds
+            self.watchdog.timeout_s = config.comm.train_timeout_seconds
         if saves or last or (logged and time.monotonic() - self.reported_at > STATUS_SECONDS):
             self.report_progress()
 

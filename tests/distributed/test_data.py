@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import FOLDER, TINY, torchrun
 
+from torchtitan_lite.checkpoint.manifest import read_manifest
+
 SEQ_LEN = 64
 Run = subprocess.CompletedProcess[str]
 
@@ -110,7 +112,7 @@ def test_data_that_changed_is_refused_on_resume_unless_allowed(tmp_path: Path) -
     folder = tmp_path / "run"
     settings = [f"--training.dataset_path={tmp_path}/text.txt"]
     finish(folder, *settings, "--training.steps=2", processes=2)
-    before = json.loads((folder / "checkpoint/step-00000002/progress.json").read_text())["data"]
+    before = read_manifest(folder / "checkpoint/step-00000002").progress.data
     write_text(tmp_path / "text.txt", lines=101)
     assert run(folder, *settings, "--training.steps=3", processes=2).returncode != 0
     refused = status(folder)

@@ -278,8 +278,9 @@ def test_a_rank_that_sleeps_ends_the_run_and_is_named(launcher: Launcher, half_d
 def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
     launcher: Launcher, half_done: Path
 ) -> None:
-    # After a while, because ranks tell where they are once a second.
-    late = {"do": "sleep", "at": "forward 7", "rank": 1, "seconds": 2}
+    # After a while: ranks tell where they are once a second, and the time-out of rank 0 is to end before the watchdog's
+    # patience with the stopped rank does.
+    late = {"do": "sleep", "at": "forward 7", "rank": 1, "seconds": 5}
     stopped = {"do": "send", "at": "forward 7", "rank": 1, "number": int(signal.SIGSTOP)}
     # The timeout up to the first step, as the other begins after it.
     run = launcher.run(half_done, *SETTINGS, "--comm.init_timeout_seconds=15", faults=[late, stopped])

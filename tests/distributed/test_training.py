@@ -2,15 +2,11 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ENV, ROOT, ask, losses, read_records, torchrun, train, train_arguments
+from launching import ENV, ask, losses, read_records, torchrun, train, train_arguments
 
 FLOAT8_GATHER = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
 STEPS = "--training.steps"
@@ -47,33 +43,6 @@ def test_under_tensor_parallelism_a_rank_takes_no_code_that_was_compiled_for_ano
         assert compiled == pytest.approx(eager, rel=1e-3), f"with a {cache} cache"
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("float8", [[], FLOAT8_GATHER], ids=["bf16", "float8"])
-def test_a_resumed_run_goes_on_bit_for_bit(float8: list[str], tmp_path: Path) -> None:
-    settings = [*float8, "--lr_scheduler.total_steps=6"]
-    straight = losses(tmp_path / "straight", f"{STEPS}=6", *settings, processes=2)
-    saved = [*settings, "--checkpoint.enable", "--checkpoint.interval=2"]
-    folder = tmp_path / "resumed"
-    assert losses(folder, f"{STEPS}=3", *saved, processes=2) == straight[:3]
-    assert status(folder)["last_checkpoint"] == str(folder / "checkpoint/step-00000003")
-    records = train(folder, f"{STEPS}=6", *saved, processes=2)
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert [record["loss"] for record in records] == straight
-    assert [record["tokens"] for record in records] == [512 * step for step in range(1, 7)]
-    saves = sorted(path.name for path in (folder / "checkpoint").iterdir())
-    assert saves == [f"step-{step:08d}" for step in (2, 3, 4, 6)]
-    # Another layout goes on from the same weights, up to the order in which it sums.
-    train(
-        folder, f"{STEPS}=6", *saved, "--checkpoint.load_step=3", "--parallelism.tensor_parallel_degree=2", processes=2
-    )
-    assert [record["loss"] for record in read_records(folder)] == pytest.approx(straight, rel=5e-4)
-    # What the run had saved past that step is set aside, and saved anew.
-    names = sorted(path.name for path in (folder / "checkpoint").iterdir())
-    assert [re.sub(r"-\d{10,}$", "", name) for name in names] == [
-        *(f"step-{step:08d}" for step in (2, 3, 4, 6)), "superseded-step-00000004", "superseded-step-00000006"
-    ]  # fmt: skip
-
-
 @pytest.mark.timeout(120)
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
@@ -81,42 +50,6 @@ def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> No
     # In each step what the ranks agree on, which is on the CPU on any device; in the last the records of steps 1, 3, 6.
     assert steps == [{"tolist": 1}] * 5
     assert last == {"tolist": 1 + 3}
-
-
-@pytest.mark.timeout(120)
-def test_a_gradient_that_is_not_finite_updates_nothing_and_ends_all_ranks_alike(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    settings = ["--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_freq=4", "--checkpoint.enable"]
-    result = torchrun(*train_arguments(folder, f"{STEPS}=50", *settings), processes=2)
-    assert result.returncode != 0
-    ended = status(folder)
-    assert (ended["state"], ended["exit_code"]) == ("failed", 5)
-    assert re.match(r"\d+ of the steps up to \d+ had a loss or gradient that is not finite, and so no", ended["cause"])
-    assert not list((folder / "checkpoint").glob("step-*"))  # nothing is saved of such a run
-    records = read_records(folder)
-    assert records[-1]["skipped_steps"] > 0
-    assert records[-1]["step"] <= 8  # found in the first record, and told to all in the step after
-
-
-@pytest.mark.timeout(120)
-def test_sigterm_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = train_arguments(folder, f"{STEPS}=5000", "--checkpoint.enable")
-    with subprocess.Popen(
-        [*command, *arguments], cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as run:
-        while not (folder / "metrics.jsonl").exists() or len(read_records(folder)) < 2:
-            time.sleep(0.2)
-        run.send_signal(signal.SIGTERM)
-        run.wait()
-    ended = status(folder)
-    step = ended["step"]
-    assert (ended["state"], ended["exit_code"]) == ("stopped", 75)
-    assert ended["cause"] == f"stopped by SIGTERM after step {step}"
-    assert [record["step"] for record in read_records(folder)] == list(range(1, step + 1))
-    assert ended["last_checkpoint"] == str(folder / f"checkpoint/step-{step:08d}")
-    assert (folder / f"checkpoint/step-{step:08d}/.metadata").exists()
 
 
 @pytest.mark.timeout(120)
@@ -161,20 +94,3 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     assert [record["loss"] for record in read_records(folder)] == before
     (previous,) = (folder / "previous").iterdir()
     assert [record["loss"] for record in read_records(previous)] == before
-
-
-@pytest.mark.timeout(120)
-def test_a_live_runs_folder_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    with subprocess.Popen(
-        [*command, *train_arguments(folder, f"{STEPS}=5000")], cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL
-    ) as run:
-        while not (folder / "metrics.jsonl").exists():
-            time.sleep(0.2)
-        second = torchrun(*train_arguments(folder, f"{STEPS}=2"), processes=1)
-        assert second.returncode != 0
-        assert re.search(r"\[job\] dump_folder = .*run", second.stdout)
-        assert status(folder)["state"] == "running"
-        run.send_signal(signal.SIGTERM)
-    assert status(folder)["state"] == "stopped"

@@ -113,18 +113,18 @@ def test_a_stopped_run_exits_with_75(tmp_path: Path) -> None:
 def test_the_first_cause_stays(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     folder.running(step=2, last_checkpoint=None)
-    report_failure(tmp_path, cause="the text ended", exit_code=3, rank=1)
+    report_failure(tmp_path, cause="the text ended", exit_code=3, rank=1, step=0)
     first = status_on_file(tmp_path)
     assert (first["state"], first["step"], first["cause"]) == ("failed", 2, "the text ended")
     assert (first["exit_code"], first["rank"]) == (3, 1)
-    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=None)
+    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=None, step=0)
     folder.running(step=3, last_checkpoint=None)
     folder.stopped(cause="SIGTERM")
     assert status_on_file(tmp_path) == first
 
 
 def test_a_failure_without_a_status_is_written(tmp_path: Path) -> None:
-    report_failure(tmp_path, cause="no space", exit_code=7, rank=None)
+    report_failure(tmp_path, cause="no space", exit_code=7, rank=None, step=0)
     assert status_on_file(tmp_path)["cause"] == "no space"
 
 
@@ -192,7 +192,7 @@ def test_a_run_that_resumes_keeps_step_and_last_checkpoint_should_it_fail_before
     folder.running(step=7, last_checkpoint="step-00000005")
     folder.close()
     open_folder(tmp_path, resume=True)
-    report_failure(tmp_path, cause="other data", exit_code=3, rank=None)
+    report_failure(tmp_path, cause="other data", exit_code=3, rank=None, step=0)
     status = status_on_file(tmp_path)
     assert (status["step"], status["last_checkpoint"], status["cause"]) == (7, "step-00000005", "other data")
 
@@ -235,7 +235,7 @@ def test_a_run_that_is_refused_is_as_far_as_the_one_before(tmp_path: Path) -> No
 
 def test_an_attempt_knows_what_the_one_before_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = open_folder(tmp_path)
-    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=1)
+    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=1, step=0)
     assert folder.earlier_attempt() is None  # torchrun has not started it again
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     earlier = folder.earlier_attempt()
@@ -308,7 +308,7 @@ def run_main(path: Path, *, since: float, text: str) -> subprocess.CompletedProc
 def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     folder.running(step=7, last_checkpoint="a/step-00000005")
-    report_failure(tmp_path, cause="connection reset", exit_code=1, rank=None)
+    report_failure(tmp_path, cause="connection reset", exit_code=1, rank=None, step=0)
     folder.close()
     for attempt in (2, 10):
         (tmp_path / f"none_x/attempt_{attempt}/1").mkdir(parents=True)
@@ -342,7 +342,7 @@ def test_main_waits_for_ranks_that_outlive_torchrun(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
 
     def end() -> None:
-        report_failure(tmp_path, cause="torchrun is gone", exit_code=6, rank=None)
+        report_failure(tmp_path, cause="torchrun is gone", exit_code=6, rank=None, step=0)
         folder.close()
 
     threading.Timer(1.5, end).start()

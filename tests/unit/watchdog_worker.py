@@ -18,7 +18,7 @@ from torchtitan_lite.parallel.store import connect_store
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
 
 watchdog.TICK_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_TICKS = 0.2, 1.0, 5
-watchdog.STORE_SECONDS = 0.5
+watchdog.STORE_SECONDS, watchdog.EXTRA_SECONDS = 0.5, 0
 OUTLASTING_SECONDS = 6.0
 """Longer than a watchdog takes, ticking that fast, to see that the store is gone."""
 
@@ -46,7 +46,7 @@ def work(command: str) -> None:
         world_size=world_size,
         stop_signal=stop_signal,
         report=lambda cause: say(f"report: {cause}"),
-        patience_s=1.0 if command == "wait" else math.inf,
+        timeout_s=1.0 if command == "wait" else math.inf,
     )
     timeout = timedelta(seconds=60 if command == "wait" else 3)
     dist.init_process_group("gloo", store=connect_store(10), rank=rank, world_size=world_size, timeout=timeout)

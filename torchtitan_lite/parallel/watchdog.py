@@ -10,8 +10,8 @@ and the process group uses too, and then looks around. What is detected, how qui
   hangs, asleep or stopped: their collective times out. Either way `explain` then finds within 3 s which rank it is, and
   kills it if it is silent and on the same host: a stopped process acts on no other signal, and torchrun would wait for
   it. The caller reports the explanation and calls `fail`.
-- A rank has been silent for `patience_s`, while others wait for it somewhere without a time-out as short, as in a save:
-  the thread of the rank before it sees that, and calls `fail`.
+- A rank has been silent for longer than collectives take to time out, and others wait for it where they wait for long,
+  as in a save: the thread of the rank before it sees that, and calls `fail`.
 - A rank has called `fail`: all threads see it within 1 s. Their processes, which may hang, have 10 s to end by
   themselves, and are then ended with exit code 6.
 
@@ -48,6 +48,8 @@ MAX_MISSES = 3
 """Ticks in a row without an answer of the store that end the process."""
 GRACE_TICKS = 10
 """Ticks that a process has to end by itself after a rank has failed."""
+EXTRA_SECONDS = 10
+"""That a thread waits longer than a collective, whose failure tells more."""
 LOOK_SECONDS = 3.0
 """A rank is silent if its heartbeat does not change for as long."""
 START_SECONDS = 30.0
@@ -86,15 +88,15 @@ class Watchdog:
         world_size: int,
         stop_signal: StopSignal,
         report: Callable[[str], None],
-        patience_s: float = math.inf,
+        timeout_s: float = math.inf,
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self.stop_signal, self._report = stop_signal, report
         self._torchrun = os.getppid()
         self._main_thread = threading.get_ident()
         self._position = (0, "start")
-        self.patience_s: float = patience_s
-        """How long the next rank may be silent."""
+        self.timeout_s = timeout_s
+        """The time-out of collectives, as it is now."""
         self._failed_in: tuple[str, bool] | None = None
         try:
             store = connect_store(START_SECONDS)
@@ -110,6 +112,11 @@ class Watchdog:
     def at(self, step: int, phase: str) -> None:
         """Note what the main thread does from now on: `phase` of `step`. Costs next to nothing."""
         self._position = (step, phase)
+
+    @property
+    def step(self) -> int:
+        """The step that was noted last; 0 before the first."""
+        return self._position[0]
 
     def explain(self, error: BaseException) -> RankLostError:
         """Why the collective failed that raised `error`: the failure that another rank has told of; else the ranks that
@@ -166,7 +173,7 @@ class Watchdog:
                 beat = self._read_heartbeat(store, neighbour)
                 quiet_ticks = quiet_ticks + 1 if beat is not None and beat == last_beat else 0
                 last_beat = beat
-                if quiet_ticks * TICK_SECONDS > self.patience_s:
+                if quiet_ticks * TICK_SECONDS > self.timeout_s + EXTRA_SECONDS:
                     self.fail(f"rank {neighbour} {end_silent(beat)}; last seen {describe(beat)}")
                 misses = 0
             except RuntimeError:
