@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# test.sh [PYTEST ARGUMENTS]: set up on first use, then lint, type-check and test. Paths are relative to the project.
+# test.sh [PYTEST ARGUMENTS]: set up on first use, then lint, type-check and test: with arguments what these say, relative
+# to the project; else everything, the unit tests two at a time, those of several processes one by one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(scripts/setup.sh dev)
@@ -7,4 +8,6 @@ export OMP_NUM_THREADS=1
 "$python" -m ruff check
 "$python" -m ruff format --check
 "$python" -m mypy
-exec "$python" -m pytest "$@"
+if (($#)); then exec "$python" -m pytest "$@"; fi
+"$python" -m pytest tests/unit --numprocesses 2
+exec "$python" -m pytest tests/distributed tests/gpu

@@ -8,14 +8,15 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.logger import init_logger
+from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.clock import HostClock
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
-from torchtitan_lite.train import Trainer
+from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
+from torchtitan_lite.parallel.signals import StopSignal
+from torchtitan_lite.parallel.watchdog import Watchdog
+from torchtitan_lite.trainer import Trainer
 
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
 
@@ -52,7 +53,10 @@ class Reads(TorchFunctionMode):
 def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    trainer = Trainer(config, device=init_distributed(config.comm), run_folder=None, resume_step=0)
+    rank, world_size = read_rank()
+    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
+    device = init_distributed(config.comm)
+    trainer = Trainer(config, device=device, run_folder=None, resume=None, watchdog=watchdog)
     trainer.metrics._clock = LateClock()
     trainer.metrics._began = trainer.metrics._clock.now()
     trainer.report_progress()
@@ -61,7 +65,7 @@ def main() -> None:
         with Reads() as reads:
             trainer.advance(step)
         steps.append(dict(reads.counts))
-    if dist.get_rank() == 0:
+    if rank == 0:
         print(json.dumps(steps), flush=True)
     end_process(0)
 

@@ -1,6 +1,7 @@
 """Every row of docs/errors.md is what its arguments get, and none of them a traceback."""
 
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from bad_inputs import AT_START, BEFORE_START, make_files, row
@@ -10,15 +11,19 @@ PAGE = (ROOT / "docs/errors.md").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("inputs")
-    make_files(path)
-    return path
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The row of each arguments, two processes at a time."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_files(folder)
+    arguments = [*BEFORE_START, *AT_START]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(arguments, pool.map(partial(row, folder=folder), arguments), strict=True))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("arguments", [*BEFORE_START, *AT_START])
-def test_bad_input_is_told_what_the_page_says(arguments: str, folder: Path) -> None:
-    told = row(arguments, folder=folder)
+def test_bad_input_is_told_what_the_page_says(arguments: str, rows: dict[str, str]) -> None:
+    told = rows[arguments]
     assert told in PAGE
     code = int(told.split(" | ")[1])
     assert code == 2 if arguments in BEFORE_START else code in (2, 3, 4)

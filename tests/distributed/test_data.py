@@ -80,8 +80,8 @@ def test_samples_are_in_one_order_on_any_processes_through_resumes(
     for processes, steps, samples in runs:
         size = f"--training.global_batch_size={global_batch_size}"
         finish(tmp_path / "run", datasets, size, f"--training.steps={steps}", processes=processes)
-        progress = json.loads((tmp_path / f"run/checkpoint/step-{steps:08d}/progress.json").read_text())
-        assert (progress["samples"], progress["tokens"]) == (samples, samples * SEQ_LEN)
+        progress = read_manifest(tmp_path / f"run/checkpoint/step-{steps:08d}").progress
+        assert (progress.samples, progress.tokens) == (samples, samples * SEQ_LEN)
         assert in_order(tmp_path / "run") == uninterrupted[:samples]
 
 

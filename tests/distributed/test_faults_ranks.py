@@ -242,7 +242,7 @@ def test_a_rank_that_is_always_killed_ends_the_run(restarts: int, launcher: Laun
     assert re.match(r"rank 1 (has ended; last seen at step \d, |was killed by SIGKILL$)", left["cause"])
     # What is told at the end.
     assert run.told["cause"] is not None and "rank 1 was killed by SIGKILL" in run.told["cause"]
-    assert (run.told["rank"], run.told["step"]) == ("1", "6")
+    assert (run.told["rank"], run.told["step"]) == ("1", "8")
     assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
     assert run.told["run_folder"] == str(half_done)
     assert run.told["logs"] is not None and run.told["logs"].endswith(f"/attempt_{restarts}/1/{{stdout,stderr}}.log")
@@ -366,7 +366,7 @@ def test_an_error_that_nobody_expects_on_one_rank_ends_all(launcher: Launcher, h
     run = launcher.run(half_done, *SETTINGS, faults=[crash])
     assert seconds_since(7, half_done) < 30
     assert run.exit_code == 1, run.output
-    assert (run.told["cause"], run.told["rank"], run.told["step"]) == ("RuntimeError: no such kernel", "1", "6")
+    assert (run.told["cause"], run.told["rank"], run.told["step"]) == ("RuntimeError: no such kernel", "1", "8")
     left = status(half_done)
     assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 1, 1)
     assert none_lives(half_done)

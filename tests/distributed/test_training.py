@@ -47,9 +47,10 @@ def test_under_tensor_parallelism_a_rank_takes_no_code_that_was_compiled_for_ano
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
     *steps, last = ask("reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2)
-    # In each step what the ranks agree on, which is on the CPU on any device; in the last the records of steps 1, 3, 6.
-    assert steps == [{"tolist": 1}] * 5
-    assert last == {"tolist": 1 + 3}
+    # In each step what the ranks agree on before its two forward passes, and the state of the CPU's random generator:
+    # both are on the CPU on any device. In the last step the values of all six, and the records of steps 1, 3 and 6.
+    assert steps == [{"tolist": 2, "numpy": 1}] * 5
+    assert last == {"tolist": 2 + 6 + 3, "numpy": 1}
 
 
 @pytest.mark.timeout(120)

@@ -169,6 +169,12 @@ def test_test_sh_checks_and_then_tests(project: Project) -> None:
     assert calls[-4:] == ["-m ruff check", "-m ruff format --check", "-m mypy", "-m pytest tests/unit -k config"]
 
 
+def test_test_sh_alone_tests_everything(project: Project) -> None:
+    assert project.run("scripts/test.sh").returncode == 0
+    calls = Path(project.env["CALLS"]).read_text().splitlines()
+    assert calls[-2:] == ["-m pytest tests/unit --numprocesses 2", "-m pytest tests/distributed tests/gpu"]
+
+
 def test_help_names_the_environment_and_the_keys(project: Project) -> None:
     result = project.run("run_train.sh", "--training.steps", "3", "--help")
     assert result.returncode == 0

@@ -19,6 +19,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
 from torchtitan_lite.checkpoint.state import (
+    Snapshot,
     check_tensors,
     entries,
     first_non_finite,
@@ -88,6 +89,26 @@ def test_a_wrapped_weight_is_saved_plain_and_shared(one_rank: None) -> None:
     assert isinstance(state, DTensor) and type(state.to_local()) is torch.Tensor and state.shape == (4, 2)
     state.to_local().fill_(3.0)
     assert (inner == 3).all()
+
+
+def test_a_snapshot_is_of_the_moment_and_reuses_its_memory(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    state = {"a": torch.arange(3.0), "b": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), "c": torch.tensor(1.0)}
+    snapshot = Snapshot(pinned=False)
+    first = snapshot.take(state)
+    expected = [torch.arange(3.0), torch.ones(4, 2), torch.tensor(1.0)]
+    for tensor in state.values():
+        tensor.fill_(7)
+    assert all(torch.equal(_whole(copy), was) for copy, was in zip(first.values(), expected, strict=True))
+    assert isinstance(first["b"], DTensor) and first["b"]._spec == state["b"]._spec
+    memory = [_whole(copy).data_ptr() for copy in first.values()]
+    second = snapshot.take(state)
+    assert second.keys() == state.keys() and all((_whole(copy) == 7).all() for copy in second.values())
+    assert [_whole(copy).data_ptr() for copy in second.values()] == memory
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def test_a_difference_is_listed() -> None:

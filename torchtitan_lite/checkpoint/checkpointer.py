@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_lite.checkpoint.changes import check_model
@@ -49,6 +48,7 @@ from torchtitan_lite.checkpoint.manifest import (
 from torchtitan_lite.checkpoint.reading import SafePlanner, SafeReader, load_failure
 from torchtitan_lite.checkpoint.resume import DISK_TIMEOUT, verify
 from torchtitan_lite.checkpoint.state import (
+    Snapshot,
     check_tensors,
     entries,
     first_non_finite,
@@ -104,14 +104,7 @@ class Checkpointer:
             # A thread has a device of its own, the first GPU.
             use_device = partial(torch.cuda.set_device, device) if on_gpu else None
             self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=use_device)
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_gpu and checkpoint.async_mode == "async_with_pinned_mem",
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_gpu,
-                )
-            )
+            self._snapshot = Snapshot(pinned=on_gpu and checkpoint.async_mode == "async_with_pinned_mem")
 
     def load(self, manifest: Manifest) -> None:
         """Read the checkpoint of `manifest` into the model, the optimizer and the random generators. Later ones are
@@ -166,8 +159,7 @@ class Checkpointer:
         if self._thread is None:
             self._settle(lambda: self._write(state, progress, random_state))
         else:
-            snapshot = cast(dict[str, Tensor], self._stager.stage(state))
-            self._saving = self._thread.submit(self._write, snapshot, progress, random_state)
+            self._saving = self._thread.submit(self._write, self._snapshot.take(state), progress, random_state)
 
     def wait(self) -> None:
         """Return once a save that was begun has ended, raising what `save` does."""
