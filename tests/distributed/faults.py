@@ -5,27 +5,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from kill_runs import kill_tree
 from launching import ENV, FOLDER, ROOT, torchrun
 
 from torchtitan_lite.checkpoint.folders import step_folder
 
 Fault = dict[str, Any]
-
-
-def script(name: str) -> Any:
-    """The module that is one of the scripts."""
-    spec = spec_from_file_location(name, ROOT / f"scripts/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)  # a dataclass looks its module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-kill_runs = script("kill_runs")
 
 
 def arguments(folder: Path, *overrides: str, faults: Sequence[Fault] = ()) -> list[str]:
@@ -77,7 +65,7 @@ def started(
         try:
             yield process
         finally:
-            kill_runs.kill_tree(process.pid)
+            kill_tree(process.pid)
 
 
 def status(folder: Path) -> dict[str, Any]:

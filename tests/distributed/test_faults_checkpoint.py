@@ -1,6 +1,7 @@
 """What training loses to kills, to full disks and to changes between two runs, of real processes."""
 
 import re
+import runpy
 import signal
 import subprocess
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import kill_runs
 import pytest
 import torch
 from faults import (
@@ -17,11 +19,9 @@ from faults import (
     command,
     fail,
     finish,
-    kill_runs,
     records,
     run,
     samples,
-    script,
     started,
     status,
 )
@@ -257,7 +257,7 @@ def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path, monkeypa
     monkeypatch.setitem(FLAVORS, "debugmodel", replace(args, vocab_size=0))
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(dimensions).save_pretrained(theirs)
-    convert = script("convert_hf").main
+    convert = runpy.run_path(str(ROOT / "scripts/convert_hf.py"))["main"]
     assert convert(["import", str(theirs), str(imported)]) == 0
     output = finish(folder, f"{STEPS}=1", f"--checkpoint.initial_load_path={imported}")
     assert f"weights from {imported}" in output

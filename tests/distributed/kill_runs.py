@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Kills a run by SIGKILL, torchrun and all its workers, again and again; resumes it each time, and compares its last
 checkpoint with that of a run that nothing happened to. Prints what was lost. Exit code 0: nothing but steps.
 
@@ -23,7 +22,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
 from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, step_folder
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LONGEST_S = 4.0
 """From the first line of a run's log to a kill at any moment."""
 SAVE_S = 0.1
