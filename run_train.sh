@@ -16,8 +16,8 @@ usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
   MAX_RESTARTS   times that all ranks are started again after a failure, to go on from the last checkpoint (0)
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that a stopped run may take to save (600)
 
-SIGTERM or SIGINT stops the run at the end of its step and saves it; a second one, if it is SIGINT or comes 3 s later,
-kills it, and the last checkpoint stays.
+SIGTERM or SIGINT (Ctrl-C) stops the run before its next forward pass and saves the last finished step; a second one, if
+it is SIGINT or comes 3 s later, kills it, and the last checkpoint stays.
 
 exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage, 1 unexpected,
 75 stopped on a signal, and saved where checkpoints are on
@@ -79,7 +79,7 @@ if [[ -t 1 && -z ${NO_COLOR:-} ]]; then export FORCE_COLOR=1; fi # workers write
 stop() { # SIGNAL
     if [[ -z $signalled ]]; then
         signalled=--signalled stopped_at=$SECONDS
-        echo "run_train.sh: stopping after this step; Ctrl-C, or another signal in 3 s, kills the run" >&2
+        echo "run_train.sh: stopping, and saving where checkpoints are on; Ctrl-C, or another signal in 3 s, kills the run" >&2
         [[ -z $torchrun ]] || kill -TERM "$torchrun"
     elif [[ $1 == INT ]] || ((SECONDS - stopped_at > 3)); then
         pkill -KILL -P "$torchrun"
@@ -110,4 +110,4 @@ wait "$shown" || true
 ((exit_code == 0)) && exit
 command="${nodes}CONFIG_FILE=$(printf '%q' "$CONFIG_FILE") NGPU=$NGPU$(printf ' %q' "$0" "$@")"
 exec "$python" -m torchtitan_lite.run_folder "$dump_folder" --log-dir "$log_dir" --since "$started" $signalled \
-    --torchrun "$exit_code" --first-rank $((${NODE_RANK:-0} * NGPU)) --command "$command"
+    --torchrun "$exit_code" --torchrun-pid "$torchrun" --first-rank $((${NODE_RANK:-0} * NGPU)) --command "$command"

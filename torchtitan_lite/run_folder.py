@@ -31,6 +31,7 @@ from torchtitan_lite.errors import (
     StorageError,
 )
 from torchtitan_lite.files import replace_file
+from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
@@ -71,6 +72,8 @@ class Status:
     rank: int | None = None
     job: str | None = None
     """The torchrun of the run, which may start its processes again."""
+    before: dict[str, Any] | None = None
+    """The status of the run before, for its run_train.sh, which may not have read it yet."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,24 @@ class RunFolder:
         Without `resume`, what an earlier run left of `entries` (names within the folder), config.toml and status.json
         moves to previous/<its start time>/; files of other names stay where they are. With it, the status keeps step
         and last checkpoint, should this run fail before its first step. Raises StorageError if the disk fails."""
+        before = read_status(self.path)
         if not resume:
             with _explained(self.path):
                 _move_to_previous(self.path, [*entries, CONFIG_FILE, STATUS_FILE])
+        self._begin(before, state="running", keeps_progress=resume)
+
+    def _begin(self, before: Status | None, *, keeps_progress: bool, **fields: Any) -> None:
         now = time.time()
-        before = read_status(self.path) or Status("running", started=now, time=now)
-        going_on = Status("running", now, now, before.step, before.last_checkpoint, job=_job_name())
-        _write_status(self.path, going_on)
+        if before is not None:
+            if keeps_progress:
+                fields |= {"step": before.step, "last_checkpoint": before.last_checkpoint}
+            fields["before"] = dataclasses.asdict(dataclasses.replace(before, before=None))
+        _write_status(self.path, Status(started=now, time=now, job=_job_name(), **fields))
 
     def refuse(self, *, cause: str, exit_code: int) -> None:
         """Write into status.json why the run did not begin, which is as far as the one before it."""
-        now = time.time()
-        before = read_status(self.path) or Status("failed", started=now, time=now)
-        refused = Status("failed", now, now, before.step, before.last_checkpoint, cause, exit_code, job=_job_name())
-        _write_status(self.path, refused)
+        before = read_status(self.path)
+        self._begin(before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code)
 
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
@@ -227,6 +234,7 @@ def main() -> int:
     parser.add_argument("--log-dir", type=Path, required=True, help="folder of torchrun.log and of the ranks' logs")
     parser.add_argument("--since", type=float, required=True, help="start of the run at the earliest, in Unix seconds")
     parser.add_argument("--torchrun", type=int, required=True, help="torchrun's exit code")
+    parser.add_argument("--torchrun-pid", type=int, required=True, help="its process")
     parser.add_argument("--signalled", action="store_true", help="the run was asked to stop")
     parser.add_argument("--first-rank", type=int, default=0, help="lowest rank of this host")
     parser.add_argument("--command", required=True, help="what started the run")
@@ -236,6 +244,9 @@ def main() -> int:
     report = (args.log_dir / "torchrun.log").read_text(errors="replace")
     on_file = _read_end(args.path, since=args.since)
     status = on_file if on_file is not None and on_file.started >= args.since else None
+    job = f"process {args.torchrun_pid} on {socket.gethostname()}"
+    if status is not None and args.first_rank == 0 and status.job not in (None, job):  # another run has begun meanwhile
+        on_file = status = Status(**status.before) if status.before and status.before["job"] == job else None
     outcome = find_outcome(status, report=report, torchrun=args.torchrun, signalled=args.signalled)
     if status is not None and status.exit_code != outcome.exit_code:
         with suppress(RunError):  # a full disk: what is printed below matters more
@@ -322,6 +333,7 @@ def _move_to_previous(path: Path, entries: Iterable[str]) -> None:
     for entry in found:
         (target / entry).parent.mkdir(parents=True, exist_ok=True)
         (path / entry).rename(target / entry)
+    logger.info(f"what an earlier run left in {path} is now in {target}: {', '.join(found)}")
 
 
 def _time_name(seconds: float) -> str:

@@ -134,6 +134,8 @@ class Trainer:
         """Read the state of the checkpoint to go on from, or the weights to begin with, if there are such."""
         checkpoint = self.config.checkpoint
         if resume is not None:
+            if checkpoint.initial_load_path is not None:
+                logger.info("[checkpoint] initial_load_path is for new runs, and not used: this one resumes")
             self.checkpointer.load(resume)
         elif checkpoint.initial_load_path is not None:
             self.checkpointer.load_weights(Path(checkpoint.initial_load_path), hashes=checkpoint.verify_hashes)

@@ -88,6 +88,7 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
         "cause": None,
         "exit_code": None,
         "rank": None,
+        "before": None,
         "job": f"process {os.getppid()} on {socket.gethostname()}",
     }
     folder.running(step=7, last_checkpoint="step-00000005")
@@ -297,12 +298,35 @@ def test_a_killed_torchrun_is_told_of_where_no_rank_has_told_yet() -> None:
     assert find_outcome(LOST, report="", torchrun=137, signalled=False) == Outcome("rank 9 hangs", 6)
 
 
-def run_main(path: Path, *, since: float, text: str) -> subprocess.CompletedProcess:
+def run_main(path: Path, *, since: float, text: str, first_rank: int = 8) -> subprocess.CompletedProcess:
     (path / "torchrun.log").write_text(text)
     command = [sys.executable, "-m", "torchtitan_lite.run_folder", path, "--log-dir", path, "--since", str(since)]
-    return subprocess.run(
-        [*command, "--command", "./again", "--torchrun", "1", "--first-rank", "8"], capture_output=True, text=True
-    )
+    torchrun = ["--torchrun", "1", "--torchrun-pid", str(os.getppid()), "--first-rank", str(first_rank)]
+    return subprocess.run([*command, *torchrun, "--command", "./again"], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_main_tells_how_a_run_ended_whose_folder_another_one_has_taken(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=7, last_checkpoint="a/step-00000007")
+    folder.stopped(cause="stopped by SIGTERM after step 7")
+    folder.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: 7)
+        second = open_folder(tmp_path, resume=resume)
+        second.done()
+        second.close()
+    theirs = status_on_file(tmp_path)
+    result = run_main(tmp_path, since=0, text="", first_rank=0)
+    assert result.returncode == 75
+    assert result.stderr.startswith("exit code 75: stopped by SIGTERM after step 7\nstep: 7\n")
+    assert status_on_file(tmp_path) == theirs
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: 8)
+        open_folder(tmp_path, resume=resume).close()
+    assert run_main(tmp_path, since=0, text="", first_rank=0).returncode == 1  # two runs later, nothing is known
 
 
 def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Manifest | Non
     if reason is None:
         return None
     raise CheckpointError(
-        f"[checkpoint] load_step = {checkpoint.load_step}: {reason}. Of {len(steps)} that may be loaded none verifies; "
-        f"{folder} has the steps {listed}: name another, or load_step = 0 to start anew."
+        f"[checkpoint] load_step = {checkpoint.load_step}: {reason.rstrip('.')}. Of {len(steps)} that may be loaded "
+        f"none verifies; {folder} has the steps {listed}: name another, or load_step = 0 to start anew."
     )
 
 

@@ -11,7 +11,7 @@ what it gets."""
 
 
 class StopSignal:
-    """The wish of SIGTERM or SIGINT that the run stop at the end of its step.
+    """The wish of SIGTERM or SIGINT that the run stop before its next forward pass.
 
     Made once a process, on the main thread. A second signal that is no duplicate ends this process at once by SIGKILL.
     """
