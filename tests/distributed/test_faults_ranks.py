@@ -232,6 +232,23 @@ def test_after_a_rank_was_killed_all_start_again_from_the_last_checkpoint(
     assert_same_run(half_done, straight)
 
 
+def test_a_restart_goes_on_from_what_its_job_saved_whatever_load_step_asks_for(
+    launcher: Launcher, straight: Path, folder: Path
+) -> None:
+    run = launcher.run(folder, *SETTINGS, "--checkpoint.load_step=0", faults=[KILL], restarts=1)
+    assert run.exit_code == 0, run.output
+    assert run.output.count(f"resumed from {folder}/checkpoint/step-00000006") == 1
+    assert not (folder / "previous").exists()
+    assert_same_run(folder, straight)
+
+
+def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path) -> None:
+    term = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGTERM)}
+    run = launcher.run(half_done, *SETTINGS, faults=[term], restarts=1)
+    assert run.exit_code == 75, run.output
+    assert (status(half_done)["state"], status(half_done)["step"]) == ("stopped", 7)
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_is_always_killed_ends_the_run(restarts: int, launcher: Launcher, half_done: Path) -> None:
     run = launcher.run(half_done, *SETTINGS, faults=[KILL | {"always": True}], restarts=restarts)

@@ -5,6 +5,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,29 @@ def test_the_layout_of_the_writer_does_not_matter(checkpoint):
     edit_table(path, lambda table: table.state_dict_metadata["w"].chunks.pop())
     with pytest.raises(BrokenCheckpoint, match=r"it has 6 of the 12 elements of a tensor"):
         read_tensors(path)
+
+
+class PicklerOfPython3113(pickle.Pickler):
+    """Pickles the members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, thing):
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, Enum) else NotImplemented
+
+
+def test_a_table_that_another_python_wrote_is_read(checkpoint):
+    table = io.BytesIO()
+    PicklerOfPython3113(table).dump(pickle.loads((checkpoint / ".metadata").read_bytes()))
+    assert b"getattr" in table.getvalue()
+    (checkpoint / ".metadata").write_bytes(table.getvalue())
+    renew_manifest(checkpoint)
+    assert all(same(tensor, small_tensors(10)[name]) for name, tensor in read_tensors(checkpoint).items())
+
+
+def test_a_table_gets_no_attribute_of_anything_else(checkpoint):
+    (checkpoint / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__base__'\ntR.")
+    renew_manifest(checkpoint)
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata asks for __base__ of <class .*Size'>, which no table"):
+        SafeReader(checkpoint)
 
 
 @pytest.mark.parametrize(

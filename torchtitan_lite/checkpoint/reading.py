@@ -55,6 +55,16 @@ def _stand_in(made: type, make: Callable[..., Any] | None = None) -> type:
 _DTYPE_NAMES = {
     each: str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)
 }
+_MEMORY_FORMAT = _stand_in(_MEM_FORMAT_ENCODING)
+
+
+def _get_memory_format(found: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """In place of getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    if found is not _MEMORY_FORMAT:
+        raise BrokenCheckpoint(f"{METADATA} asks for {name} of {found}, which no table of tensors does")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _CLASSES = (
     ChunkStorageMetadata,
@@ -63,12 +73,13 @@ _CLASSES = (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
 ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     **{(each.__module__, each.__qualname__): _stand_in(each) for each in _CLASSES},
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__qualname__): _MEMORY_FORMAT,
+    ("builtins", "getattr"): _stand_in(_MEM_FORMAT_ENCODING, _get_memory_format),
     ("torch", "Size"): _stand_in(torch.Size, torch.Size),
     ("torch.serialization", "_get_layout"): _stand_in(torch.layout, {"torch.strided": torch.strided}.__getitem__),
     # Of the folder that it was written in; its module has another name in Python 3.13.
