@@ -199,22 +199,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
     assert status(folder)["last_checkpoint"] == str(checkpoint(folder, 2))
 
 
-def test_the_end_of_the_data_saves_and_other_data_is_refused(tmp_path: Path) -> None:
-    folder, text = tmp_path / "run", tmp_path / "text.txt"
-    text.write_text("".join(f"line {number} of what there is to learn\n" for number in range(60)))
-    settings = [f"--training.dataset_path={text}", "--training.epochs=1"]
-    output = finish(folder, *settings, processes=1)
-    ended = status(folder)
-    last = ended["step"]
-    assert (ended["state"], ended["exit_code"]) == ("done", 0)
-    assert 2 < last < 20 and f"1 epochs done: the data ended the run at step {last}" in output
-    assert ended["last_checkpoint"] == str(checkpoint(folder, last))
-    text.write_text(text.read_text().replace("line 1 ", "line I "))
-    code, cause = fail(folder, *settings, processes=1)
-    assert code == 3
-    assert re.search(rf"is not what step {last} was trained on: .*store 1 fingerprint: \w+ -> \w+", cause)
-
-
 def test_each_step_is_told_of_once_also_after_a_crash(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
 
