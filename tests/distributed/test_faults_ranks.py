@@ -203,8 +203,9 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
 ) -> None:
     signals = [
         {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGTERM), "to": "run_train.sh"},
-        {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 2},
-        {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGINT), "to": "run_train.sh"},
+        # Not SIGINT, which a shell script that was started in the background ignores.
+        {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 5},
+        {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGTERM), "to": "run_train.sh"},
         {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 600},
     ]
     run = launcher.run(half_done, *SETTINGS, faults=signals)

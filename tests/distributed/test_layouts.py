@@ -43,7 +43,7 @@ def on_one_process(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fix
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        *((recipe, [TP]) for recipe in ("bf16", "all_gather", "rowwise")),
+        *((recipe, [TP]) for recipe in ("bf16", "all_gather")),
         ("bf16", [TP, GATHERED_LOGITS]),
         ("bf16", [HSDP]),
         ("all_gather", [HSDP]),
