@@ -45,7 +45,7 @@ from torchtitan_lite.checkpoint.manifest import (
     naming,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.reading import SafePlanner, SafeReader, load_failure
+from torchtitan_lite.checkpoint.reading import METADATA, SafePlanner, SafeReader, load_failure
 from torchtitan_lite.checkpoint.resume import DISK_TIMEOUT, verify
 from torchtitan_lite.checkpoint.state import (
     Snapshot,
@@ -191,12 +191,11 @@ class Checkpointer:
     def _write(self, state: dict[str, Tensor], progress: Progress, random_state: dict[str, Any]) -> Path:
         """Path of the complete checkpoint of `state`. Raises StorageError, after removing what was written, or
         NumericError."""
-        target, rank = step_folder(self.folder, progress.step), dist.get_rank()
+        target = step_folder(self.folder, progress.step)
         on_all_ranks(lambda: check_finite(state, step=progress.step), group=self.group)
         draft = on_rank0(lambda: start_draft(self.folder, progress.step), group=self.group)
         try:
             self._write_tensors(state, draft)
-
             hashed = on_all_ranks(lambda: self._write_random_state(draft, random_state), group=self.group)
             manifest = self._manifest(
                 save_id=uuid.uuid4().hex,
@@ -208,7 +207,7 @@ class Checkpointer:
             )
             on_rank0(lambda: self._commit(draft, target, manifest), group=self.group)
         except RunError:
-            if rank == 0:
+            if dist.get_rank() == 0:
                 with suppress(StorageError):
                     remove_drafts(self.folder)
             raise
@@ -221,7 +220,7 @@ class Checkpointer:
         with storage_errors(draft):
             replace_file(draft / random_file_name(rank), json.dumps(random_state))
             own = [random_file_name(rank), *(path.name for path in draft.glob(f"__{rank}_*"))]
-            return {name: hash_file(draft / name) for name in [*own, *([".metadata"] if rank == 0 else [])]}
+            return {name: hash_file(draft / name) for name in [*own, *([METADATA] if rank == 0 else [])]}
 
     def _commit(self, draft: Path, target: Path, manifest: Manifest) -> None:
         """Complete the draft, give it its name, and delete what is too old by now; on rank 0."""
