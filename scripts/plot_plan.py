@@ -8,6 +8,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, RunError
@@ -20,7 +21,7 @@ RUNS = {"bf16": ("llama3_8b.toml", 6297), "float8": ("llama3_8b_float8.toml", 77
 DENOMINATORS = {"mfu_bf16_peak": "bf16", "mfu_arithmetic_peak": "arithmetic", "mfu_fp8_peak": "fp8"}
 """The figures that hold all FLOPs against one peak."""
 COLORS = {"bf16": "#2f6690", "fp8": "#c8553d", "arithmetic": "#7d6b91", "real": "#e3e6ea"}
-STYLE = {
+STYLE: Any = {  # matplotlib names each key
     "font.size": 9,
     "text.color": "#22272e",
     "svg.fonttype": "none",  # text stays text

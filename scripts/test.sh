@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # test.sh [PYTEST ARGUMENTS]: set up on first use, then lint, type-check and test: with arguments what these say, relative
-# to the project; else everything, the unit tests two at a time, those of several processes one by one.
+# to the project; else everything, two at a time but for tests of time-outs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(scripts/setup.sh dev)
@@ -10,4 +10,6 @@ export OMP_NUM_THREADS=1
 "$python" -m mypy
 if (($#)); then exec "$python" -m pytest "$@"; fi
 "$python" -m pytest tests/unit --numprocesses 2
-exec "$python" -m pytest tests/distributed tests/gpu
+timed=tests/distributed/test_faults_ranks.py
+"$python" -m pytest tests/distributed --ignore "$timed" --numprocesses 2 --dist loadfile
+exec "$python" -m pytest "$timed" tests/gpu

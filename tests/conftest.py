@@ -9,10 +9,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--layout-steps", type=int, default=6, help="steps of the runs that compare layouts")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
         return

@@ -1,6 +1,6 @@
 """A run's parts, built from the whole config: batches, model, checkpoints, metrics. A hub, like those that call it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import (
     BatchSizes,
     Config,
+    ParallelDegrees,
     TrainingConfig,
     check_decay,
     dump_config,
@@ -28,7 +29,8 @@ from torchtitan_lite.data.token_store import TokenStore, open_data
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
-from torchtitan_lite.float8.selection import format_choices
+from torchtitan_lite.float8.observe import Asked
+from torchtitan_lite.float8.selection import OUTPUT, LinearChoice, format_choices
 from torchtitan_lite.logger import logger
 from torchtitan_lite.meta import build_meta_model, device_rates, predict_step
 from torchtitan_lite.metrics.devices import lookup_device
@@ -41,6 +43,7 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 
 
 def build_batches(
@@ -173,8 +176,9 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
 
 def build_model(
     config: Config, args: ModelArgs, *, mesh: DeviceMesh, device: torch.device
-) -> tuple[Transformer, FlopsLedger]:
-    """The model, converted, sharded and initialised, and the FLOPs of a token counted before it was sharded."""
+) -> tuple[Transformer, FlopsLedger, Asked]:
+    """The model, converted, sharded and initialised, the FLOPs of a token counted before it was sharded, and what of
+    float8 a step is to show."""
     training, float8, tp = config.training, config.float8, mesh["tp"].size()
     dtype = getattr(torch, training.mixed_precision_param)
     attention = attention_backend(args, tp_degree=tp, dtype=dtype, device=device)
@@ -189,17 +193,18 @@ def build_model(
         rates=rates,
     )
     model, ledger = meta.model, meta.ledger
+    degrees = resolve_degrees(config.parallelism, world_size=mesh.size())
+    asked = asked_of_step(config, meta.choices, degrees=degrees, ledger=ledger)
     logger.info(
         f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
         f"vocabulary {args.vocab_size}; attention by {attention}"
     )
     if float8.enable_float8_linear:
-        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
+        log_float8(config, meta.choices, asked, tp=tp)
         if rates is not None:
-            degrees = resolve_degrees(config.parallelism, world_size=mesh.size())
             logger.info(f"predicted: {predict_step(config, args, meta, degrees=degrees, rates=rates).verdict}")
     parts = ", ".join(f"{count / ledger.total:.2%} {name}" for name, count in ledger.by_precision.items() if count)
-    emulated = " (float8, emulated, counts as fp32)" if ledger.emulated else ""
+    emulated = f" (float8, emulated, counts as {ledger.fp8_runs_in})" if ledger.emulated else ""
     again = f"; {sum(ledger.recompute.values()) / ledger.total:.2%} more are recomputed" if meta.recomputed else ""
     masked = "; attention counts as if documents were one" if training.document_mask else ""
     logger.info(f"{ledger.total:,} FLOPs per token: {parts}{emulated}{again}{masked}")
@@ -213,7 +218,45 @@ def build_model(
     )
     model.to_empty(device="cpu" if training.enable_cpu_offload else device)
     init_weights(model, seed=config.debug.seed, buffer_device=device)
-    return model, ledger
+    return model, ledger, asked
+
+
+def asked_of_step(
+    config: Config, choices: Sequence[LinearChoice], *, degrees: ParallelDegrees, ledger: FlopsLedger
+) -> Asked:
+    """What of float8 a step of `config`, with its linears as chosen, is to show on each rank."""
+    float8 = config.float8
+    microbatches = resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps
+    converted = {choice.name for choice in choices if choice.converted}
+    blocks = {choice.name.split(".")[1] for choice in choices if choice.name != OUTPUT}
+    groups = {tuple(name.split(".")[:2]) for name in converted}  # that FSDP gathers at once: a block, or the last one
+    gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
+    gathers_activations = float8.recipe_name == "tensorwise" and degrees.tp > 1
+    return Asked(
+        linears=len(converted),
+        matmuls=microbatches * len(converted) * (2 if float8.recipe_name == "rowwise_with_gw_hp" else 3),
+        matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
+        fsdp_gathers=len(groups) if gathers_weights else 0,
+        tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
+        # The compiler is not told which of those it finds to fuse; a block of which it finds none is not as it was.
+        fused=microbatches * len(blocks) if config.parallelism.enable_async_tensor_parallel else 0,
+    )
+
+
+def log_float8(config: Config, choices: Sequence[LinearChoice], asked: Asked, *, tp: int) -> None:
+    """Say which linears train in float8, and in what tensor parallelism gathers activations."""
+    recipe, dtype = config.float8.recipe_name, config.training.mixed_precision_param
+    logger.info(f"float8, {recipe}:\n{format_choices(choices)}")
+    if asked.tp_gathers:
+        logger.info(
+            f"tensor parallelism gathers {asked.tp_gathers} activations and gradients a step in float8, the others in "
+            f"{dtype}"
+        )
+    elif tp > 1:
+        logger.info(
+            f"tensor parallelism gathers all activations in {dtype}: float8 needs linears that share an input to have "
+            f'recipe_name = "tensorwise", one scale for what is gathered'
+        )
 
 
 def build_checkpointer(
@@ -280,6 +323,7 @@ def build_metrics(
                 total_memory_gib=total_memory_gib(device),
                 config_toml=dump_config(config),
                 hparams=hparams(config, world_size=dist.get_world_size()),
+                numerics=config.float8.log_numerics_freq > 0,
             )
         )
     )

@@ -20,7 +20,7 @@ from torchtitan_lite.float8.roofline import (
     choose_linears,
     predict,
 )
-from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
+from torchtitan_lite.float8.selection import AUTO, OUTPUT, LinearChoice, select_linears, size_multiple
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
@@ -139,12 +139,15 @@ def build_meta_model(
             if linear not in chosen
         }
 
+    any_tokens = float8.pad_inner_dim or float8.recipe_name == "rowwise_with_gw_hp"
     choices = select_linears(
         model,
         filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
         sharded_dims=SHARDED_DIMS,
         tp_degree=tp_degree,
-        tokens=None if float8.recipe_name == "rowwise_with_gw_hp" else config.training.microbatch_tokens,
+        tokens=None if any_tokens else training.microbatch_tokens,
+        convert_output=float8.convert_output,
+        multiple=size_multiple(float8.recipe_name),
         slower=slower,
     )
     if float8.enable_float8_linear:
@@ -167,9 +170,14 @@ def predict_step(
     config: Config, args: ModelArgs, meta: MetaModel, *, degrees: ParallelDegrees, rates: DeviceRates
 ) -> Prediction:
     """How long a microbatch of `meta` takes on a device with `rates`, in bf16 and in float8 as converted."""
+    converts_output = any(choice.converted and choice.name == OUTPUT for choice in meta.choices)
     converted, kept = (
         roofline_linears(
-            [choice for choice in meta.choices if choice.converted == in_float8 and choice.name != "output"],
+            [
+                choice
+                for choice in meta.choices
+                if choice.converted == in_float8 and (choice.name != OUTPUT or converts_output)
+            ],
             recomputed=meta.recomputed,
         )
         for in_float8 in (True, False)
@@ -191,6 +199,7 @@ def predict_step(
         sharded_parameters=parameters // degrees.dp_shard // accum_steps,  # updated once a step
         recomputed_layers=len(config.activation_checkpoint.checkpointed_layers(args.n_layers)),
         recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
+        output_among_linears=converts_output,
         sequence_shards=degrees.tp,
     )
     return predict(

@@ -10,7 +10,7 @@ from torchtitan_lite.config import BatchSizes, Config, ParallelDegrees, resolve_
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.roofline import DeviceRates, added_ratio, time_linears
-from torchtitan_lite.float8.selection import AUTO, MULTIPLE, LinearChoice
+from torchtitan_lite.float8.selection import AUTO, OUTPUT, LinearChoice, size_multiple
 from torchtitan_lite.meta import (
     MetaModel,
     build_meta_model,
@@ -70,7 +70,7 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
     that were reached, None: predicted.
 
     Raises ConfigError where the config does not fit `world_size`, computes in float32, of whose matmul rates nothing is
-    known here, or asks for float8 on a device that has none."""
+    known here, or asks for float8, or names MXFP8, on a device that has none."""
     if config.training.mixed_precision_param != "bfloat16":
         raise ConfigError(
             f'[training] mixed_precision_param = "{config.training.mixed_precision_param}" cannot be planned: only '
@@ -80,6 +80,12 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
         raise ConfigError(
             f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix units; "
             "plan another --device, or set it to false."
+        )
+    if config.float8.recipe_name == "mxfp8" and not device.mxfp8:
+        having = ", ".join(known.name for known in DEVICES if known.mxfp8)
+        raise ConfigError(
+            f'[float8] recipe_name = "mxfp8", but torchao has no MXFP8 for the {device.name}, only for {having}; plan '
+            "another --device or recipe."
         )
     degrees = resolve_degrees(config.parallelism, world_size=world_size)
     request = _Request(
@@ -193,6 +199,7 @@ def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
     tokens, scheme = request.config.training.microbatch_tokens, float8_scheme(request.config)
     converted = roofline_linears([choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed)
     precisions = {row.name: row for row in meta.ledger.linears}
+    multiple = size_multiple(scheme.recipe)
     groups: dict[tuple[str, str], list[LinearChoice]] = {}
     for choice in meta.choices:
         groups.setdefault((choice.kind, choice.kept_because), []).append(choice)
@@ -218,7 +225,7 @@ def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
                     "grad_input": {"m": tokens, "n": k, "k": n, "precision": flops.grad_input},
                     "grad_weight": {"m": n, "n": k, "k": tokens, "precision": flops.grad_weight},
                 },
-                "divisible_by_16": not any(size % MULTIPLE for size in (tokens, n, k)),
+                "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
                 "time_ratio": ratio,
                 "converted": not reason,
                 "kept_because": reason,
@@ -271,7 +278,8 @@ def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
 
 def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
     config = request.config
-    kinds = {choice.kind for choice in meta.choices if choice.converted}
+    # The group of `output` is estimated in high precision, which is a little more than it takes in float8.
+    kinds = {choice.kind for choice in meta.choices if choice.converted and choice.name != OUTPUT}
     moments = step_memory(
         Rank(
             model=request.args,

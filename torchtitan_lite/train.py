@@ -42,6 +42,7 @@ def run_entries(config: Config) -> list[str]:
     """Names of what this run writes within its folder."""
     return [
         "metrics.jsonl",
+        "numerics.jsonl",
         "wandb",
         config.checkpoint.folder,
         config.metrics.save_tb_folder,

@@ -37,6 +37,8 @@ from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
 from torchtitan_lite.float8.convert import build_scale_hook
+from torchtitan_lite.float8.numerics import NumericsMonitor
+from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.logger import logger
 from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
@@ -100,13 +102,14 @@ class Trainer:
             progress=progress,
         )
         self.last_step = self.batches.last_step
-        self.model, ledger = build_model(config, args, mesh=mesh, device=device)
+        self.model, ledger, self.asked = build_model(config, args, mesh=mesh, device=device)
         self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if config.compile.covers("loss"):
             self.loss_fn = torch.compile(cross_entropy_sum)
         self.splits_logits = degrees.tp > 1 and not config.parallelism.disable_loss_parallel
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.scale_hook = build_scale_hook(self.model, float8=config.float8)
+        self.numerics = NumericsMonitor(self.model, freq=config.float8.log_numerics_freq, device=device)
         self.guard = UpdateGuard(
             training,
             device=torch.device("cpu") if training.enable_cpu_offload else device,
@@ -273,7 +276,15 @@ class Trainer:
     def advance(self, step: int) -> None:
         """Train, log and follow up `step`. Validation and checkpoints are in no step's time."""
         config = self.config
-        logged = self.metrics.end_step(step, self.train_step(step))
+        measured = self.numerics.due(step) and step > self.first_step  # the first compiles, within a longer time-out
+        observer = StepObserver() if step == self.first_step else None
+        with self.numerics.observe() if measured else observer or contextlib.nullcontext():
+            values = self.train_step(step)
+        logged = self.metrics.end_step(step, values)
+        if measured:
+            self.metrics.log_numerics(step, self.numerics.figures())
+        if observer is not None:
+            observer.report(self.model, self.asked, step=step, deterministic=config.debug.deterministic)
         self.step, self.generators = step, random_state(self.device)
         last = step == self.last_step
         saves = self.checkpointer.due(step, last=last) or self.save_wanted

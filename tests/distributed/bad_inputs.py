@@ -2,11 +2,10 @@
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import warm
 from launching import ENV, ROOT
 
 FLOAT8 = "--float8.enable_float8_linear"
@@ -35,6 +34,11 @@ BEFORE_START = [
     "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 9",
     f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
     f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
+    f"{FLOAT8} --float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp "
+    "--training.enable_cpu_offload",
+    f"{FLOAT8} --float8.recipe_name rowwise_with_gw_hp --float8.pad_inner_dim",
+    f"{FLOAT8} --float8.recipe_name mxfp8 --training.mixed_precision_param float32",
+    "--parallelism.enable_async_tensor_parallel",
     "--checkpoint.folder ../elsewhere",
     "--compile.enable --compile.components=",
     "--validation.dataset pystdlib --validation.dataset_path texts",
@@ -60,6 +64,7 @@ AT_START = [
     "--model.tokenizer_path short.txt",
     f"{FLOAT8} --float8.filter_fqns lm_head",
     f"{FLOAT8} --float8.filter_fqns layers",
+    f"{FLOAT8} --float8.filter_fqns output --float8.convert_output",
     f"{FLOAT8} --training.seq_len 33 --training.local_batch_size 1 --training.global_batch_size -1",
     f"{FLOAT8} --float8.filter_fqns auto",
     "--checkpoint.enable --checkpoint.load_step 7",
@@ -95,15 +100,8 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
         process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
         module = "torchtitan_lite.train"
         environment = ENV | {name: str(value) for name, value in process.items()} | {"MASTER_ADDR": "localhost"}
-    result = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        cwd=folder,
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    without_gpus = environment | {"CUDA_VISIBLE_DEVICES": ""}
+    result = warm.python(["-m", module, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
     _, _, told = result.stdout.rpartition("error:\n")
     message = (result.stderr if module == "torchtitan_lite.config" else told).strip()

@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build, train, trainer
 from torchtitan_lite.checkpoint import checkpointer
@@ -41,6 +42,7 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.metrics.metrics import StepValues
 from torchtitan_lite.models import flavors
 from torchtitan_lite.models.llama3 import FeedForward
+from torchtitan_lite.parallel import tensor_parallel
 
 RANK = int(os.environ["RANK"])
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -129,6 +131,18 @@ def drop_out() -> None:
     """Have every feed-forward layer use torch's default generator."""
     forward = FeedForward.forward
     FeedForward.forward = lambda self, x: torch.dropout(forward(self, x), 0.1, True)  # type: ignore[method-assign]
+
+
+@can_be_done
+def gather_in_high_precision() -> None:
+    """Have tensor parallelism take no linear for one of tensorwise float8, as after a name in torchao has changed."""
+    tensor_parallel.gathers_float8 = lambda module: False
+
+
+@can_be_done
+def lose_float8() -> None:
+    """Have the linears of float8 multiply in high precision, silently."""
+    Float8Linear.forward = lambda self, x: nn.functional.linear(x, self.weight)  # type: ignore[method-assign]
 
 
 @can_be_done

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kill_runs import kill_tree
-from launching import ENV, FOLDER, ROOT, torchrun
+from launching import ENV, FOLDER, ROOT, launcher, torchrun
+from processes import kill_tree
 
 from torchtitan_lite.checkpoint.folders import step_folder
 
@@ -26,15 +26,14 @@ def command(
     folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2, options: Sequence[str] = ()
 ) -> list[str]:
     """That of torchrun, with more `options`, for a run in `folder`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, *options, *arguments(folder, *overrides, faults=faults)]
+    return [sys.executable, *launcher(processes, *options), *arguments(folder, *overrides, faults=faults)]
 
 
 def run(
     folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2
 ) -> subprocess.CompletedProcess[str]:
     """The finished run in `folder`."""
-    return torchrun(*arguments(folder, *overrides, faults=faults), processes=processes, timeout=100)
+    return torchrun(*arguments(folder, *overrides, faults=faults), processes=processes, timeout=200)
 
 
 def finish(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2) -> str:

@@ -1,15 +1,16 @@
-"""Builds the model of a config on every process, and tells as a line of JSON what it is and what it sends:
-`weights` (sha256 of each full weight) and `traffic` (of one forward and backward: collective, type, elements sent)."""
+"""Builds the tiny model of matrix.toml with the overrides of each of RUNS, JSON as matrix_worker.py takes it, on every
+process, and tells as a line of JSON, by name, what it is and what it sends: `weights` (sha256 of each full weight) and
+`traffic` (of one forward and backward: collective, type, elements sent)."""
 
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matrix_worker import CONFIG
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from torchtitan_lite.build import build_model
 from torchtitan_lite.checkpoint.state import model_state
-from torchtitan_lite.config import load_config, resolve_degrees
+from torchtitan_lite.config import CommConfig, load_config, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.models.loss import cross_entropy_sum
@@ -49,19 +50,25 @@ def digest(weight: torch.Tensor) -> str:
     return hashlib.sha256(full.detach().numpy().tobytes()).hexdigest()
 
 
-def main() -> None:
-    config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    device = init_distributed(config.comm)
+def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
+    """The model's `weights` and its `traffic`."""
+    config = load_config(["--job.config_file", str(CONFIG), *overrides], world_size=dist.get_world_size())
     degrees = resolve_degrees(config.parallelism, world_size=dist.get_world_size())
     mesh = build_mesh(degrees, device_type=device.type)
     args = resolve_model_args(config, build_tokenizer(""))
-    model, _ = build_model(config, args, mesh=mesh, device=device)
+    model, *_ = build_model(config, args, mesh=mesh, device=device)
     weights = {name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()}
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % args.vocab_size
     with Traffic() as traffic, loss_parallel() if degrees.tp > 1 else contextlib.nullcontext():
         cross_entropy_sum(model(tokens), tokens).backward()
+    return {"weights": weights, "traffic": traffic.sent}
+
+
+def main() -> None:
+    device = init_distributed(CommConfig())
+    found = {name: inspect(overrides, device=device) for name, overrides in json.loads(sys.argv[1]).items()}
     if dist.get_rank() == 0:
-        print(json.dumps({"weights": weights, "traffic": traffic.sent}), flush=True)
+        print(json.dumps(found), flush=True)
     end_process(0)
 
 

@@ -7,9 +7,7 @@ checkpoint with that of a run that nothing happened to. Prints what was lost. Ex
 """
 
 import argparse
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,12 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from launching import ROOT, launcher
+from processes import kill_tree
+
 from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
 from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, step_folder
 
-ROOT = Path(__file__).parents[2]
 LONGEST_S = 4.0
-"""From the first line of a run's log to a kill at any moment."""
+"""From when a run has taken its folder to a kill at any moment."""
 SAVE_S = 0.1
 """From when a save is seen to a kill that is meant to be in it."""
 NEVER = 10**6
@@ -42,33 +42,6 @@ class Kill:
     """Step of the newest checkpoint, 0 if there is none."""
     broken: list[str]
     """Checkpoints of which not every byte is as written, a line each."""
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and all below it, the parents first, and wait until they are gone."""
-    pids = descendants(pid)
-    for each in pids:
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-    while any(is_alive(each) for each in pids):
-        time.sleep(0.01)
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all below it, parents before children."""
-    tasks = Path(f"/proc/{pid}/task")
-    with suppress(OSError):
-        children = [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
-        return [pid, *(each for child in children for each in descendants(child))]
-    return [pid]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended, but that nobody has waited for, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def kill_runs(command: Callable[[Path], list[str]], *, folder: Path, kills: int, seed: int) -> tuple[list[Kill], bool]:
@@ -92,13 +65,14 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     subprocess.CalledProcessError if it ends before."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints, log = folder / "checkpoint", folder / "killed.log"
-    since = time.time()
+    since, saved = time.time(), committed_steps(checkpoints)
     with log.open("w") as output:
         process = subprocess.Popen([*command, f"--training.steps={NEVER}"], stdout=output, stderr=output)
     try:
-        wait_for(lambda: log.stat().st_size > 0, process)
+        wait_for(lambda: has_changed(folder / "status.json", since), process)
         time.sleep(moments.uniform(0, LONGEST_S))
         if in_save:
+            wait_for(lambda: committed_steps(checkpoints) != saved, process)
             wait_for(lambda: has_draft(checkpoints, time.time() - SAVE_S), process)
             time.sleep(moments.uniform(0, SAVE_S))
     finally:
@@ -128,8 +102,13 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 def has_draft(checkpoints: Path, since: float) -> bool:
     """Whether a checkpoint is half written or half deleted, by a process that has worked on it since then."""
     with suppress(FileNotFoundError):  # it was a moment ago
-        return any(path.stat().st_mtime > since for path in checkpoints.glob(f"{DRAFT_PREFIX}*"))
+        return any(has_changed(path, since) for path in checkpoints.glob(f"{DRAFT_PREFIX}*"))
     return False
+
+
+def has_changed(path: Path, since: float) -> bool:
+    """Whether there is a `path` that was written to since then."""
+    return path.exists() and path.stat().st_mtime > since
 
 
 def main(argv: list[str]) -> int:
@@ -140,11 +119,10 @@ def main(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
 
     def command(folder: Path) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         config = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml", "--job.dump_folder", f"{folder}"]
         saves = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=3"]
         small = ["--training.seq_len=64", "--training.local_batch_size=2", "--lr_scheduler.total_steps=1000"]
-        return [*torchrun, "-m", "torchtitan_lite.train", *config, *saves, *small, *overrides]
+        return [sys.executable, *launcher(2), "-m", "torchtitan_lite.train", *config, *saves, *small, *overrides]
 
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as folder:
         kills, same = kill_runs(command, folder=Path(folder), kills=options.kills, seed=options.seed)

@@ -3,9 +3,11 @@
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import warm
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.toml")
@@ -13,12 +15,21 @@ FOLDER = Path(__file__).parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def torchrun(*arguments: str, processes: int, timeout: int = 200) -> subprocess.CompletedProcess[str]:
-    """The finished torchrun of `processes` processes that ran `arguments`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def launcher(processes: int, *options: str) -> list[str]:
+    """What `python` is given to run what follows in `processes` processes under torchrun, with more `options`."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *options]
+
+
+def torchrun(*arguments: str, processes: int, timeout: int = 400) -> subprocess.CompletedProcess[str]:
+    """The finished torchrun of `processes` processes that ran `arguments`, of which none imported torch anew."""
+    return warm.python([*launcher(processes), *arguments], cwd=ROOT, env=ENV, timeout=timeout)
+
+
+def finish(*arguments: str, processes: int) -> str:
+    """What a torchrun printed that ended well."""
+    result = torchrun(*arguments, processes=processes)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
 
 
 def train_arguments(folder: Path, *overrides: str) -> list[str]:
@@ -35,9 +46,13 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 def train(folder: Path, *overrides: str, processes: int) -> list[dict[str, Any]]:
     """The records of a run of the tiny config that was done."""
-    result = torchrun(*train_arguments(folder, *overrides), processes=processes)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    finish(*train_arguments(folder, *overrides), processes=processes)
     return read_records(folder)
+
+
+def read_losses(folder: Path) -> list[float]:
+    """The losses of a run."""
+    return [record["loss"] for record in read_records(folder)]
 
 
 def losses(folder: Path, *overrides: str, processes: int) -> list[float]:
@@ -45,9 +60,20 @@ def losses(folder: Path, *overrides: str, processes: int) -> list[float]:
     return [record["loss"] for record in train(folder, *overrides, processes=processes)]
 
 
+def train_together(
+    folder: Path, runs: Mapping[str, Sequence[str]], *, processes: int, worker: str = "matrix_worker.py"
+) -> None:
+    """Train in `folder` runs by name, each with overrides of matrix.toml, one after the other in the same processes."""
+    finish(str(FOLDER / worker), str(folder), json.dumps(runs), processes=processes)
+    assert [(folder / name / "ended.txt").read_text() for name in runs] == [""] * len(runs)
+
+
 def ask(worker: str, *overrides: str, processes: int) -> Any:
     """What the script `worker` of this folder tells, as a line of JSON, of the tiny config on `processes` processes."""
-    result = torchrun(str(FOLDER / worker), "--job.config_file", str(TINY), *overrides, processes=processes)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith(("{", "[{"))]
+    return told(finish(str(FOLDER / worker), "--job.config_file", str(TINY), *overrides, processes=processes))
+
+
+def told(output: str) -> Any:
+    """What a line of JSON of `output` tells."""
+    (line,) = [line for line in output.splitlines() if line.startswith(("{", "[{"))]
     return json.loads(line)

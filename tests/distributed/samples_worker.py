@@ -1,5 +1,5 @@
-"""Trains as torchtitan_lite.train does, and notes in samples-RANK.jsonl of the run folder what this process trained on:
-a line for each microbatch, with the numbers of its samples and a hash of each one's tokens and labels."""
+"""Trains a tiny model as torchtitan_lite.train does, and notes in samples-RANK.jsonl of the run folder what this rank
+trained on: a line for each microbatch, with the numbers of its samples and a hash of each one's tokens and labels."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import train
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 
 loss = train.Trainer.loss
 microbatches = itertools.count()
@@ -31,5 +32,6 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
 
 
 if __name__ == "__main__":
+    FLAVORS["debugmodel"] = ModelArgs(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_size=0)
     train.Trainer.loss = noted_loss  # type: ignore[method-assign]
     sys.exit(train.main())

@@ -1,8 +1,5 @@
 """Every row of docs/errors.md is what its arguments get, and none of them a traceback."""
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-
 import pytest
 from bad_inputs import AT_START, BEFORE_START, make_files, row
 from launching import ROOT
@@ -12,15 +9,13 @@ PAGE = (ROOT / "docs/errors.md").read_text().splitlines()
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The row of each arguments, two processes at a time."""
+    """The row of each arguments."""
     folder = tmp_path_factory.mktemp("inputs")
     make_files(folder)
-    arguments = [*BEFORE_START, *AT_START]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(arguments, pool.map(partial(row, folder=folder), arguments), strict=True))
+    return {arguments: row(arguments, folder=folder) for arguments in (*BEFORE_START, *AT_START)}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("arguments", [*BEFORE_START, *AT_START])
 def test_bad_input_is_told_what_the_page_says(arguments: str, rows: dict[str, str]) -> None:
     told = rows[arguments]

@@ -26,6 +26,7 @@ from faults import (
     status,
 )
 from launching import ENV, ROOT
+from processes import descendants, is_alive
 
 from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
 from torchtitan_lite.checkpoint.folders import step_folder
@@ -33,7 +34,7 @@ from torchtitan_lite.checkpoint.reading import read_tensors
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS, INTERVAL, ASYNC = "--training.steps", "--checkpoint.interval", "--checkpoint.async_mode=async"
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
@@ -89,7 +90,7 @@ def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
     assert checkpoints(parts) == [f"step-{step:08d}" for step in (4, 8, 10, 12, 16, 20)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_kills_at_any_moment_cost_steps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
@@ -110,11 +111,11 @@ def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Pat
     with started(folder, f"{STEPS}=100000") as torchrun:
         while not (checkpoint(folder, 2) / "manifest.json").exists():
             time.sleep(0.05)
-        _, *workers = kill_runs.descendants(torchrun.pid)
+        _, *workers = descendants(torchrun.pid)
         assert len(workers) == 2
         torchrun.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 15
-        while any(map(kill_runs.is_alive, workers)):
+        while any(map(is_alive, workers)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert (status(folder)["state"], status(folder)["exit_code"]) == ("failed", 6)
@@ -125,7 +126,7 @@ def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Pat
     assert list(records(folder)) == list(range(1, newest + 2))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_path: Path) -> None:
     batch = ["--training.global_batch_size=12", f"{INTERVAL}=20"]
     straight, folder = tmp_path / "straight", tmp_path / "run"

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS = "--training.steps"
 
@@ -88,6 +88,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(
 ) -> None:
     name = "__1_0.distcp"
     damage(checkpoint(folder, 10) / name, checkpoint(folder, 5) / name)
+    caplog.set_level("INFO", logger="torchtitan_lite")
     found = find_resume(CheckpointConfig(enable=True), folder=folder / "checkpoint")
     assert found is not None and found.progress.step == 5
     (record,) = caplog.records

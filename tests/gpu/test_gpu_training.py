@@ -1,10 +1,11 @@
-"""What only a GPU runs: real float8 matmuls against their emulation, FlexAttention. One command: pytest tests/gpu."""
+"""What only a GPU runs: training on real float8 matmuls, FlexAttention. One command: pytest tests/gpu."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from launching import ask, losses, train
+from launching import ask, losses, torchrun, train, train_arguments
 
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.models.llama3 import attend, document_mask, document_starts
@@ -19,6 +20,62 @@ def test_real_float8_trains_as_emulated_float8_does(recipe: str, tmp_path: Path)
     real = losses(tmp_path / "real", *settings, processes=1)
     emulated = losses(tmp_path / "emulated", *settings, "--float8.emulate", processes=1)
     assert real == pytest.approx(emulated, rel=5e-3)
+
+
+def test_mxfp8_trains_on_blackwell_and_is_refused_elsewhere(tmp_path: Path) -> None:
+    settings = [FLOAT8, "--float8.recipe_name=mxfp8", "--training.steps=10"]
+    if torch.cuda.get_device_capability()[0] == 10:
+        real = losses(tmp_path / "real", *settings, processes=1)
+        assert real == pytest.approx(
+            losses(tmp_path / "emulated", *settings, "--float8.emulate", processes=1), rel=5e-3
+        )
+    else:
+        result = torchrun(*train_arguments(tmp_path, *settings), processes=1)
+        assert result.returncode != 0
+        assert 'recipe_name = "mxfp8" needs a GPU of compute capability 10.x' in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("compiled", [[], ["--compile.enable"]], ids=["eager", "compiled"])
+def test_a_run_says_that_it_multiplied_in_float8_and_measures_its_casts(compiled: list[str], tmp_path: Path) -> None:
+    # Deterministic, so that anything that did not run as asked for ends the run.
+    settings = [FLOAT8, "--debug.deterministic", "--float8.log_numerics_freq=2", "--training.steps=4", *compiled]
+    result = torchrun(*train_arguments(tmp_path, *settings), processes=1)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    # Seven linears in each of six blocks multiply three times in each of four microbatches.
+    assert "42 of 43 linears are of float8" in result.stdout and "504 in float8" in result.stdout
+    lines = [json.loads(line) for line in (tmp_path / "numerics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    for figures in (roles[role] for line in lines for roles in line["kinds"].values() for role in roles):
+        assert 15 < figures["sqnr_db"] < 45 and figures["saturation"] == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("layout", [[], ["--parallelism.tensor_parallel_degree=2"]], ids=["fsdp", "tp"])
+def test_two_gpus_that_gather_float8_train_as_one_does(layout: list[str], tmp_path: Path) -> None:
+    scales = "--float8.precompute_float8_dynamic_scale_for_fsdp"
+    settings = [FLOAT8, "--float8.enable_fsdp_float8_all_gather", scales, "--training.steps=10"]
+    one = losses(tmp_path / "one", *settings, processes=1)
+    assert losses(tmp_path / "two", *settings, *layout, processes=2) == pytest.approx(one, rel=5e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("float8", [[], [FLOAT8]], ids=["bf16", "tensorwise"])
+def test_collectives_that_are_fused_with_matmuls_train_as_others_do(float8: list[str], tmp_path: Path) -> None:
+    settings = [*float8, "--parallelism.tensor_parallel_degree=2", "--compile.enable", "--training.steps=10"]
+    apart = losses(tmp_path / "apart", *settings, processes=2)
+    # Deterministic, so that a block of which nothing is fused ends the run.
+    settings += ["--parallelism.enable_async_tensor_parallel", "--debug.deterministic"]
+    assert losses(tmp_path / "fused", *settings, processes=2) == pytest.approx(apart, rel=5e-3)
+
+
+def test_compiled_float8_takes_little_more_memory_than_bf16(tmp_path: Path) -> None:
+    # Weights and activations are kept in bf16 by both; what float8 adds are casts, of one linear at a time.
+    sizes = ["--training.seq_len=2048", "--training.local_batch_size=8", "--training.steps=5", "--compile.enable"]
+    peaks = {
+        name: train(tmp_path / name, *sizes, *settings, processes=1)[-1]["memory_gib"]
+        for name, settings in (("bf16", []), ("float8", [FLOAT8]))
+    }
+    assert peaks["float8"] < 1.15 * peaks["bf16"], peaks
 
 
 def test_compiled_float8_with_its_all_gather_trains_as_eager_float8_does(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A record and a summary to hand to writers."""
+"""A record, figures of casts and a summary to hand to writers."""
+
+import math
 
 from torchtitan_lite.metrics.records import Record, Summary
 
@@ -23,4 +25,21 @@ RECORD = Record(
     memory_gib=0.93,
     time=1.7e9,
 )
+WEIGHT = {"sqnr_db": 31.5, "amax": 0.25, "underflow": 0.0, "saturation": 0.0}
+NUMERICS = {
+    "feed_forward.w2": {
+        "weight": WEIGHT | {"sqnr_db_layer": 1, "amax_layer": 0, "underflow_layer": 0, "saturation_layer": 0},
+        "grad_output": {
+            "sqnr_db": -math.inf,
+            "amax": math.inf,
+            "underflow": 0.125,
+            "saturation": 0.0,
+            "sqnr_db_layer": 4,
+            "amax_layer": 4,
+            "underflow_layer": 2,
+            "saturation_layer": 0,
+        },
+    },
+    "output": {"weight": WEIGHT | {"saturation": 0.001}},
+}
 SUMMARY = Summary(step=12, tokens=49152, loss=5.25, tps=2340.5, mfu=41.0, memory_gib=0.93, times_s={"training": 15.0})

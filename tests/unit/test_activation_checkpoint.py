@@ -27,6 +27,7 @@ from torchtitan_lite.parallel.activation_checkpoint import apply_activation_chec
 
 ARGS = ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=48, max_seq_len=32)
 MASKED = replace(ARGS, document_bos_id=0)
+RECIPES = (None, "tensorwise", "mxfp8")
 BACKWARD_MATMULS = 2 * (4 * 7 + 1)
 """Two for each linear of four blocks, and for the output."""
 
@@ -43,18 +44,18 @@ class OpCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build_model(*, float8: bool, args: ModelArgs = ARGS) -> Transformer:
+def build_model(*, recipe: str | None, args: ModelArgs = ARGS) -> Transformer:
     with torch.device("meta"):
         model = Transformer(args)
-    if float8:
+    if recipe is not None:
         choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=64)
-        convert_linears(model, choices, float8=Float8Config(enable_float8_linear=True), emulate=True)
+        convert_linears(model, choices, float8=Float8Config(recipe_name=recipe), emulate=True)
     return model
 
 
-def materialise(ac: ActivationCheckpointConfig, *, float8: bool, args: ModelArgs = ARGS) -> Transformer:
+def materialise(ac: ActivationCheckpointConfig, *, recipe: str | None, args: ModelArgs = ARGS) -> Transformer:
     """The model with its weights, checkpointed."""
-    model = build_model(float8=float8, args=args)
+    model = build_model(recipe=recipe, args=args)
     apply_activation_checkpointing(model, ac)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
@@ -62,10 +63,10 @@ def materialise(ac: ActivationCheckpointConfig, *, float8: bool, args: ModelArgs
 
 
 def backward(
-    ac: ActivationCheckpointConfig, *, float8: bool, args: ModelArgs = ARGS
+    ac: ActivationCheckpointConfig, *, recipe: str | None, args: ModelArgs = ARGS
 ) -> tuple[Counter[str], list[torch.Tensor]]:
     """Calls of each operator in a backward pass, and the gradients."""
-    model = materialise(ac, float8=float8, args=args)
+    model = materialise(ac, recipe=recipe, args=args)
     torch.manual_seed(0)
     loss = model(torch.randint(0, 48, (2, 32))).square().mean()
     with OpCounter() as counter:
@@ -77,32 +78,34 @@ NONE = ActivationCheckpointConfig(mode="none")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-@pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("mode", "option", "blocks"),
     [("none", "op", 0), ("full", "op", 4), ("selective", "2", 2), ("selective", "3", 2), ("selective", "4", 1)],
 )
-def test_whole_blocks_are_recomputed(mode: str, option: str, blocks: int, float8: bool) -> None:
+def test_whole_blocks_are_recomputed(mode: str, option: str, blocks: int, recipe: str | None) -> None:
     ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
-    calls, gradients = backward(ac, float8=float8)
-    # Recomputation ends once everything saved is back: before w2, or, as a Float8Linear saves its input after its
+    calls, gradients = backward(ac, recipe=recipe)
+    # Recomputation ends once everything saved is back: before w2, or, as a float8 linear saves its input after its
     # matmul, behind it.
-    assert calls["mm"] == BACKWARD_MATMULS + blocks * (7 if float8 else 6)
+    assert calls["mm"] == BACKWARD_MATMULS + blocks * (6 if recipe is None else 7)
     assert calls[FLASH] == blocks
-    check_gradients(gradients, float8=float8)
+    check_gradients(gradients, recipe=recipe)
 
 
 @pytest.mark.parametrize("args", [ARGS, MASKED], ids=["causal", "masked"])
-@pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
-def test_op_recomputes_every_second_matmul_and_no_attention(float8: bool, args: ModelArgs) -> None:
-    calls, gradients = backward(ActivationCheckpointConfig(), float8=float8, args=args)
+@pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
+def test_op_recomputes_every_second_matmul_and_no_attention(recipe: str | None, args: ModelArgs) -> None:
+    calls, gradients = backward(ActivationCheckpointConfig(), recipe=recipe, args=args)
     assert calls["mm"] == BACKWARD_MATMULS + 4 * 3  # wk, wo and w3 of each block
     assert FLASH not in calls
-    check_gradients(gradients, float8=float8, args=args)
+    kept, _ = backward(NONE, recipe=recipe, args=args)
+    assert (calls["max"], calls["amax"]) == (kept["max"], kept["amax"])  # of casts
+    check_gradients(gradients, recipe=recipe, args=args)
 
 
-def check_gradients(gradients: list[torch.Tensor], *, float8: bool, args: ModelArgs = ARGS) -> None:
-    _, expected = backward(NONE, float8=float8, args=args)
+def check_gradients(gradients: list[torch.Tensor], *, recipe: str | None, args: ModelArgs = ARGS) -> None:
+    _, expected = backward(NONE, recipe=recipe, args=args)
     assert len(gradients) == len(expected) == 4 * 9 + 3
     for gradient, reference in zip(gradients, expected, strict=True):
         assert torch.equal(gradient, reference)
@@ -125,24 +128,24 @@ def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
     return sum(ledger.recompute.values())
 
 
-@pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mode", "option"), MODES)
-def test_what_is_counted_as_recomputed_is_what_pytorch_counts(mode: str, option: str, float8: bool) -> None:
+def test_what_is_counted_as_recomputed_is_what_pytorch_counts(mode: str, option: str, recipe: str | None) -> None:
     ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
     flops = {}
     for applied in (ac, NONE):
-        model = build_model(float8=float8)
+        model = build_model(recipe=recipe)
         apply_activation_checkpointing(model, applied)
         tokens = torch.zeros(2, 32, dtype=torch.long, device="meta")
         with FlopCounterMode(display=False) as counter:
             model(tokens).sum().backward()
         flops[applied] = counter.get_total_flops()
-    expected = recompute_of(build_model(float8=float8), ac)
+    expected = recompute_of(build_model(recipe=recipe), ac)
     assert flops[ac] - flops[NONE] == 2 * 32 * expected
     assert (expected == 0) == (mode == "none")
 
 
-def compiled_backward(ac: ActivationCheckpointConfig, *, float8: bool, mask: Any = None) -> Counter[Any]:
+def compiled_backward(ac: ActivationCheckpointConfig, *, recipe: str | None, mask: Any = None) -> Counter[Any]:
     """Calls of each operator in the compiled backward pass of one block, without generating code for it."""
     calls: Counter[Any] = Counter()
 
@@ -155,7 +158,7 @@ def compiled_backward(ac: ActivationCheckpointConfig, *, float8: bool, mask: Any
         bw_compiler=count,
         partition_fn=min_cut_rematerialization_partition,
     )
-    model = materialise(ac, float8=float8)
+    model = materialise(ac, recipe=recipe)
     torch._dynamo.reset()
     block = model.layers[0]
     block.compile(backend=backend, fullgraph=True)
@@ -163,18 +166,18 @@ def compiled_backward(ac: ActivationCheckpointConfig, *, float8: bool, mask: Any
     return calls
 
 
-@pytest.mark.parametrize("float8", [False, True], ids=["high-precision", "float8"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mode", "option"), [("full", "op"), ("selective", "op")])
-def test_a_compiled_block_recomputes_what_is_counted(mode: str, option: str, float8: bool) -> None:
+def test_a_compiled_block_recomputes_what_is_counted(mode: str, option: str, recipe: str | None) -> None:
     ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
-    model = build_model(float8=float8)
+    model = build_model(recipe=recipe)
     linears = [
         name
         for name in recomputed_modules(model, ac, compiled=True, fused_attention=True)
         if name.startswith("layers.0.") and isinstance(model.get_submodule(name), nn.Linear)
     ]
     assert len(linears) == {"full": 6, "selective": 3}[mode]
-    assert compiled_backward(ac, float8=float8)[torch.ops.aten.mm.default] == 2 * 7 + len(linears)
+    assert compiled_backward(ac, recipe=recipe)[torch.ops.aten.mm.default] == 2 * 7 + len(linears)
 
 
 @pytest.mark.parametrize(("mode", "recomputed"), [("full", 1), ("selective", 0)])
@@ -184,7 +187,7 @@ def test_a_compiled_block_keeps_flex_attention_under_op(
     monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)  # as on CUDA
     monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
     mask = document_mask(torch.zeros(1, 32, dtype=torch.long))
-    calls = compiled_backward(ActivationCheckpointConfig.model_validate({"mode": mode}), float8=False, mask=mask)
+    calls = compiled_backward(ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, mask=mask)
     assert calls[torch.ops.higher_order.flex_attention_backward] == 1
     assert calls[torch.ops.higher_order.flex_attention] == recomputed
 
@@ -198,7 +201,7 @@ def test_an_eager_block_keeps_attention_that_alone_is_compiled_under_op(
     attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
     compiled = torch.compile(attend, options={"wrap_inductor_compiled_regions": True})
     monkeypatch.setattr(llama3, "attend", compiled)
-    model = materialise(ActivationCheckpointConfig.model_validate({"mode": mode}), float8=False, args=MASKED)
+    model = materialise(ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, args=MASKED)
     loss = model(torch.randint(0, 48, (2, 32))).sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         loss.backward()
@@ -207,7 +210,7 @@ def test_an_eager_block_keeps_attention_that_alone_is_compiled_under_op(
 
 def test_attention_that_is_no_fused_operator_is_recomputed() -> None:
     names = recomputed_modules(
-        build_model(float8=False), ActivationCheckpointConfig(), compiled=False, fused_attention=False
+        build_model(recipe=None), ActivationCheckpointConfig(), compiled=False, fused_attention=False
     )
     assert {name for name in names if name.endswith(".attention")} == {f"layers.{i}.attention" for i in range(4)}
 

@@ -9,12 +9,21 @@ import torch.distributed as dist
 from test_dataloader import FakeStore, windows_of
 
 from torchtitan_lite import build
-from torchtitan_lite.build import build_batches, check_same_data, check_same_tokens, open_stores
+from torchtitan_lite.build import asked_of_step, build_batches, check_same_data, check_same_tokens, open_stores
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, Progress
-from torchtitan_lite.config import BatchSizes, Config, ModelConfig, TrainingConfig, ValidationConfig
+from torchtitan_lite.config import (
+    BatchSizes,
+    Config,
+    Float8Config,
+    ModelConfig,
+    ParallelDegrees,
+    TrainingConfig,
+    ValidationConfig,
+)
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import resolve_model_args
+from torchtitan_lite.meta import build_meta_model, resolve_model_args
+from torchtitan_lite.models.flavors import ModelArgs
 
 
 def tokenizer(vocab_size: int) -> Any:
@@ -43,6 +52,35 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
         ConfigError, match=r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than the 128256"
     ):
         resolve_model_args(config("8B"), tokenizer(128257))
+
+
+@pytest.mark.parametrize(
+    ("float8", "degrees", "expected"),
+    [
+        ({}, (1, 2, 2), (0, 0, 0, 0)),
+        ({"enable_float8_linear": True}, (1, 2, 2), (14, 168, 0, 32)),
+        ({"enable_float8_linear": True, "recipe_name": "rowwise"}, (1, 2, 2), (14, 168, 0, 0)),
+        ({"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp"}, (1, 4, 1), (14, 56, 0, 0)),
+        ({"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True}, (2, 2, 1), (14, 84, 2, 0)),
+        ({"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True}, (4, 1, 1), (14, 84, 0, 0)),
+        ({"enable_float8_linear": True, "filter_fqns": ("wk", "layers.1")}, (1, 2, 2), (6, 72, 0, 12)),
+        (
+            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True, "convert_output": True},
+            (1, 2, 2),
+            (15, 180, 3, 36),
+        ),
+    ],
+)
+def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
+    float8: dict[str, Any], degrees: tuple[int, int, int], expected: tuple[int, ...]
+) -> None:
+    args = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=64, max_seq_len=32)
+    training = TrainingConfig(seq_len=32, local_batch_size=1, global_batch_size=8)
+    asking = Config(training=training, float8=Float8Config(**float8))
+    meta = build_meta_model(asking, args, tp_degree=degrees[2], emulate=True, fused_attention=True, rates=None)
+    asked = asked_of_step(asking, meta.choices, degrees=ParallelDegrees(*degrees), ledger=meta.ledger)
+    assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
+    assert asked.matmuls_run_in == ("float32" if float8 else "float8")
 
 
 @pytest.mark.parametrize("others", [[], [2], [1, 3]])

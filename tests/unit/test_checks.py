@@ -179,7 +179,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"model": {"flavor": "8b"}},
-            '[model] flavor = "8b" must be one of "debugmodel", "8B", "70B", "405B"; did you mean "8B"?',
+            '[model] flavor = "8b" must be one of "debugmodel", "debugmodel_4layers", "8B", "70B", "405B"; did you '
+            'mean "8B"?',
         ),
         (
             16,
@@ -238,9 +239,61 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"float8": {"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp", "pad_inner_dim": True}},
+            '[float8] pad_inner_dim = true pads nothing under recipe_name = "rowwise_with_gw_hp"; set it to false, '
+            'or the recipe to "tensorwise" or "rowwise"',
+        ),
+        (
+            1,
+            {"float8": {"enable_float8_linear": True, "recipe_name": "mxfp8", "pad_inner_dim": True}},
+            '[float8] pad_inner_dim = true is not offered by torchao under recipe_name = "mxfp8"; set it to false, '
+            'or the recipe to "tensorwise" or "rowwise"',
+        ),
+        (
+            1,
+            {"float8": {"enable_float8_linear": True, "recipe_name": "mxfp8", "log_numerics_freq": 5}},
+            "[float8] log_numerics_freq = 5 measures casts with a scale for a tensor or a row, not those of "
+            'recipe_name = "mxfp8"; set it to 0, or change the recipe',
+        ),
+        (
+            1,
+            {
+                "float8": {"enable_float8_linear": True, "recipe_name": "mxfp8"},
+                "training": {"mixed_precision_param": "float32"},
+            },
+            '[training] mixed_precision_param = "float32" is not what the kernels of [float8] recipe_name = "mxfp8" '
+            'cast; use "bfloat16", or another recipe',
+        ),
+        (
+            1,
+            {"parallelism": {"enable_async_tensor_parallel": True}, "compile": {"enable": True}},
+            "[parallelism] enable_async_tensor_parallel = true needs tensor_parallel_degree of 2 or more, not 1; "
+            "set that, or set it to false",
+        ),
+        (
+            2,
+            {"parallelism": {"enable_async_tensor_parallel": True, "tensor_parallel_degree": 2}},
+            "[parallelism] enable_async_tensor_parallel = true is done by the compiler; set [compile] enable = true, "
+            'with "model" among its components, or set it to false',
+        ),
+        (
+            1,
             {"float8": {"enable_float8_linear": True, "precompute_float8_dynamic_scale_for_fsdp": True}},
             "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs enable_fsdp_float8_all_gather = true; "
             "set both to the same",
+        ),
+        (
+            1,
+            {
+                "float8": {
+                    "enable_float8_linear": True,
+                    "enable_fsdp_float8_all_gather": True,
+                    "precompute_float8_dynamic_scale_for_fsdp": True,
+                },
+                "training": {"enable_cpu_offload": True},
+            },
+            "[float8] precompute_float8_dynamic_scale_for_fsdp = true has no effect with [training] "
+            "enable_cpu_offload = true: a weight comes to the GPU without its scale; set one of them to false",
         ),
         (
             1,

@@ -10,6 +10,7 @@ from torchtitan_lite.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
     "debug_model": (2, "debugmodel, world size 2 = dp_replicate 1 x dp_shard 2 x tp 1, global batch 16"),
+    "float8_parity": (1, "debugmodel_4layers, world size 1 = dp_replicate 1 x dp_shard 1 x tp 1, global batch 8"),
     "llama3_8b": (8, "8B, world size 8 = dp_replicate 1 x dp_shard 8 x tp 1, global batch 8"),
     "llama3_8b_float8": (8, "8B, world size 8 = dp_replicate 1 x dp_shard 8 x tp 1, global batch 8"),
     "llama3_70b": (256, "70B, world size 256 = dp_replicate 1 x dp_shard 32 x tp 8, global batch 256"),

@@ -11,7 +11,8 @@ from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8 import convert
 from torchtitan_lite.float8.convert import build_scale_hook, convert_linears, float8_linear_config, resolve_emulate
-from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.float8.mxfp8 import MXFP8Linear
+from torchtitan_lite.float8.selection import LinearChoice, select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -76,6 +77,28 @@ def test_a_gpu_without_float8_is_refused_by_name_and_capability(monkeypatch: pyt
     assert not resolve_emulate(Float8Config(), device=CUDA)
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_a_gpu_without_mxfp8_is_refused_by_name_and_capability(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GPU")
+    have = ".".join(map(str, capability))
+    with pytest.raises(ConfigError, match=rf"capability 10\.x, .* and NVIDIA GPU has {have}; set \[float8\] emulate"):
+        resolve_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    assert not resolve_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
+
+
+def test_mxfp8_is_another_linear() -> None:
+    model = converted(Float8Config(recipe_name="mxfp8", filter_fqns=("wk",)))
+    kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind is nn.Linear} == {"output"} | {
+        f"layers.{i}.attention.wk" for i in range(2)
+    }
+    assert set(kinds.values()) == {nn.Linear, MXFP8Linear}
+
+
 @pytest.mark.parametrize(
     ("float8", "calls"),
     [
@@ -91,3 +114,23 @@ def test_scales_are_precomputed_only_where_asked_for(
     monkeypatch.setattr(convert, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
     build_scale_hook(nn.Linear(1, 1), float8=Float8Config(**float8))()
     assert len(seen) == calls
+
+
+@pytest.mark.parametrize(("padded", "summed"), [(False, 24), (True, 32)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_weight_gradients_sum_over_tokens_padded_to_a_multiple_where_asked_for(
+    recipe: str, padded: bool, summed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.Size, torch.Size]] = []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, **scales: object) -> torch.Tensor:
+        seen.append((a.shape, b.shape))
+        return (a.float() @ b.float()).bfloat16()
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    model = nn.ModuleDict({"linear": nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)})
+    float8 = Float8Config(recipe_name=recipe, pad_inner_dim=padded)
+    convert_linears(model, [LinearChoice("linear", (32, 64), (32, 64), "")], float8=float8, emulate=False)
+    tokens = torch.randn(24, 64, dtype=torch.bfloat16, requires_grad=True)
+    model["linear"](tokens).sum().backward()
+    assert seen == [((24, 64), (64, 32)), ((24, 32), (32, 64)), ((32, summed), (summed, 64))]

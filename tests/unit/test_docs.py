@@ -9,8 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import matrix
+import matrix_page
 import pytest
 from test_memory import PUBLISHED, build_rank, peak
+from test_recipes import FLOORS, RECIPES
 from test_roofline import (
     DEBUG_RUN,
     GATHERED,
@@ -33,7 +36,7 @@ from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.plan import make_plan, resolve_device
 
 ROOT = Path(__file__).parents[2]
-METRICS, PLAN = ((ROOT / "docs" / name).read_text() for name in ("metrics.md", "plan.md"))
+METRICS, PLAN, FLOAT8 = ((ROOT / "docs" / name).read_text() for name in ("metrics.md", "plan.md", "float8.md"))
 
 
 def plan(config: str, *overrides: str, tps: float | None = None) -> dict[str, Any]:
@@ -157,6 +160,22 @@ def test_the_times_of_the_example(bf16: dict[str, Any], float8: dict[str, Any]) 
     )
 
 
+def test_the_floors_of_each_recipe() -> None:
+    for recipe in RECIPES:
+        clean, outliers = (", ".join(map(str, FLOORS[recipe, hard])) for hard in (False, True))
+        assert re.search(rf"^\| `{recipe}` \|.*\| {clean} \| {outliers} \|$", FLOAT8, flags=re.MULTILINE)
+
+
+def test_the_cost_of_padding() -> None:
+    tokens, k, n = 8192, 4096, 14336
+    traffic = 3 * tokens * (k + n) / (H100.bandwidth * roofline.BANDWIDTH_FRACTION)
+    matmul = 2 * tokens * k * n / (H100.fp8_flops * roofline.GEMM_FRACTION) * roofline.SLOW_ACCUMULATION
+    assert traffic / matmul == pytest.approx(1 / 5, rel=0.1)
+    assert_said(
+        FLOAT8, "3 bytes of memory traffic for each element", "a fifth of the time of w1's weight gradient in 8B"
+    )
+
+
 def test_the_figures_of_the_example(float8: dict[str, Any]) -> None:
     rates, causal = float8["schedule"], plan("llama3_8b_float8", "--metrics.flops_convention=causal", tps=7773)
     assert_said(
@@ -188,6 +207,15 @@ def test_every_figure_of_a_step_is_explained_with_its_tag() -> None:
     for field in fields(Record):
         assert rows[field.name] == TAGS.get(field.name, "")
     assert_said(METRICS, *(f"`{tag}`" for tag in TAGS.values()))
+
+
+def test_on_the_page_every_cell_of_the_matrix_trained_as_one_process_does() -> None:
+    tables, _, _ = (ROOT / "docs/float8_matrix.md").read_text().partition("## Refused")
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
+    figures = [cell for row in rows for cell in row if re.fullmatch(r"\d\.\de[-+]\d\d", cell)]
+    assert len(figures) == len(matrix.matrix_cells(steps=matrix_page.STEPS)) + len(matrix.vocabulary_cells())
+    assert max(map(float, figures)) <= matrix.TOLERANCE
+    assert not {"failed", "refused"} & {cell for row in rows for cell in row}
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+from torchtitan_lite.float8.mxfp8 import convert_to_mxfp8
 from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops, count_flops
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
@@ -18,7 +19,10 @@ SMALL = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab
 def build_model(args: ModelArgs, recipe: str | None = None, *, emulate: bool = False) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(args)
-    if recipe is not None:
+    if recipe == "mxfp8":
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        convert_to_mxfp8(model, set(linears) - {"output"}, emulate=emulate)
+    elif recipe is not None:
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "output")
     return model
@@ -62,7 +66,8 @@ def test_8b_by_the_causal_convention_is_megatrons_count():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "share"), [("tensorwise", 72.31), ("rowwise", 72.31), ("rowwise_with_gw_hp", 48.21)]
+    ("recipe", "share"),
+    [("tensorwise", 72.31), ("rowwise", 72.31), ("rowwise_with_gw_hp", 48.21), ("mxfp8", 72.31)],
 )
 def test_8b_fp8_share(recipe, share):
     ledger = ledger_of(FLAVORS["8B"], recipe, seq_len=8192)
@@ -98,15 +103,13 @@ def test_rows_name_each_linear_and_its_precisions():
     )
 
 
-def test_emulated_fp8_counts_as_fp32():
-    real, emulated = ledger_of(SMALL, "tensorwise"), ledger_of(SMALL, "tensorwise", emulate=True)
+@pytest.mark.parametrize(("recipe", "runs_in"), [("tensorwise", "fp32"), ("mxfp8", "bf16")])
+def test_emulated_fp8_counts_as_what_it_runs_in(recipe, runs_in):
+    real, emulated = ledger_of(SMALL, recipe), ledger_of(SMALL, recipe, emulate=True)
     assert (real.emulated, emulated.emulated) == (False, True)
-    assert real.by_precision["fp8"] > 0
-    assert emulated.by_precision == {
-        "fp8": 0,
-        "bf16": real.by_precision["bf16"],
-        "fp32": real.by_precision["fp8"],
-    }
+    assert emulated.by_precision["fp8"] == 0 < real.by_precision["fp8"]
+    assert emulated.by_precision[runs_in] == real.by_precision[runs_in] + real.by_precision["fp8"]
+    assert sum(emulated.by_precision.values()) == real.total
 
 
 def test_high_precision_is_the_compute_dtype():

@@ -9,6 +9,8 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
@@ -53,21 +55,46 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
     return hf_config(args, dtype=torch.float32, bos_id=1, eos_id=2)
 
 
-@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
-@pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
-def test_transformers_computes_the_same_logits(n_kv_heads: int, scaling: RopeScaling | None) -> None:
-    args = replace(ARGS, n_kv_heads=n_kv_heads, rope_scaling=scaling)
+def logits_and_gradients(args: ModelArgs, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of our model and of transformers', by transformers' names, with the same weights and tokens in `dtype`."""
     model, generator = Transformer(args), torch.Generator().manual_seed(1)
     for weight in model.parameters():  # a new model's norms are alike, and its attention is next to none
         torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
+    model = to_dtype(model, dtype)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(args)))
     names = hf_names(args.n_layers)
     weights = {names[name]: to_hf(name, weight.detach(), args) for name, weight in model.named_parameters()}
     llama.load_state_dict(weights)  # strict: all names, no other
-    tokens = torch.randint(0, 50, (2, 48), generator=generator)
-    with torch.no_grad():
-        logits, expected = model(tokens), llama(tokens).logits
-    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    llama = to_dtype(llama, dtype)
+    tokens, labels = torch.randint(0, 50, (2, 2, 48), generator=generator)
+    ours, theirs = {"logits": model(tokens)}, {"logits": llama(tokens).logits}
+    for logits in (ours["logits"], theirs["logits"]):
+        cross_entropy(logits.float().flatten(0, 1), labels.flatten()).backward()
+    ours |= {names[name]: to_hf(name, weight.grad, args) for name, weight in model.named_parameters()}
+    theirs |= {name: weight.grad for name, weight in llama.named_parameters()}
+    return ours, theirs
+
+
+def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`model` with its parameters in `dtype`; its buffers are rotary tables, which stay in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+# By tensor the norm of the difference over the norm. Measured: 8.1e-7 at most in float32, 2.0e-2 in bf16, where the two
+# round at other places, as the casts around rotary embeddings and norms are not the same.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
+@pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
+def test_transformers_computes_the_same_logits_and_gradients(
+    n_kv_heads: int, scaling: RopeScaling | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    args = replace(ARGS, n_kv_heads=n_kv_heads, rope_scaling=scaling)
+    ours, theirs = logits_and_gradients(args, dtype)
+    assert ours.keys() == theirs.keys() and len(ours) == 1 + 9 * args.n_layers + 3
+    for name, expected in theirs.items():
+        assert (ours[name] - expected).norm() < tolerance * expected.norm(), name
 
 
 def test_names() -> None:

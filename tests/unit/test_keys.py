@@ -15,7 +15,7 @@ from torchtitan_lite.config.keys import KEYS, TABLES, Setting, closest, did_you_
         ("training.dataset_path", "str", "str", True, None),
         ("validation.dataset", "str", '"pystdlib"', True, None),
         ("lr_scheduler.decay_type", "str", '"linear"|"sqrt"|"cosine"', False, "linear"),
-        ("float8.filter_fqns", "list", "list", False, ("output",)),
+        ("float8.filter_fqns", "list", "list", False, ()),
         ("training.datasets", "list", "list of {path, weight}", False, ()),
         ("training.epochs", "float", "float", True, None),
         ("compile.components", "list", 'list of "model"|"loss"', False, ("model", "loss")),

@@ -172,7 +172,12 @@ def test_test_sh_checks_and_then_tests(project: Project) -> None:
 def test_test_sh_alone_tests_everything(project: Project) -> None:
     assert project.run("scripts/test.sh").returncode == 0
     calls = Path(project.env["CALLS"]).read_text().splitlines()
-    assert calls[-2:] == ["-m pytest tests/unit --numprocesses 2", "-m pytest tests/distributed tests/gpu"]
+    timed = "tests/distributed/test_faults_ranks.py"
+    assert calls[-3:] == [
+        "-m pytest tests/unit --numprocesses 2",
+        f"-m pytest tests/distributed --ignore {timed} --numprocesses 2 --dist loadfile",
+        f"-m pytest {timed} tests/gpu",
+    ]
 
 
 def test_help_names_the_environment_and_the_keys(project: Project) -> None:

@@ -72,7 +72,7 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
         (
             ["--float8.recipe_name", "--compile.enable"],
             "--float8.recipe_name (from the command line): needs a value of type "
-            '"tensorwise"|"rowwise"|"rowwise_with_gw_hp"',
+            '"tensorwise"|"rowwise"|"rowwise_with_gw_hp"|"mxfp8"',
         ),
     ],
 )

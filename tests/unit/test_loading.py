@@ -123,11 +123,12 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         (
             'float8.recipe_name = "tensorwize"',
             '[float8] recipe_name = "tensorwize" (from run.toml): must be "tensorwise" or "rowwise" or '
-            '"rowwise_with_gw_hp"; did you mean "tensorwise"?',
+            '"rowwise_with_gw_hp" or "mxfp8"; did you mean "tensorwise"?',
         ),
         (
             "float8.recipe_name = 3",
-            '[float8] recipe_name = 3 (from run.toml): must be "tensorwise" or "rowwise" or "rowwise_with_gw_hp"',
+            '[float8] recipe_name = 3 (from run.toml): must be "tensorwise" or "rowwise" or "rowwise_with_gw_hp" '
+            'or "mxfp8"',
         ),
         (
             'compile.components = ["modle"]',

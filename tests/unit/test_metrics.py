@@ -37,7 +37,7 @@ def ledger_8b(precision: str, *, emulated: bool = False) -> FlopsLedger:
         attention=ATTENTION,
         recomputed_attention=ATTENTION // 3,
         high_precision="bf16",
-        emulated=emulated,
+        fp8_runs_in="fp32" if emulated else "fp8",
     )
 
 
@@ -159,6 +159,7 @@ class Recorder:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.scalars: list[tuple[int, dict[str, float]]] = []
+        self.numerics_after: list[tuple[int, list[int]]] = []
         self.closed_with: list[Summary | None] = []
         self.flushed_after: list[int] = []
 
@@ -167,6 +168,10 @@ class Recorder:
 
     def write_scalars(self, step, scalars):
         self.scalars.append((step, scalars))
+
+    def write_numerics(self, step, numerics):
+        assert numerics == {"attention.wq": {}}
+        self.numerics_after.append((step, [record.step for record in self.records]))
 
     def flush(self):
         self.flushed_after.append(len(self.records))
@@ -292,6 +297,15 @@ def test_time_outside_steps_is_a_series_of_its_own():
         (1, {"validation_s": 30.0}),
         (1, {"checkpoint_s": 50.0}),
     ]
+
+
+def test_what_casts_lost_comes_after_the_records_up_to_their_step():
+    run = Run(log_freq=2, late_device=True)
+    for _ in range(3):
+        run.train_step(1.0)
+    assert run.recorder.records == []
+    run.metrics.log_numerics(3, {"attention.wq": {}})
+    assert run.recorder.numerics_after == [(3, [1, 2])]
 
 
 def test_validation_and_checkpoint_between_steps_change_no_rate():

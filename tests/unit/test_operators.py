@@ -22,7 +22,7 @@ def build(recipe: str | None, args: ModelArgs = SMALL, **float8: object) -> Meta
     return build_meta_model(config, args, tp_degree=1, emulate=False, fused_attention=True, rates=None)
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"])
 def test_forward_is_a_third_of_the_ledger_in_each_precision(recipe):
     meta = build(recipe)
     rows = count_operators(meta.model, seq_len=64, high_precision="bf16")

@@ -224,6 +224,14 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
         ([*CONFIG, "--device", "H100 SXM", "--world-size", "0"], "--world-size 0 must be at least 1"),
         ([*CONFIG, "--device", "H100 SXM", "--tps", "-3"], "--tps -3.0 must be a positive number"),
         ([*CONFIG, "--device", "A100 SXM 80GB"], "the A100 SXM 80GB has no float8 matrix units"),
+        (
+            [
+                *(*CONFIG, "--device", "H100 SXM", "--float8.recipe_name=mxfp8"),
+                *("--float8.enable_fsdp_float8_all_gather=false",),
+                *("--float8.precompute_float8_dynamic_scale_for_fsdp=false",),
+            ],
+            "no MXFP8 for the H100 SXM, only for B200, B300, GB200, GB300; plan another --device",
+        ),
         ([*CONFIG, "--device", "L4", "--world-size", "6", "--parallelism.tensor_parallel_degree=4"], "does not divide"),
         ([*CONFIG, "--device", "L4", "--model.flavour=8B"], "unknown key"),
         (
@@ -255,3 +263,13 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
 def test_help(capsys):
     MAIN(["--help"])
     assert "--world-size N" in capsys.readouterr().out
+
+
+def test_output_in_float8_is_planned_like_any_other_linear() -> None:
+    kept, converted = (plan("llama3_8b_float8", f"--float8.convert_output={value}") for value in ("false", "true"))
+    (row,) = (row for row in converted["linears"] if row["kind"] == "output")
+    assert row["converted"] and row["gemms"]["output"]["precision"] == "fp8"
+    tokens = 57_912_852_480
+    assert kept["flops_per_token"]["total"] == converted["flops_per_token"]["total"] == tokens
+    assert converted["flops_per_token"]["fp8"] - kept["flops_per_token"]["fp8"] == 3_152_019_456
+    assert 1 < converted["prediction"]["step_speedup"] / kept["prediction"]["step_speedup"] < 1.05

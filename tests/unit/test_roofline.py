@@ -43,12 +43,13 @@ from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
 
 H100 = DeviceRates(bf16_flops=989e12, fp8_flops=1979e12, bandwidth=3.35e12)
 H100_500W = DeviceRates(bf16_flops=989e12 * 0.6 / 0.78, fp8_flops=1979e12 * 0.6 / 0.78, bandwidth=2.4e12)
+B200 = DeviceRates(bf16_flops=2250e12, fp8_flops=4500e12, bandwidth=8e12)
 MI300X = DeviceRates(bf16_flops=1307e12, fp8_flops=2615e12, bandwidth=5.3e12)
 READS = {"wq": "attention_norm", "wk": "attention_norm", "wv": "attention_norm", "w1": "ffn_norm", "w3": "ffn_norm"}
 ROW_SPLIT = ("wo", "w2")
 PER_OP_AC = ("wk", "wo", "w3")
 SEVEN = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 DEBUG = replace(FLAVORS["debugmodel"], vocab_size=2256)
 
 
@@ -251,12 +252,14 @@ def test_bf16_matmuls_take_what_torchaos_roofline_says_and_three_launches(shape:
 def test_casts_take_about_what_torchaos_roofline_says(recipe: Any) -> None:
     m = k = n = 16384
     device = replace(H100, bandwidth=2.4e12)
-    slow_matmuls = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}[recipe]
+    slow_matmuls = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1, "mxfp8": 0}[recipe]
     [time] = time_linears([Linear("x", n, k, 1, "x")], device, tokens=m, scheme=Scheme(recipe, compiled=True))
     fp8 = 2 * m * k * n / (1979e12 * 0.78)
     bf16 = 2 * m * k * n / (989e12 * 0.78)
-    casts = time.float8 - fp8 - slow_matmuls * 1.15 * fp8 - (bf16 if recipe == "rowwise_with_gw_hp" else 0)
-    theirs = float(get_float8_mem_sympy(m, k, n, recipe, None, False, "NVIDIA H100"))
+    fast_matmuls = 3 if recipe == "mxfp8" else 1
+    casts = time.float8 - (fast_matmuls + slow_matmuls * 1.15) * fp8 - (bf16 if recipe == "rowwise_with_gw_hp" else 0)
+    named = (None, "mxfp8_cublas_rceil") if recipe == "mxfp8" else (recipe, None)
+    theirs = float(get_float8_mem_sympy(m, k, n, *named, False, "NVIDIA H100"))
     assert casts == pytest.approx(theirs, rel=0.2)
 
 
@@ -313,6 +316,16 @@ def test_an_eager_cast_moves_33_bytes_an_element(granularity: str, kernels: int)
         )
     assert traffic.kernels == kernels
     assert traffic.bytes / x.numel() == pytest.approx(33, rel=0.01)
+
+
+@pytest.mark.parametrize(("compiled", "kept"), [(True, set()), (False, {"wk", "wv"})])
+def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway(
+    compiled: bool, kept: set[str]
+) -> None:
+    # What is not compiled shares no casts: small linears then no longer pay for those of their input.
+    scheme = Scheme("mxfp8", compiled=compiled)
+    chosen = choose_linears(linears_of(FLAVORS["8B"]), B200, tokens=8192, scheme=scheme)
+    assert {linear.kind for linear in chosen} == SEVEN - kept
 
 
 def test_recomputation_runs_the_forward_part_again() -> None:

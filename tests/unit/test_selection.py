@@ -93,7 +93,9 @@ def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(mod
         r'of 16.*add "wk" to \[float8\] filter_fqns',
         lines[0],
     )
+    assert "the nearest that divide so: out_features 64. Lower" in lines[0]
     assert "feed_forward.w2: in_features 24 (96 over tensor_parallel_degree 4)" in str(caught.value)
+    assert "the nearest that divide so: in_features 64 or 128. Lower" in str(caught.value)
 
 
 def test_what_is_kept_need_not_be_a_multiple_of_16(model: nn.Module) -> None:
@@ -104,12 +106,47 @@ def test_what_is_kept_need_not_be_a_multiple_of_16(model: nn.Module) -> None:
 def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_are(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"local_batch_size \* seq_len = 40 tokens.* 32 or 48"):
         select(model, tokens=40)
-    with pytest.raises(ConfigError, match=r"= 9 tokens.* 16 or 16|= 9 tokens.* is 16\."):
+    with pytest.raises(ConfigError, match=r"= 9 tokens.* is 16, or set \[float8\] pad_inner_dim = true"):
         select(model, tokens=9)
 
 
 def test_tokens_need_not_be_a_multiple_where_the_weight_gradient_is_in_high_precision(model: nn.Module) -> None:
     assert sum(choice.converted for choice in select(model, tokens=None)) == 7 * 12
+
+
+def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(model: nn.Module) -> None:
+    model.output = nn.Linear(64, 96, bias=False, device="meta")
+    kwargs = {"filter_fqns": ["wk"], "sharded_dims": SPLITS, "convert_output": True}
+    choices = select_linears(model, tp_degree=2, tokens=64, **kwargs)
+    assert [choice.name for choice in choices if choice.converted][-1] == "output"
+    with pytest.raises(
+        ConfigError,
+        match=r"\[float8\] output: out_features 24 \(96 over tensor_parallel_degree 4\).*the nearest that divide so: "
+        r"out_features 64 or 128\. .*or set \[float8\] convert_output = false",
+    ):
+        select_linears(model, tp_degree=4, tokens=64, **kwargs | {"filter_fqns": ["wv", "feed_forward", "wk"]})
+    with pytest.raises(ConfigError, match=r"convert_output = true, and filter_fqns 'out\*' keeps it"):
+        select_linears(model, tp_degree=2, tokens=64, **kwargs | {"filter_fqns": ["out*"]})
+
+
+@pytest.mark.parametrize(("vocab_size", "tp_degree"), [(2256, 8), (50257, 2), (50257, 1)])
+def test_a_vocabulary_of_any_size_trains_with_output_in_high_precision(
+    model: nn.Module, vocab_size: int, tp_degree: int
+) -> None:
+    model.output = nn.Linear(64, vocab_size, bias=False, device="meta")
+    kept = ["wk", "wv", "feed_forward"] if tp_degree > 2 else []
+    splits = SPLITS if tp_degree < 8 else {"output": 0}
+    choices = select_linears(model, filter_fqns=kept, sharded_dims=splits, tp_degree=tp_degree, tokens=64)
+    assert choices[-1].local_shape == (-(-vocab_size // tp_degree), 64) and not choices[-1].converted
+    with pytest.raises(ConfigError, match=r"output: out_features \d+.*the nearest"):
+        select_linears(
+            model, filter_fqns=kept, sharded_dims=splits, tp_degree=tp_degree, tokens=64, convert_output=True
+        )
+
+
+def test_another_multiple_is_asked_of_sizes_and_tokens(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"= 48 tokens, not a multiple of 32.* is 32 or 64\.$"):
+        select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=48, multiple=32)
 
 
 def test_the_table_has_a_row_for_each_kind_with_count_shapes_and_reason(model: nn.Module) -> None:

@@ -1,5 +1,8 @@
 """The plan of a block follows what its linears are."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torchao.float8.float8_tensor_parallel import (
@@ -9,11 +12,17 @@ from torchao.float8.float8_tensor_parallel import (
 )
 
 from torchtitan_lite.config import Float8Config
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS, _block_plan
+from torchtitan_lite.parallel.tensor_parallel import (
+    SHARDED_DIMS,
+    _block_plan,
+    enable_async_tensor_parallel,
+    float8_gathers,
+)
 
 ARGS = ModelArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16)
 
@@ -50,3 +59,39 @@ def test_an_input_that_a_kept_linear_reads_too_is_gathered_in_high_precision() -
     assert (styles["attention.wk"], styles["attention.wq"]) == (ColwiseParallel, Float8ColwiseParallel)
     assert styles["feed_forward"] is PrepareFloat8ModuleInput
     assert styles["feed_forward.w2"] is RowwiseParallel
+
+
+def test_float8_gathers_are_those_of_parts_whose_readers_all_are_tensorwise() -> None:
+    linears = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"feed_forward.w{i}" for i in (1, 2, 3)]
+    names = {f"layers.{i}.{name}" for i in range(3) for name in linears}
+    assert float8_gathers(names) == 3 * 4  # each part's input, and the gradient of each part's output
+    assert float8_gathers(names | {"output"}) == 3 * 4 + 1
+    assert float8_gathers(names - {"layers.1.attention.wk"}) == 3 * 4 - 1
+    assert float8_gathers(names - {"layers.2.feed_forward.w2"}) == 3 * 4 - 1
+    assert float8_gathers([]) == 0
+
+
+def test_async_tensor_parallelism_is_refused_without_symmetric_memory() -> None:
+    mesh = SimpleNamespace(device_type="cpu", get_group=lambda: SimpleNamespace(size=lambda: 2, group_name="tp"))
+    with pytest.raises(
+        ConfigError, match=r"enable_async_tensor_parallel = true needs symmetric memory between the 2 GPUs.*none on cpu"
+    ):
+        enable_async_tensor_parallel(mesh)
+    assert not torch._inductor.config._micro_pipeline_tp
+
+
+def test_async_tensor_parallelism_lets_the_compiler_fuse_over_the_group(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    group = SimpleNamespace(size=lambda: 2, group_name="tp")
+    memory = torch.distributed._symmetric_memory
+    met = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(memory, "empty", lambda *size, device: (size, device))
+    monkeypatch.setattr(memory, "rendezvous", lambda probe, group: met.append((probe, group)))
+    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
+    enabled = []
+    monkeypatch.setattr(memory, "enable_symm_mem_for_group", enabled.append)
+    enable_async_tensor_parallel(SimpleNamespace(device_type="cuda", get_group=lambda: group))
+    assert met == [(((1,), torch.device("cuda", 0)), group)]
+    assert torch._inductor.config._micro_pipeline_tp and enabled == ["tp"] and not recwarn

@@ -1,10 +1,11 @@
+import math
 import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_records import RECORD, SUMMARY
+from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -37,13 +38,16 @@ CURVES = {
 }
 
 
-def open_writer(folder: Path, *, resume_step: int = 0, total_memory_gib: float | None = None) -> TensorBoardWriter:
+def open_writer(
+    folder: Path, *, resume_step: int = 0, total_memory_gib: float | None = None, numerics: bool = False
+) -> TensorBoardWriter:
     return TensorBoardWriter(
         folder,
         resume_step=resume_step,
         total_memory_gib=total_memory_gib,
         config_toml=CONFIG_TOML,
         hparams={"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64},
+        numerics=numerics,
     )
 
 
@@ -81,6 +85,20 @@ def test_tags(tmp_path):
     assert curves == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
 
 
+def test_what_casts_lost(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.write_numerics(12, NUMERICS)
+    writer.close(None)
+    curves = read_curves(tmp_path)
+    assert set(curves) == {
+        f"float8_{figure}/{cast}"
+        for figure in ("sqnr_db", "amax", "underflow", "saturation")
+        for cast in ("weight/feed_forward.w2", "grad_output/feed_forward.w2", "weight/output")
+    }
+    assert curves["float8_sqnr_db/weight/output"] == [(12, 31.5)]
+    assert curves["float8_sqnr_db/grad_output/feed_forward.w2"] == [(12, -math.inf)]
+
+
 def test_share_of_a_gpus_memory(tmp_path):
     write_steps(open_writer(tmp_path, total_memory_gib=9.3), range(1, 2))
     assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(1, pytest.approx(10.0))]
@@ -94,13 +112,30 @@ def test_curves_are_on_disk_before_they_are_closed(tmp_path):
 
 
 def test_every_curve_of_a_page_can_be_drawn(tmp_path):
-    writer = open_writer(tmp_path)
+    writer = open_writer(tmp_path, numerics=True)
     writer.write(replace(RECORD, mfu_fp8_peak=7.0))
     writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0, "compile_s": 4.0})
+    casts = dict.fromkeys(("input", "weight", "grad_output"), WEIGHT)
+    writer.write_numerics(12, {"attention.wo": casts, "feed_forward.w2": casts})
     writer.close(None)
     events = EventAccumulator(str(tmp_path)).Reload()
     pages = read_layout(events)
-    assert list(pages) == ["loss", "throughput", "MFU", "memory", "times"]
+    assert list(pages) == ["loss", "throughput", "MFU", "memory", "times", "float8"]
+    drawn_together = {
+        title: [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
+        for title, (pattern,) in pages.pop("float8").items()
+    }
+    assert drawn_together == {
+        title: [f"float8_{cast}/attention.wo", f"float8_{cast}/feed_forward.w2"]
+        for title, cast in {
+            "SQNR of inputs, dB": "sqnr_db/input",
+            "SQNR of weights, dB": "sqnr_db/weight",
+            "SQNR of grad_outputs, dB": "sqnr_db/grad_output",
+            "share of inputs that became 0": "underflow/input",
+            "share of weights that became 0": "underflow/weight",
+            "share of grad_outputs that became 0": "underflow/grad_output",
+        }.items()
+    }
     found = {
         pattern: [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
         for charts in pages.values()

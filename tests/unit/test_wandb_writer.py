@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake_wandb import Error, FakeWandb
-from sample_records import RECORD, SUMMARY
+from sample_records import NUMERICS, RECORD, SUMMARY
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
@@ -54,6 +54,17 @@ def test_a_run_of_records(tmp_path, wandb):
         "config": {"training": {"seq_len": 64}, "hparams": {"float8": True, "dp_shard": 8}},
         "settings": {"finish_timeout": 60.0},
     }
+
+
+def test_what_casts_lost(tmp_path, wandb):
+    open_writer(tmp_path).write_numerics(12, NUMERICS)
+    ((step, figures),) = wandb.runs[0].rows
+    assert (step, figures["underflow/grad_output/feed_forward.w2"], figures["sqnr_db/weight/output"]) == (
+        12,
+        0.125,
+        31.5,
+    )
+    assert len(figures) == 3 * 4  # and no number of a layer
 
 
 def test_the_users_project(tmp_path, wandb, monkeypatch):

@@ -142,9 +142,10 @@ def explain_here(monkeypatch: pytest.MonkeyPatch, beats: Sequence[Heartbeat | No
     def post(time: float) -> None:
         for rank, beat in enumerate(beats, start=1):
             if beat is not None:
-                connect_store(5).set(f"watchdog/heartbeat/{rank}", json.dumps(asdict(replace(beat, time=time))))
+                connect_store(30).set(f"watchdog/heartbeat/{rank}", json.dumps(asdict(replace(beat, time=time))))
 
     post(1.0)
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", 30)  # on a busy machine two are too few
     monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: post(2.0 if alive else 1.0))
     dog = Watchdog(rank=0, world_size=len(beats) + 1, stop_signal=cast(StopSignal, None), report=print)
     try:

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from fake_wandb import FakeWandb
-from sample_records import RECORD, SUMMARY
+from sample_records import NUMERICS, RECORD, SUMMARY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, build_writers, wants_color
+from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, NumericsWriter, build_writers, wants_color
 
 RUN = {
     "total_steps": 30,
@@ -17,6 +17,7 @@ RUN = {
     "total_memory_gib": None,
     "config_toml": "[training]\nseq_len = 64\n",
     "hparams": {"flavor": "8B"},
+    "numerics": False,
 }
 LINE = (
     "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  time 1.250s (data 0.2%)  "
@@ -61,6 +62,17 @@ def test_console_line(log):
 def test_console_shows_steps_without_an_update(log):
     ConsoleWriter(total_steps=30, color=False).write(replace(RECORD, skipped_steps=2))
     assert log.messages == [LINE.replace("1.23  tps", "1.23  skipped 2  tps") + "warm-up"]
+
+
+def test_console_shows_the_casts_that_lost_most(log):
+    writer = ConsoleWriter(total_steps=30, color=False)
+    writer.write_numerics(12, NUMERICS)
+    writer.write_numerics(15, {"output": {"input": {"sqnr_db": 31.46, "underflow": 0.0, "saturation": 0.0}}})
+    assert log.messages == [
+        "step 12/30  float8 casts: least SQNR -inf dB (grad_output of feed_forward.w2, layer 4), "
+        "underflow up to 12.50% (grad_output of feed_forward.w2, layer 2), saturation up to 0.10% (weight of output)",
+        "step 15/30  float8 casts: least SQNR 31.5 dB (input of output)",
+    ]
 
 
 def test_coloured_console_line_has_the_same_text(log):
@@ -141,6 +153,37 @@ def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no more power"):
         JsonlWriter(path, resume_step=6)
     assert path.read_text() == before
+
+
+def test_a_file_has_a_line_for_each_measured_step_once(tmp_path):
+    path = tmp_path / "numerics.jsonl"
+    for resume_step, steps in ((0, (5, 10, 15)), (10, (15, 20))):
+        writer = NumericsWriter(path, resume_step=resume_step)
+        writer.write(RECORD)
+        writer.write_scalars(12, {"validation_loss": 5.5})
+        for step in steps:
+            writer.write_numerics(step, NUMERICS)
+        writer.flush()
+        writer.close(SUMMARY)
+    lines = read_lines(path)
+    assert [line["step"] for line in lines] == [5, 10, 15, 20]
+    kinds = lines[0]["kinds"]
+    assert lines[0]["time"] > 1.7e9
+    gradient = kinds["feed_forward.w2"].pop("grad_output")
+    assert gradient == NUMERICS["feed_forward.w2"]["grad_output"] | {"sqnr_db": None, "amax": None}
+    assert kinds == {name: {"weight": NUMERICS[name]["weight"]} for name in ("feed_forward.w2", "output")}
+
+
+@pytest.mark.parametrize(("numerics", "left"), [(True, False), (False, True), (False, False)])
+def test_casts_have_a_file_where_they_are_measured_and_one_that_was_left_is_cut(tmp_path, numerics, left):
+    path = tmp_path / "numerics.jsonl"
+    if left:
+        path.write_text('{"step": 10}\n{"step": 20}\n')
+    writers = build_writers(MetricsConfig(), dump_folder=tmp_path, **(RUN | {"numerics": numerics, "resume_step": 10}))
+    for writer in writers:
+        writer.close(None)
+    assert path.exists() is (numerics or left)
+    assert not left or path.read_text() == '{"step": 10}\n'
 
 
 @pytest.mark.parametrize("keys", [{}, {"save_tb_folder": "curves"}, {"enable_wandb": True}], ids=str)

@@ -24,7 +24,7 @@ from torchtitan_lite.config.sections import (
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS
 
-RUN_FILES = (".lock", "config.toml", "logs", "metrics.jsonl", "previous", "status.json", "wandb")
+RUN_FILES = (".lock", "config.toml", "logs", "metrics.jsonl", "numerics.jsonl", "previous", "status.json", "wandb")
 """What a run puts into its folder under names that cannot be chosen."""
 MAX_PERIOD = 100_000
 """Samples after which a mix of datasets repeats the order of its turns, at most."""
@@ -128,7 +128,9 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("model", "activation_checkpoint"), _check_selective(c.model, c.activation_checkpoint)),
         (("lr_scheduler", "training"), check_decay(c.lr_scheduler, steps=c.training.steps)),
         (("compile",), _check_compile(c.compile)),
+        (("compile", "parallelism"), _check_async_tensor_parallel(c.compile, c.parallelism)),
         (("float8",), _check_float8(c.float8)),
+        (("float8", "training"), _check_float8_training(c.float8, c.training)),
         (("training",), _check_datasets(c.training)),
         (("training",), _check_loss_spike(c.training)),
         (("checkpoint",), _check_checkpoint(c.checkpoint)),
@@ -216,9 +218,35 @@ def _check_compile(compile: CompileConfig) -> Iterator[str]:
         yield '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set enable to false'
 
 
+def _check_async_tensor_parallel(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[str]:
+    if not parallelism.enable_async_tensor_parallel:
+        return
+    if parallelism.tensor_parallel_degree == 1:
+        yield (
+            "[parallelism] enable_async_tensor_parallel = true needs tensor_parallel_degree of 2 or more, not 1; set "
+            "that, or set it to false"
+        )
+    if not compile.covers("model"):
+        yield (
+            "[parallelism] enable_async_tensor_parallel = true is done by the compiler; set [compile] enable = true, "
+            'with "model" among its components, or set it to false'
+        )
+
+
 def _check_float8(float8: Float8Config) -> Iterator[str]:
     if not float8.enable_float8_linear:
         return
+    if float8.pad_inner_dim and float8.recipe_name in ("rowwise_with_gw_hp", "mxfp8"):
+        why = "pads nothing" if float8.recipe_name == "rowwise_with_gw_hp" else "is not offered by torchao"
+        yield (
+            f"[float8] pad_inner_dim = true {why} under recipe_name = {show(float8.recipe_name)}; set it to false, or "
+            'the recipe to "tensorwise" or "rowwise"'
+        )
+    if float8.log_numerics_freq and float8.recipe_name == "mxfp8":
+        yield (
+            f"[float8] log_numerics_freq = {float8.log_numerics_freq} measures casts with a scale for a tensor or a "
+            'row, not those of recipe_name = "mxfp8"; set it to 0, or change the recipe'
+        )
     if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
         yield (
             f'[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "tensorwise", not '
@@ -228,6 +256,21 @@ def _check_float8(float8: Float8Config) -> Iterator[str]:
         yield (
             "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs enable_fsdp_float8_all_gather = true; "
             "set both to the same"
+        )
+
+
+def _check_float8_training(float8: Float8Config, training: TrainingConfig) -> Iterator[str]:
+    if not float8.enable_float8_linear:
+        return
+    if float8.precompute_float8_dynamic_scale_for_fsdp and training.enable_cpu_offload:
+        yield (
+            "[float8] precompute_float8_dynamic_scale_for_fsdp = true has no effect with [training] enable_cpu_offload "
+            "= true: a weight comes to the GPU without its scale; set one of them to false"
+        )
+    if float8.recipe_name == "mxfp8" and training.mixed_precision_param != "bfloat16":
+        yield (
+            f"[training] mixed_precision_param = {show(training.mixed_precision_param)} is not what the kernels of "
+            '[float8] recipe_name = "mxfp8" cast; use "bfloat16", or another recipe'
         )
 
 

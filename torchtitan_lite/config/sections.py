@@ -141,6 +141,8 @@ class ParallelismConfig(Section):
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather the logits before the loss instead of computing it on vocabulary shards."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallelism's collectives with matmuls (compiled, GPUs of one node with symmetric memory)."""
     context_parallel_degree: Count = 1
     """Only 1: context parallelism is not implemented."""
     pipeline_parallel_degree: Count = 1
@@ -179,17 +181,23 @@ class CompileConfig(Section):
 
 class Float8Config(Section):
     enable_float8_linear: bool = False
-    """Train with torchao's Float8Linear on wq, wk, wv, wo, w1, w2 and w3."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Scaling: one scale a tensor; one a row; or one a row with the weight gradient's matmul in high precision."""
+    """Train wq, wk, wv, wo, w1, w2 and w3 in float8."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
+    """One scale a tensor; a row; a row, with the weight gradient in high precision; or 32 elements (Blackwell's)."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP gathers float8 weights, 1 byte an element (tensorwise only)."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """One all-reduce a step for all weight scales; needs enable_fsdp_float8_all_gather."""
-    filter_fqns: Names = ("output",)
-    """In high precision: name parts, * allowed ("wk", "layers.0"); "auto": what float8 slows down; always `output`."""
+    filter_fqns: Names = ()
+    """In high precision besides `output`: name parts, * allowed ("wk", "layers.0"); "auto": what float8 slows down."""
     emulate: bool = False
-    """Emulate float8 matmuls in float32, for GPUs without them; automatic on CPU."""
+    """Emulate float8 matmuls, for GPUs without them; automatic on CPU."""
+    convert_output: bool = False
+    """Train `output`, the projection to the vocabulary, in float8 too."""
+    pad_inner_dim: bool = False
+    """Pad local_batch_size * seq_len with zeros to the multiple that float8 weight gradients need: a copy of each."""
+    log_numerics_freq: Whole = 0
+    """Steps between measurements of what the casts lose, each in a step that runs eagerly and longer; 0: none."""
 
 
 class CheckpointConfig(Section):

@@ -1,4 +1,4 @@
-"""The swap from nn.Linear to torchao's Float8Linear, and the scale hook that follows each optimizer step."""
+"""The swap from nn.Linear to its float8 kind, and the scale hook that follows each optimizer step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
+from .mxfp8 import MXFP8_MAJOR, MXFP8Linear, convert_to_mxfp8
 from .selection import LinearChoice
 
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
@@ -28,44 +29,61 @@ def has_float8_units(device: torch.device) -> bool:
 
 
 def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
-    """Whether float8 matmuls are emulated in float32: on CPU always, on a GPU only if asked for.
+    """Whether float8 matmuls are emulated: on CPU always, on a GPU only if asked for.
 
-    Raises ConfigError on a GPU without float8 matrix units and without `emulate`."""
+    Raises ConfigError on a GPU without the matrix units that the recipe needs and without `emulate`."""
     if device.type == "cpu" or float8.emulate:
         return True
-    if not has_float8_units(device):
-        name = torch.cuda.get_device_name(device)
-        capability = torch.cuda.get_device_capability(device)
-        have, need = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
+    major, minor = torch.cuda.get_device_capability(device)
+    have = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+    if float8.recipe_name == "mxfp8" and major != MXFP8_MAJOR:
         raise ConfigError(
-            f"[float8] enable_float8_linear = true needs a GPU of compute capability {need} or newer, and {name} has "
-            f"{have}; set [float8] emulate = true to try float8's numerics slowly, or enable_float8_linear = false."
+            f'[float8] recipe_name = "mxfp8" needs a GPU of compute capability {MXFP8_MAJOR}.x, Blackwell of data '
+            f"centres, and {have}; set [float8] emulate = true to try its numerics slowly, or use another recipe."
+        )
+    if not has_float8_units(device):
+        need = ".".join(map(str, MIN_CAPABILITY))
+        raise ConfigError(
+            f"[float8] enable_float8_linear = true needs a GPU of compute capability {need} or newer, and {have}; "
+            "set [float8] emulate = true to try float8's numerics slowly, or enable_float8_linear = false."
         )
     return False
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether `module` is a linear that trains in float8."""
+    return isinstance(module, Float8Linear | MXFP8Linear)
 
 
 def float8_linear_config(float8: Float8Config, *, emulate: bool) -> Float8LinearConfig:
     """torchao's config of the recipe asked for, with emulation and the float8 all-gather as asked for."""
     recipe = Float8LinearConfig.from_recipe_name(float8.recipe_name)
     return dataclasses.replace(
-        recipe, emulate=emulate, enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather
+        recipe,
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
+        pad_inner_dim=float8.pad_inner_dim,
     )
 
 
 def convert_linears(model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool) -> None:
-    """Swap the chosen linears of `model`, which is on meta, for Float8Linear, in place.
+    """Swap the chosen linears of `model`, which is on meta, for Float8Linear or MXFP8Linear, in place.
 
-    Every choice is checked afterwards: what was chosen is a Float8Linear, and nothing else is."""
+    Every choice is checked afterwards: what was chosen is converted, and nothing else is. Raises ConfigError where the
+    installed torchao does not offer the recipe."""
     chosen = {choice.name for choice in choices if choice.converted}
-    convert_to_float8_training(
-        model,
-        config=float8_linear_config(float8, emulate=emulate),
-        module_filter_fn=lambda module, name: name in chosen,
-    )
-    from_torchao = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    assert from_torchao == chosen, f"torchao converted other linears than chosen: {sorted(from_torchao ^ chosen)}"
+    if float8.recipe_name == "mxfp8":
+        convert_to_mxfp8(model, chosen, emulate=emulate)
+    else:
+        convert_to_float8_training(
+            model,
+            config=float8_linear_config(float8, emulate=emulate),
+            module_filter_fn=lambda module, name: name in chosen,
+        )
+    converted = {name for name, module in model.named_modules() if is_float8(module)}
+    assert converted == chosen, f"other linears were converted than chosen: {sorted(converted ^ chosen)}"
     if emulate:
-        logger.info(f"float8 is emulated in float32: the numerics of {float8.recipe_name}, not its speed")
+        logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
 
 
 def build_scale_hook(model: nn.Module, *, float8: Float8Config) -> Callable[[], None]:

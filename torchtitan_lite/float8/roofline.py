@@ -24,7 +24,8 @@ KERNEL_SECONDS = 2e-6
 """Of the device for a kernel on one element (the same)."""
 SLOW_ACCUMULATION = 1.15
 """Times as long as with fast accumulation takes a float8 matmul that promotes its sums to float32 on the way, as both
-gradients' do: fast accumulation is 1.1 to 1.2 times as fast (pytorch/ao#2377)."""
+gradients' do: fast accumulation is 1.1 to 1.2 times as fast (pytorch/ao#2377). MXFP8's, on Blackwell
+alone, are taken to lose nothing by it."""
 ATTENTION_FRACTION = 0.34
 """Of the bf16 matmul rate, what fused attention reaches: 335 of 989 TFLOPS on an H100, forward and backward
 (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
@@ -37,7 +38,7 @@ the optimizer: the rest of that CPU time."""
 RESOLUTION = 0.05
 """Share of a step's time below which a difference is called none: predictions are no better."""
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Rest:
     """Whose pointwise operators run again in the backward pass."""
     recomputed_attention: int = 0
     """Layers whose attention does."""
+    output_among_linears: bool = False
+    """The projection to the vocabulary is one of the linears, and none of the rest."""
     sequence_shards: int = 1
     """Ranks among which tensor parallelism splits norms and residuals along the sequence."""
 
@@ -181,11 +184,14 @@ class Casts(NamedTuple):
 # written; grad_output is written in both layouts at once. One scale for a tensor takes an amax first, 2 bytes in two
 # kernels, which is kept for the backward pass. A row is scaled in one kernel, as it stays on the chip; a column takes
 # the amax of its own. Row-wise gradients are multiplied unscaled, and scaled afterwards (torchao's way around a slow
-# kernel): grad_input in the kernel that reads it next, grad_weight, in the weight's 9 bytes, in a pass of 4.
+# kernel): grad_input in the kernel that reads it next, grad_weight, in the weight's 9 bytes, in a pass of 4. MXFP8's
+# casts are kernels of torchao's, compiled or not; another two bring the scales, a 32nd of the elements, into the order
+# that the matmul takes, or one if they are compiled.
 _COMPILED: dict[str, Casts] = {
     "tensorwise": Casts((Traffic(5, 3), Traffic(3, 1)), (Traffic(5, 3), Traffic(3, 1)), Traffic(6, 3)),
     "rowwise": Casts((Traffic(3, 1), Traffic(5, 2)), (Traffic(3, 1), Traffic(9, 3)), Traffic(8, 3)),
     "rowwise_with_gw_hp": Casts((Traffic(3, 1), Traffic()), (Traffic(3, 1), Traffic(5, 3)), Traffic(3, 1)),
+    "mxfp8": Casts((Traffic(3, 2), Traffic(3, 2)), (Traffic(3, 2), Traffic(3, 2)), Traffic(6, 4)),
 }
 # Eager, each operator of each cast reads and writes all of its tensor, mostly in float32: abs, max, to float32,
 # multiply, clamp, to float8; the other kernels compute scales. Both gradients cast grad_output for themselves.
@@ -194,6 +200,7 @@ _EAGER: dict[str, Casts] = {
     "tensorwise": Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, 22)),
     "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, 28)),
     "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+    "mxfp8": Casts((Traffic(3, 3), Traffic(3, 3)), (Traffic(3, 3), Traffic(3, 3)), Traffic(6, 6)),
 }
 # The float8 all-gather casts each shard once, for all passes; grad_input reads the gathered weight transposed.
 _GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
@@ -235,12 +242,13 @@ def _float8_cost(linear: Linear, device: DeviceRates, tokens: int, scheme: Schem
         cast(m * k, of_input) * share + cast(n * k, of_weight)
         for of_input, of_weight in zip(casts.input, weight, strict=True)
     )
+    slowdown = 1.0 if scheme.recipe == "mxfp8" else SLOW_ACCUMULATION
     forward += _gemm(device, m, n, k, fp8=True)
-    backward += cast(m * n, casts.grad_output) + _gemm(device, m, k, n, fp8=True, slowdown=SLOW_ACCUMULATION)
+    backward += cast(m * n, casts.grad_output) + _gemm(device, m, k, n, fp8=True, slowdown=slowdown)
     if scheme.recipe == "rowwise_with_gw_hp":
         backward += _gemm(device, n, k, m)
     else:
-        backward += _gemm(device, n, k, m, fp8=True, slowdown=SLOW_ACCUMULATION)
+        backward += _gemm(device, n, k, m, fp8=True, slowdown=slowdown)
     return forward * (linear.count + linear.recomputed) + backward * linear.count
 
 
@@ -298,8 +306,10 @@ def _rest_costs(rest: Rest, device: DeviceRates, compiled: bool) -> dict[str, Co
     forward = 9 * dim / rest.sequence_shards + 2 * rotated + 3 * ffn_dim
     backward = 11 * dim / rest.sequence_shards + 2 * rotated + 5 * ffn_dim
     pointwise = 2 * tokens * (forward * (rest.n_layers + rest.recomputed_layers) + backward * rest.n_layers)
-    output = _gemm(device, tokens, rest.vocab_size, dim)
-    output += _gemm(device, tokens, dim, rest.vocab_size) + _gemm(device, rest.vocab_size, dim, tokens)
+    output = Cost()
+    if not rest.output_among_linears:
+        output += _gemm(device, tokens, rest.vocab_size, dim)
+        output += _gemm(device, tokens, dim, rest.vocab_size) + _gemm(device, rest.vocab_size, dim, tokens)
     return {
         "attention": Cost(attention_seconds, 4 * rest.n_layers),
         "output": output,

@@ -4,6 +4,7 @@ A linear multiplies three times, each with this rank's M tokens, K in_features a
 output [M, N] over K, grad_input [M, K] over N, grad_weight [N, K] over M.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,8 +15,17 @@ from torchtitan_lite.errors import ConfigError
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS float8 matmuls take rows of 16-byte multiples only (torch._scaled_mm)."""
+MX_MULTIPLE = 32
+"""MXFP8 has a scale for each block of 32 along the dimension that a matmul sums over (OCP MX specification 1.0)."""
+OUTPUT = "output"
+"""The projection to the vocabulary, which is converted only where that is asked for."""
 AUTO = "auto"
 """In filter_fqns: what float8 would not make faster."""
+
+
+def size_multiple(recipe_name: str) -> int:
+    """What every size of a recipe's matmuls must be a multiple of on each rank."""
+    return MX_MULTIPLE if recipe_name == "mxfp8" else MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,16 @@ def select_linears(
     sharded_dims: Mapping[str, int],
     tp_degree: int,
     tokens: int | None,
+    convert_output: bool = False,
+    multiple: int = MULTIPLE,
     slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
 ) -> list[LinearChoice]:
     """The choice for every nn.Linear of `model`, which has its global shapes, in the model's order.
 
     `sharded_dims` names the dimension (0: out, 1: in) that tensor parallelism splits, by the last part of a linear's
-    name. `tokens` is M, None where the weight gradient is in high precision. Raises ConfigError for a filter that
-    matches nothing, and for every converted kind of linear of which a dimension is not a multiple of 16.
+    name. `tokens` is M, None where the weight gradient is in high precision or padded. Raises ConfigError for a filter
+    that matches nothing, or what `convert_output` asks for, and for every converted kind of linear of which a dimension
+    is not a `multiple` on each rank.
 
     With "auto" among the filters, such linears are kept instead, and so are the kinds that `slower`, given the choices
     that are left, returns with a reason."""
@@ -74,18 +87,24 @@ def select_linears(
     for name, linear in linears.items():
         shape = (linear.out_features, linear.in_features)
         split = sharded_dims.get(name.rsplit(".", 1)[-1])
-        local = tuple(n // tp_degree if dim == split else n for dim, n in enumerate(shape))
+        local = tuple(math.ceil(n / tp_degree) if dim == split else n for dim, n in enumerate(shape))
         kept_by = next((f"filter_fqns {pattern!r}" for pattern in filters if matches(pattern, name)), "")
-        if name == "output":
+        if name == OUTPUT and convert_output and kept_by:
+            errors.append(
+                f"[float8] convert_output = true, and {kept_by} keeps it in high precision; take that out, or set "
+                "convert_output = false."
+            )
+        elif name == OUTPUT and not convert_output:
             kept_by = "the projection to the vocabulary stays in high precision"
         choices.append(LinearChoice(name, shape, (local[0], local[1]), kept_by))
+    grain = _Grain(multiple, tp_degree, tokens)
     if AUTO in filter_fqns:
         assert slower is not None, "auto needs to be told what float8 makes slower"
-        choices = [_keep(choice, _obstacle(choice, tp_degree=tp_degree, tokens=tokens)) for choice in choices]
+        choices = [_keep(choice, grain.obstacle(choice)) for choice in choices]
         reasons = slower([choice for choice in choices if choice.converted])
         choices = [_keep(choice, reasons.get(choice.kind, "")) for choice in choices]
     else:
-        errors += _indivisible(choices, tp_degree=tp_degree, tokens=tokens)
+        errors += grain.errors(choices)
         if not any(choice.converted for choice in choices):
             errors.append(
                 f"[float8] filter_fqns = {filters} keeps all {len(choices)} linears in high precision; "
@@ -104,44 +123,66 @@ def _keep(choice: LinearChoice, reason: str) -> LinearChoice:
     return replace(choice, kept_because=choice.kept_because or reason)
 
 
-def _wrong_shape(choice: LinearChoice, *, tp_degree: int) -> str:
-    """The per-rank dimensions of `choice` that are not a multiple of 16, in words; "" if there is none."""
-    return " and ".join(
-        f"{label} {local}" + (f" ({size} over tensor_parallel_degree {tp_degree})" if local != size else "")
-        for label, size, local in zip(("out_features", "in_features"), choice.shape, choice.local_shape, strict=True)
-        if local % MULTIPLE
-    )
+@dataclass(frozen=True)
+class _Grain:
+    """What float8 matmuls ask of the sizes on each rank: to be a multiple, `tokens` too where it is not None."""
 
+    multiple: int
+    tp_degree: int
+    tokens: int | None
 
-def _obstacle(choice: LinearChoice, *, tp_degree: int, tokens: int | None) -> str:
-    """Why the hardware's float8 matmuls would refuse `choice`; "" if they would not."""
-    if tokens is not None and tokens % MULTIPLE:
-        return f"local_batch_size * seq_len = {tokens} is not a multiple of {MULTIPLE}"
-    wrong = _wrong_shape(choice, tp_degree=tp_degree)
-    return f"{wrong}, not a multiple of {MULTIPLE}" if wrong else ""
+    def obstacle(self, choice: LinearChoice) -> str:
+        """Why float8 matmuls would refuse `choice`; "" if they would not."""
+        if self.tokens is not None and self.tokens % self.multiple:
+            return f"local_batch_size * seq_len = {self.tokens} is not a multiple of {self.multiple}"
+        wrong = " and ".join(text for text, _ in self._wrong_dimensions(choice))
+        return f"{wrong}, not a multiple of {self.multiple}" if wrong else ""
 
-
-def _indivisible(choices: list[LinearChoice], *, tp_degree: int, tokens: int | None) -> list[str]:
-    """One message for each kind of converted linear that the hardware's float8 matmuls would refuse."""
-    errors = {}
-    for choice in choices:
-        wrong = _wrong_shape(choice, tp_degree=tp_degree)
-        if choice.converted and wrong:
-            errors[choice.kind] = (
-                f"[float8] {choice.kind}: {wrong} on each rank, not a multiple of {MULTIPLE}, which "
-                f"float8 matmuls need; lower [parallelism] tensor_parallel_degree, or add "
-                f'"{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns.'
+    def errors(self, choices: Sequence[LinearChoice]) -> list[str]:
+        """One message for each kind of converted linear that float8 matmuls would refuse, and one for the tokens."""
+        errors = {}
+        for choice in choices:
+            wrong = self._wrong_dimensions(choice)
+            if choice.converted and wrong:
+                keep = (
+                    "set [float8] convert_output = false"
+                    if choice.name == OUTPUT
+                    else f'add "{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns'
+                )
+                errors[choice.kind] = (
+                    f"[float8] {choice.kind}: {' and '.join(text for text, _ in wrong)} on each rank, not a multiple "
+                    f"of {self.multiple}, which float8 matmuls need; the nearest that divide so: "
+                    f"{', '.join(near for _, near in wrong)}. "
+                    f"Lower [parallelism] tensor_parallel_degree, or {keep}."
+                )
+        if self.tokens is not None and self.tokens % self.multiple and any(choice.converted for choice in choices):
+            # torchao pads for the matmuls that it scales a tensor or a row at a time.
+            padded = ", or set [float8] pad_inner_dim = true, which is slower" if self.multiple == MULTIPLE else ""
+            errors["tokens"] = (
+                f"[float8] the weight gradient sums over local_batch_size * seq_len = {self.tokens} tokens, not a "
+                f"multiple of {self.multiple}, which float8 matmuls need; change [training] local_batch_size or "
+                f"seq_len so that the product is {_multiples_near(self.tokens, self.multiple)}{padded}."
             )
-    if tokens is not None and tokens % MULTIPLE and any(choice.converted for choice in choices):
-        errors["tokens"] = (
-            f"[float8] the weight gradient sums over local_batch_size * seq_len = {tokens} tokens, not a multiple of "
-            f"{MULTIPLE}, which float8 matmuls need; change [training] local_batch_size or seq_len so that the product "
-            f"is {tokens // MULTIPLE * MULTIPLE or MULTIPLE} or {(tokens // MULTIPLE + 1) * MULTIPLE}."
-        )
-    return list(errors.values())
+        return list(errors.values())
+
+    def _wrong_dimensions(self, choice: LinearChoice) -> list[tuple[str, str]]:
+        """The dimensions of `choice` that are not a multiple on each rank, and the sizes near that would be."""
+        wrong = []
+        labels = ("out_features", "in_features")
+        for label, size, local in zip(labels, choice.shape, choice.local_shape, strict=True):
+            ranks = 1 if local == size else self.tp_degree
+            if size % (self.multiple * ranks):
+                split = f" ({size} over tensor_parallel_degree {ranks})" if ranks > 1 else ""
+                wrong.append((f"{label} {local}{split}", f"{label} {_multiples_near(size, self.multiple * ranks)}"))
+        return wrong
 
 
-def format_choices(choices: list[LinearChoice]) -> str:
+def _multiples_near(value: int, step: int) -> str:
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+def format_choices(choices: Sequence[LinearChoice]) -> str:
     """A table with a row for each kind of linear and reason: count, global and per-rank shape, precision and why."""
     rows: dict[tuple[str, ...], int] = {}
     for choice in choices:

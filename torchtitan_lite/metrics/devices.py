@@ -20,6 +20,8 @@ class DeviceSpec:
     """Of that memory, 10^12 bytes a second."""
     aliases: tuple[str, ...] = ()
     """Other names that torch or the vendor gives the device."""
+    mxfp8: bool = False
+    """Whether torchao trains in MXFP8 on it: Blackwell of data centres, of compute capability 10.x."""
 
 
 DEVICES = (
@@ -32,10 +34,10 @@ DEVICES = (
     DeviceSpec("H100 NVL", 835, 1670, 94, 3.9),
     DeviceSpec("H200", 989, 1979, 141, 4.8, ("H200 SXM",)),
     DeviceSpec("H20", 148, 296, 96, 4.0),
-    DeviceSpec("B200", 2250, 4500, 180, 8.0),
-    DeviceSpec("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",)),
-    DeviceSpec("GB200", 2500, 5000, 186, 8.0),
-    DeviceSpec("GB300", 2500, 5000, 288, 8.0),
+    DeviceSpec("B200", 2250, 4500, 180, 8.0, mxfp8=True),
+    DeviceSpec("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",), mxfp8=True),
+    DeviceSpec("GB200", 2500, 5000, 186, 8.0, mxfp8=True),
+    DeviceSpec("GB300", 2500, 5000, 288, 8.0, mxfp8=True),
     DeviceSpec("MI300X", 1307, 2615, 192, 5.3),
     DeviceSpec("MI325X", 1307, 2615, 256, 6.0),
     DeviceSpec("MI350X", 2300, 4600, 288, 8.0),

@@ -50,8 +50,13 @@ class FlopsLedger:
     """Scores and values that the backward pass computes again."""
     high_precision: Precision
     """Of attention, and of the linears that are not converted."""
-    emulated: bool
-    """The fp8 matmuls run in fp32, and count as such in `by_precision` and `recompute`."""
+    fp8_runs_in: Precision = "fp8"
+    """What the fp8 matmuls are computed in, and count as in `by_precision` and `recompute`: another where emulated."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the fp8 matmuls run in another precision."""
+        return self.fp8_runs_in != "fp8"
 
     @cached_property
     def total(self) -> int:
@@ -87,7 +92,7 @@ class FlopsLedger:
         flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
         flops[self.high_precision] += attention
         for precision, count in matmuls:
-            flops["fp32" if self.emulated and precision == "fp8" else precision] += count
+            flops[self.fp8_runs_in if precision == "fp8" else precision] += count
         return flops
 
 
@@ -118,13 +123,28 @@ def count_flops(
         attention=6 * n_layers * layer_matmul,
         recomputed_attention=2 * layer_matmul * sum(name.endswith(".attention") for name in recomputed),
         high_precision=precision,
-        emulated=any(isinstance(linear, Float8Linear) and linear.config.emulate for linear in linears.values()),
+        fp8_runs_in=_fp8_runs_in(linears.values(), high_precision=precision),
     )
+
+
+def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> Precision:
+    """Emulated, torchao's Float8Linear multiplies in float32, and MXFP8 in what its operands were cast from."""
+    for linear in linears:
+        if isinstance(linear, Float8Linear) and linear.config.emulate:
+            return "fp32"
+        if _is_mxfp8(linear) and linear.emulate:
+            return high_precision
+    return "fp8"
+
+
+def _is_mxfp8(linear: nn.Linear) -> bool:
+    """A linear is one of float8, or a plain one, or one of MXFP8, which is not torchao's and casts for all matmuls."""
+    return not isinstance(linear, Float8Linear) and type(linear) is not nn.Linear
 
 
 def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool) -> LinearFlops:
     """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or neither."""
-    output = grad_input = grad_weight = high_precision
+    output = grad_input = grad_weight = "fp8" if _is_mxfp8(linear) else high_precision
     if isinstance(linear, Float8Linear):
         output, grad_input, grad_weight = (
             high_precision if cast.scaling_type is ScalingType.DISABLED else "fp8"

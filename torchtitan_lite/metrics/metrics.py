@@ -17,7 +17,7 @@ from torch import Tensor
 from .clock import Clock, build_clock
 from .flops import FlopsLedger, Precision
 from .hardware import Peaks, peak_memory_gib
-from .records import Record, Summary, Writer
+from .records import Numerics, Record, Summary, Writer
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,15 @@ class MetricsProcessor:
     def log_validation(self, step: int, loss: float) -> None:
         """Hand the writers the validation loss after `step`."""
         self._write_scalars(step, {"validation_loss": loss})
+
+    def log_numerics(self, step: int, numerics: Numerics) -> None:
+        """Hand the writers what the casts of `step`, the last that ended, lost. Waits for the device: the records up to
+        that step come first."""
+        assert self._last_ended is not None, "a step has ended"
+        self._clock.wait(self._last_ended.arrives)
+        self._take_arrived()
+        for writer in self._writers:
+            writer.write_numerics(step, numerics)
 
     def end_step(self, step: int, values: StepValues) -> bool:
         """Take what `step` produced; whether new records were made, of this step or earlier ones.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
-from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from .flops import Precision
 
@@ -27,14 +27,14 @@ class OperatorFlops:
 
 def count_operators(model: nn.Module, *, seq_len: int, high_precision: Precision) -> list[OperatorFlops]:
     """What a forward pass of `model`, which is on meta and computes nothing, calls for one sequence, in its order. A
-    matmul is one of fp8 if its operands are float8 tensors."""
+    matmul is one of fp8 if its operands are wrapped: as float8 numbers and their scales."""
     flops: Counter[tuple[str, str, Precision]] = Counter()
 
     def counting(operator: str, count: Any) -> Any:
         def record(*args: Any, out_val: Any, **kwargs: Any) -> int:
             shapes = (arg.shape for arg in args if isinstance(arg, torch.Tensor))
             counted = count(*shapes)
-            precision: Precision = "fp8" if isinstance(args[0], Float8TrainingTensor) else high_precision
+            precision: Precision = "fp8" if is_traceable_wrapper_subclass(args[0]) else high_precision
             flops[_kind(counter.mod_tracker.parents), operator, precision] += counted
             return counted
 

@@ -78,6 +78,22 @@ class Summary:
     """Seconds of this process by what they went to: training, data, compile, checkpoint, validation."""
 
 
+Numerics = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""What casts to float8 lost: figures by kind of linear, by role (input, weight, grad_output), and by name; that of the
+layer which NAME_layer tells, if it is in one."""
+
+
+def numerics_scalars(numerics: Numerics) -> dict[str, float]:
+    """The figures to draw, as NAME/ROLE/KIND."""
+    return {
+        f"{name}/{role}/{kind}": value
+        for kind, roles in numerics.items()
+        for role, figures in roles.items()
+        for name, value in figures.items()
+        if not name.endswith("_layer")
+    }
+
+
 class Writer(Protocol):
     """What takes a run's records."""
 
@@ -86,6 +102,9 @@ class Writer(Protocol):
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take figures that belong to no step's record, such as a validation's, by name. Seconds end in `_s`."""
+
+    def write_numerics(self, step: int, numerics: Numerics) -> None:
+        """Take what the casts of a step lost."""
 
     def flush(self) -> None:
         """Have all that was taken on disk."""

@@ -9,7 +9,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary as Points
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as hparam_summaries
 
-from .records import Record, Summary
+from .records import Numerics, Record, Summary, numerics_scalars
 
 TAGS = {
     "tokens": "n_tokens_seen",
@@ -32,8 +32,12 @@ TAGS = {
     "memory_gib": "memory/max_reserved(GiB)",
     "memory_pct": "memory/max_reserved(%)",
     "validation_loss": "validation_metrics/global_avg_loss",
+    "sqnr_db": "float8_sqnr_db",
+    "amax": "float8_amax",
+    "underflow": "float8_underflow",
+    "saturation": "float8_saturation",
 }
-"""Tag of each figure, torchtitan's where it has one; what is told of each store has the store's name after it. A figure
+"""Tag of each figure, torchtitan's where it has one; what is told of each store or cast has its name after it. A figure
 that is not here is a time, under time_metrics/."""
 
 PAGES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -51,8 +55,17 @@ PAGES: dict[str, dict[str, tuple[str, ...]]] = {
         "step, seconds": ("step_time_s", "data_time_s"),
         "outside of steps, seconds": ("compile_s", "checkpoint_s", "validation_s"),
     },
+    "float8": {
+        "SQNR of inputs, dB": ("sqnr_db/input/",),
+        "SQNR of weights, dB": ("sqnr_db/weight/",),
+        "SQNR of grad_outputs, dB": ("sqnr_db/grad_output/",),
+        "share of inputs that became 0": ("underflow/input/",),
+        "share of weights that became 0": ("underflow/weight/",),
+        "share of grad_outputs that became 0": ("underflow/grad_output/",),
+    },
 }
-"""Pages of the Custom Scalars tab: the charts of each, by title, and the figures in a chart."""
+"""Pages of the Custom Scalars tab: the charts of each, by title, and the figures in a chart; all that begin with a name
+that ends with a slash."""
 
 FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
 """Tags of the outcome, by which the HParams tab compares runs."""
@@ -71,8 +84,9 @@ class TensorBoardWriter:
         total_memory_gib: float | None,
         config_toml: str,
         hparams: Mapping[str, bool | float | str],
+        numerics: bool,
     ) -> None:
-        """Runs are compared by `hparams`, of which each should have the same names."""
+        """Runs are compared by `hparams`, of which each should have the same names; `numerics` of casts may come."""
         begun = any(folder.glob("events.out.tfevents.*"))
         # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
         self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
@@ -83,7 +97,7 @@ class TensorBoardWriter:
         *start, self._session_end = hparam_summaries(named, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
         if begun:
             return
-        self._events.add_custom_scalars(_layout())
+        self._events.add_custom_scalars(_layout(numerics=numerics))
         self._events.add_text("config", f"```toml\n{config_toml}\n```", 0)
         for summary in start:
             self._file.add_summary(summary)
@@ -104,6 +118,10 @@ class TensorBoardWriter:
         self._file.add_summary(Points(value=points), step)
         self._events.flush()
 
+    def write_numerics(self, step: int, numerics: Numerics) -> None:
+        """Add a point to each curve of each kind of linear."""
+        self.write_scalars(step, numerics_scalars(numerics))
+
     def flush(self) -> None:
         """Have all points on disk."""
         for path in Path(self._events.log_dir).glob("events.out.tfevents.*"):
@@ -123,15 +141,19 @@ class TensorBoardWriter:
 def _tags(name: str) -> list[str]:
     """The tags of a figure, the one for PAGES last. A tag with a parenthesis would draw no curve there: the tab calls a
     curve "tag (run)", and takes all after the first parenthesis for the run."""
-    figure, slash, store = name.partition("/")
-    tag = TAGS.get(figure, f"time_metrics/{figure}") + slash + store
+    figure, slash, of = name.partition("/")
+    tag = TAGS.get(figure, f"time_metrics/{figure}") + slash + of
     return [tag, f"pages/{name}"] if "(" in tag else [tag]
 
 
-def _layout() -> dict[str, dict[str, list]]:
-    """PAGES as torch takes them, which is with a regular expression for each tag."""
+def _layout(*, numerics: bool) -> dict[str, dict[str, list]]:
+    """PAGES, that of float8 only with `numerics`, as torch takes them: with a regular expression for each tag."""
 
     def chart(names: tuple[str, ...]) -> list:
-        return ["Multiline", [f"^{re.escape(_tags(name)[-1])}$" for name in names]]
+        return ["Multiline", [f"^{re.escape(_tags(name)[-1])}{'' if name.endswith('/') else '$'}" for name in names]]
 
-    return {page: {title: chart(names) for title, names in charts.items()} for page, charts in PAGES.items()}
+    return {
+        page: {title: chart(names) for title, names in charts.items()}
+        for page, charts in PAGES.items()
+        if numerics or page != "float8"
+    }

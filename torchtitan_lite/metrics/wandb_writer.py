@@ -12,7 +12,7 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
-from .records import Record, Summary
+from .records import Numerics, Record, Summary, numerics_scalars
 
 UPLOAD_TIMEOUT_S = 60.0
 """How long the end of a run may wait for wandb's server while devices idle. What is late stays in the run folder."""
@@ -66,6 +66,10 @@ class WandbWriter:
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the figures beside those of the step's record."""
         self._attempt(lambda run: run.log(dict(scalars), step=step))
+
+    def write_numerics(self, step: int, numerics: Numerics) -> None:
+        """Log the figures beside those of the step's record."""
+        self.write_scalars(step, numerics_scalars(numerics))
 
     def flush(self) -> None:
         """Nothing is left to do: wandb keeps its own log."""

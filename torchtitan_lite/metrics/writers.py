@@ -4,16 +4,18 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
-from .records import Record, Summary, Writer
+from .records import Numerics, Record, Summary, Writer
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
 
@@ -51,6 +53,23 @@ class ConsoleWriter:
         figures = "  ".join(f"{name} {value:.4f}" for name, value in scalars.items())
         logger.info(f"{self._paint(_RED, self._step(step))}  {figures}")
 
+    def write_numerics(self, step: int, numerics: Numerics) -> None:
+        """Log which casts lost most: the least SQNR, and the largest shares that became 0 or were cut off."""
+        casts = {f"{role} of {kind}": figures for kind, roles in numerics.items() for role, figures in roles.items()}
+
+        def worst(name: str, choose: Any) -> tuple[float, str]:
+            cast = choose(casts, key=lambda cast: casts[cast][name])
+            layer = casts[cast].get(f"{name}_layer")
+            return casts[cast][name], cast if layer is None else f"{cast}, layer {layer}"
+
+        sqnr_db, where = worst("sqnr_db", min)
+        parts = [f"least SQNR {sqnr_db:.1f} dB ({where})"]
+        for name in ("underflow", "saturation"):
+            share, where = worst(name, max)
+            if share:
+                parts.append(f"{name} up to {share:.2%} ({where})")
+        logger.info(f"{self._paint(_RED, self._step(step))}  float8 casts: {', '.join(parts)}")
+
     def flush(self) -> None:
         """Nothing is left to do: the log writes each line at once."""
 
@@ -71,8 +90,9 @@ def wants_color(*, disabled: bool) -> bool:
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
-class JsonlWriter:
-    """A file with one line of JSON for each record, in strict JSON: a figure that is not finite is null."""
+class _JsonLines:
+    """A file of lines of strict JSON, each with a step: a figure that is not finite is null. A subclass takes one sort
+    of what writers get, and the rest is left out: every line has the same keys, and every step one line."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         """Open `path` to go on after step `resume_step`. Later lines of an earlier process, and one that it left
@@ -82,15 +102,17 @@ class JsonlWriter:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:
-        """Append the record's line; it is with the operating system when this returns."""
-        fields = asdict(record)
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None
-        self._file.write(json.dumps(fields) + "\n")
+        """It is left out."""
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """They are left out: every line of the file has the same keys, and every step one line."""
+        """They are left out."""
+
+    def write_numerics(self, step: int, numerics: Numerics) -> None:
+        """They are left out."""
+
+    def _append(self, fields: Mapping[str, Any]) -> None:
+        """Add a line; it is with the operating system when this returns."""
+        self._file.write(json.dumps(_finite(fields)) + "\n")
 
     def flush(self) -> None:
         """Have all lines on disk."""
@@ -99,6 +121,22 @@ class JsonlWriter:
     def close(self, summary: Summary | None) -> None:
         """Close the file."""
         self._file.close()
+
+
+class JsonlWriter(_JsonLines):
+    """A line for each record."""
+
+    def write(self, record: Record) -> None:
+        """Append the record's line."""
+        self._append(asdict(record))
+
+
+class NumericsWriter(_JsonLines):
+    """A line for each step whose casts to float8 were measured."""
+
+    def write_numerics(self, step: int, numerics: Numerics) -> None:
+        """Append the step's line."""
+        self._append({"step": step, "time": time.time(), "kinds": numerics})
 
 
 def build_writers(
@@ -110,13 +148,18 @@ def build_writers(
     total_memory_gib: float | None,
     config_toml: str,
     hparams: Mapping[str, bool | float | str],
+    numerics: bool,
 ) -> list[Writer]:
     """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in `dump_folder`. `hparams`
-    are the values to compare runs by, under the same names in each. Raises ConfigError where wandb cannot start."""
+    are the values to compare runs by, under the same names in each; with `numerics` there will be such to write. Raises
+    ConfigError where wandb cannot start."""
     writers: list[Writer] = [
         ConsoleWriter(total_steps=total_steps, color=wants_color(disabled=metrics.disable_color_printing)),
         JsonlWriter(dump_folder / "metrics.jsonl", resume_step=resume_step),
     ]
+    numerics_file = dump_folder / "numerics.jsonl"
+    if numerics or numerics_file.exists():  # one of an earlier process has to be cut
+        writers.append(NumericsWriter(numerics_file, resume_step=resume_step))
     if metrics.enable_tensorboard:
         writers.append(
             TensorBoardWriter(
@@ -125,11 +168,19 @@ def build_writers(
                 total_memory_gib=total_memory_gib,
                 config_toml=config_toml,
                 hparams=hparams,
+                numerics=numerics,
             )
         )
     if metrics.enable_wandb:
         writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
     return writers
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for every number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:

@@ -43,6 +43,7 @@ class ModelArgs:
 # Meta's published dimensions (Llama 3 and 3.1 model cards). The Llama 3.1 models reach 131072 tokens by RoPE scaling.
 FLAVORS = {
     "debugmodel": ModelArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0),
+    "debugmodel_4layers": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0),
     "8B": ModelArgs(),
     "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
     "405B": ModelArgs(

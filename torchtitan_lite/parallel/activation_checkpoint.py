@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite.config import ActivationCheckpointConfig
 
@@ -23,7 +22,8 @@ SAVED = {
     torch.ops.higher_order.flex_attention,  # in a compiled block
     torch.ops.higher_order.inductor_compiled_code,  # in an eager one, where FlexAttention alone is compiled
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    aten.max.default,  # the amax of a float8 cast: small, and the recomputed cast needs nothing else
+    aten.max.default,  # the amax of a float8 cast of a tensor: small, and the recomputed cast needs nothing else
+    aten.amax.default,  # and of its rows
 }
 """What is kept besides every second matmul: dear to compute or to communicate, cheap to keep."""
 LINEARS = (
@@ -55,7 +55,7 @@ def recomputed_modules(
     run again.
 
     A checkpointed block is run again up to the last tensor that backward needs: that is what w2 read, so that w2 is
-    not run, unless it is a Float8Linear in an eager block, which saves what it read after its matmul. Attention that
+    not run, unless it is a float8 one in an eager block, which saves what it read after its matmul. Attention that
     is not one of the fused operators is no operator to keep."""
     layers = model.get_submodule("layers")
     names = []
@@ -63,7 +63,7 @@ def recomputed_modules(
         if ac.keeps_by_op:
             parts = [*LINEARS[1::2], *([] if fused_attention else ["attention"])]
         else:
-            eager_float8 = isinstance(layers.get_submodule(f"{i}.{LINEARS[-1]}"), Float8Linear) and not compiled
+            eager_float8 = type(layers.get_submodule(f"{i}.{LINEARS[-1]}")) is not nn.Linear and not compiled
             parts = [*LINEARS[: None if eager_float8 else -1], "attention"]
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)

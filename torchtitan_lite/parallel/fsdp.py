@@ -1,11 +1,17 @@
 """FSDP2, always applied, also on one process: float32 weights and gradients, lower precision in between."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.config import TrainingConfig
+
+_cast_shard = WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str) -> None:
@@ -29,6 +35,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
     def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
         fully_shard(modules, mesh=dp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
 
+    _scale_whole_weights(model, mesh)
     reshard = reshard_after_forward != "never"
     shard(model.get_submodule("tok_embeddings"), reshard=reshard)
     for block in model.get_submodule("layers").children():
@@ -36,3 +43,18 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
     last = [model.get_submodule("norm"), model.get_submodule("output")]
     shard(last, reshard=reshard_after_forward == "always")
     shard(model, reshard=reshard)
+
+
+def _scale_whole_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Have float8 all-gathers scale a weight by the amax of all its shards. By itself torchao asks FSDP's alone, and
+    would scale each shard of tensor parallelism by another amax."""
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = _cast_shard
+    weights = (weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor))  # split by TP
+    if not any(isinstance(weight, WeightWithDynamicFloat8CastTensor) for weight in weights):
+        return
+    shards = mesh["dp_shard", "tp"]._flatten("dp_shard_tp")
+
+    def cast(weight: WeightWithDynamicFloat8CastTensor, mesh: DeviceMesh) -> Any:  # FSDP2 counts the parameters
+        return _cast_shard(weight, shards)
+
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast

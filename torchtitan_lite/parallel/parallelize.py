@@ -14,7 +14,7 @@ from torchtitan_lite.config import (
 
 from .activation_checkpoint import apply_activation_checkpointing
 from .fsdp import apply_fsdp
-from .tensor_parallel import apply_tensor_parallel
+from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
 def apply_compile(model: nn.Module, mesh: DeviceMesh, compile: CompileConfig) -> None:
@@ -22,13 +22,18 @@ def apply_compile(model: nn.Module, mesh: DeviceMesh, compile: CompileConfig) ->
     ranks that share its cache."""
     if not compile.enable:
         return
-    # The cache takes the DTensors of all ranks for the same (pytorch/pytorch#188390): a rank would be handed code for
-    # another's part of the vocabulary, and train on a wrong loss.
-    torch.compiler.config.cache_key_tag += f" rank {mesh.get_rank()} of {mesh.size()}"
+    if mesh["tp"].size() > 1:
+        # The cache takes the DTensors of all ranks for the same (pytorch/pytorch#188390): a rank would be handed code
+        # for another's part of the vocabulary, and train on a wrong loss.
+        torch.compiler.config.cache_key_tag += f" rank {mesh.get_rank()} of {mesh.size()}"
     if mesh.device_type == "cpu":
+        from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP  # a second to load
+
         # Attention may draw random numbers, so that where it is recomputed the compiler saves their state: on CPU in
         # the place where it looks for DTensor's mesh (torch 2.13). Ours draws none.
         partitioners.has_recomputable_rng_ops = lambda fx_g: False
+        # What a block keeps for its backward may be a scale of MXFP8, the float8 type that the compiler cannot name.
+        DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
     if compile.covers("model"):
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
@@ -46,6 +51,8 @@ def parallelize(
     """Make `model`, on meta and already converted to float8, parallel in place over `mesh`."""
     if mesh["tp"].size() > 1:  # a DTensor costs time also on one rank
         apply_tensor_parallel(model, mesh["tp"], loss_parallel=not parallelism.disable_loss_parallel)
+    if parallelism.enable_async_tensor_parallel:
+        enable_async_tensor_parallel(mesh["tp"])
     apply_activation_checkpointing(model, activation_checkpoint)
     apply_compile(model, mesh, compile)
     apply_fsdp(model, mesh, training=training, reshard_after_forward=parallelism.fsdp_reshard_after_forward)

@@ -2,12 +2,16 @@
 
 Between blocks the residual stream is split along the sequence; a block gathers it once before its column-split linears
 and scatters the sum after the row-split ones. Where all linears that read a gathered activation are tensorwise
-Float8Linears, it is cast before the gather, which then moves 1 byte an element.
+Float8Linears, it is cast before the gather, which then moves 1 byte an element; so is the gradient of what such a
+row-split linear scattered.
 """
 
+import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -28,6 +32,8 @@ from torchao.float8.float8_tensor_parallel import (
 )
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from torchtitan_lite.errors import ConfigError
+
 COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
 """By module of a block: the linears that read its gathered input and are split along out_features."""
 ROW_SPLIT = {"attention": "wo", "feed_forward": "w2"}
@@ -38,6 +44,17 @@ SHARDED_DIMS = (
     | {"output": 0}
 )
 """The weight dimension that is split, by the last part of a linear's name."""
+
+
+class _WaitingRowwiseParallel(RowwiseParallel):
+    """Hands on its sum once that is there. A compiled block loses the gradient of an input that is still on its way,
+    and the embedding would not learn (pytorch/pytorch#179849)."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> torch.Tensor:
+        return outputs.redistribute(placements=output_layouts).to_local()
 
 
 def gathers_float8(module: nn.Module) -> bool:
@@ -52,13 +69,14 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
     vocabulary; without, each rank gets all of them."""
     if tp_mesh.device_type == "cpu":
         _gather_float8_as_bytes()
+    float8_output = gathers_float8(model.get_submodule("output"))
     parallelize_module(
         model,
         tp_mesh,
         {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "tok_embeddings": _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": ColwiseParallel(
+            "output": (Float8ColwiseParallel if float8_output else ColwiseParallel)(
                 input_layouts=Shard(1),
                 output_layouts=Shard(-1) if loss_parallel else Replicate(),
                 use_local_output=not loss_parallel,
@@ -67,6 +85,37 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
     )
     for block in model.get_submodule("layers").children():
         parallelize_module(block, tp_mesh, _block_plan(block))
+
+
+def float8_gathers(tensorwise: Collection[str]) -> int:
+    """How many activations and gradients are gathered in float8 for a microbatch, if nothing is recomputed, where the
+    linears of these names scale a tensor at a time."""
+    parts = {name.rpartition(".")[0] for name in tensorwise} - {""}
+    linears = {path: path.rpartition(".")[2] for path in parts}
+    inputs = sum(all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part]) for path, part in linears.items())
+    gradients = sum(f"{path}.{ROW_SPLIT[part]}" in tensorwise for path, part in linears.items())
+    return inputs + gradients + ("output" in tensorwise)
+
+
+def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> None:
+    """Have the compiler split each gather and scatter over `tp_mesh` into pieces, and multiply one while the next is on
+    its way. Raises ConfigError on ranks whose GPUs do not share symmetric memory."""
+    group = tp_mesh.get_group()
+    try:
+        if tp_mesh.device_type != "cuda":
+            raise RuntimeError(f"there is none on {tp_mesh.device_type}")
+        probe = symmetric_memory.empty(1, device=torch.device("cuda", torch.cuda.current_device()))
+        symmetric_memory.rendezvous(probe, group)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"[parallelism] enable_async_tensor_parallel = true needs symmetric memory between the {group.size()} GPUs "
+            f"of tensor_parallel_degree, as NVLink within a node gives it: {error}; set it to false."
+        ) from error
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # Deprecated for eager code; the compiler still fuses in enabled groups only (pytorch/pytorch#193115).
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
 def _block_plan(block: nn.Module) -> dict[str, Any]:

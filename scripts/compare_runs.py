@@ -1,0 +1,43 @@
+"""Runs held against each other at equal tokens: python scripts/compare_runs.py RUN RUN ... [--out FILE] [--last N]
+
+Prints, for each run, its final loss and how far that is from the first run's, the largest differences of loss and
+gradient norm, tps and mfu. Equal tokens are counts of tokens at which all the runs logged a step; nothing is
+interpolated.
+
+  RUN         run folder, or its metrics.jsonl
+  --out FILE  picture of loss, gradient norm, tps and mfu over tokens, .png or .svg; needs the plots extra
+  --last N    steps that a final loss is the mean of (default: 20)
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.metrics.comparison import draw, format_runs, read_runs
+
+
+def main(argv: list[str]) -> None:
+    """Print the table, and write the picture, that `argv` asks for. Raises ConfigError."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
+    parser = argparse.ArgumentParser(prog="scripts/compare_runs.py", usage=__doc__, add_help=False)
+    parser.add_argument("runs", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--last", type=int, default=20)
+    options = parser.parse_args(argv)
+    if options.last < 1:
+        raise ConfigError(f"--last {options.last} must be at least 1")
+    runs = read_runs(options.runs)
+    print(format_runs(runs, last=options.last))
+    if options.out is not None:
+        draw(runs, options.out, last=options.last)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RunError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,144 @@
+"""Runs that are to train as one process does: every recipe, layout, activation checkpointing and mode; and vocabularies
+under tensor parallelism. matrix_page.py trains all of them, the tests those of `pairwise`."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+
+from launching import FOLDER, read_records, torchrun
+
+FLOAT8 = "--float8.enable_float8_linear"
+FLOAT8_GATHER = (FLOAT8, "--float8.enable_fsdp_float8_all_gather")
+PRECOMPUTE = "--float8.precompute_float8_dynamic_scale_for_fsdp"
+RECIPES = {
+    "bf16": (),
+    "tensorwise": (FLOAT8,),
+    "all_gather": (*FLOAT8_GATHER, PRECOMPUTE),
+    "rowwise": (FLOAT8, "--float8.recipe_name=rowwise"),
+    "rowwise_with_gw_hp": (FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"),
+}
+TP = "--parallelism.tensor_parallel_degree"
+HSDP = "--parallelism.data_parallel_replicate_degree=2"
+LAYOUTS = {
+    "FSDP": {1: (), 2: (), 4: ()},
+    "HSDP": {2: (HSDP,), 4: (HSDP,)},
+    "TP": {2: (f"{TP}=2",), 4: (f"{TP}=4",)},
+    "FSDP x TP": {4: (f"{TP}=2",)},
+}
+"""Overrides by the number of processes."""
+AC = "--activation_checkpoint.mode"
+CHECKPOINTING = {
+    "none": (f"{AC}=none",),
+    "full": (f"{AC}=full",),
+    "op": (f"{AC}=selective", "--activation_checkpoint.selective_ac_option=op"),
+    "every 2nd": (f"{AC}=selective", "--activation_checkpoint.selective_ac_option=2"),
+}
+USUAL = {"FSDP": 2, "HSDP": 4, "TP": 2, "FSDP x TP": 4}
+"""The fewest processes on which a layout does all that it does."""
+MODES = {"eager": (), "compile": ("--compile.enable",)}
+LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
+VOCABULARIES = {
+    "2256": ((), (2, 4, 8)),
+    "32000": ((), (4,)),
+    "32000 converted": (("--float8.convert_output",), (4,)),
+    "50257": ((), (2, 4)),
+}
+"""Overrides, and degrees of tensor parallelism: of 2256 two shards are a multiple of 16, of 50257 none are alike."""
+STEPS = "--training.steps"
+TOLERANCE = 5e-4
+"""By which a loss may differ from that of the reference, relative to it."""
+CHUNK = 20
+"""Runs in one start of the processes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run, named by a value of each factor and its number of processes, that is to train as `reference` does."""
+
+    factors: tuple[str, ...]
+    processes: int
+    overrides: tuple[str, ...]
+    reference: "Cell | None" = None
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        return "-".join((*self.factors, str(self.processes))).replace(" ", "_")
+
+
+def matrix_cells(*, steps: int) -> list[Cell]:
+    """Each recipe, layout on each number of processes, checkpointing and mode."""
+    cells = []
+    for recipe, layout, ac, mode in product(RECIPES, LAYOUTS, CHECKPOINTING, MODES):
+        common = (*RECIPES[recipe], f"{STEPS}={steps}")
+        alone = Cell((recipe, "one process"), 1, (*common, *CHECKPOINTING["none"]))
+        for processes, degrees in LAYOUTS[layout].items():
+            overrides = (*common, *degrees, *CHECKPOINTING[ac], *MODES[mode])
+            cells.append(Cell((recipe, layout, ac, mode), processes, overrides, alone))
+    return cells
+
+
+def vocabulary_cells() -> list[Cell]:
+    """Each vocabulary and degree of tensor parallelism, with and without loss parallelism, in each mode."""
+    cells = []
+    for name, (overrides, degrees) in VOCABULARIES.items():
+        flavor = f"--model.flavor=vocab-{name.split()[0]}"
+        # The global batch at once, as all ranks share it.
+        common = (FLOAT8, *overrides, flavor, "--training.local_batch_size=4", f"{STEPS}=3")
+        alone = Cell((name, "", "eager"), 1, common)
+        for degree, loss, mode in product(degrees, LOSS, MODES):
+            split = (*common, f"{TP}={degree}", *LOSS[loss], *MODES[mode])
+            cells.append(Cell((name, loss, mode), degree, split, alone))
+    return cells
+
+
+def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
+    """The pairs of values of two factors that a cell has."""
+    return set(combinations(enumerate(cell.factors), 2))
+
+
+def pairwise(cells: Sequence[Cell]) -> list[Cell]:
+    """Few of `cells` that have every pair that any of them has: again and again the one with the most pairs that are
+    missing, of these an eager one, and of these the first."""
+    missing = set().union(*map(pairs, cells))
+    chosen = []
+    while missing:
+        best = max(cells, key=lambda cell: (len(missing & pairs(cell)), "eager" in cell.factors))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def outcome(cell: Cell, folder: Path) -> str | None:
+    """Why the run of a cell was refused; "" if it was done, None if it has not ended."""
+    ended = folder / cell.name / "ended.txt"
+    return ended.read_text() if ended.exists() else None
+
+
+def train_cells(cells: Iterable[Cell], folder: Path) -> dict[str, str]:
+    """Train in `folder` those of `cells`, and of their references, that have not ended there. Returns what processes
+    printed that did not reach the end of a cell, by its name."""
+    wanted = dict.fromkeys(each for cell in cells for each in (cell.reference, cell) if each is not None)
+    failed: dict[str, str] = {}
+
+    def left(among: Iterable[Cell]) -> list[Cell]:
+        return [cell for cell in among if cell.name not in failed and outcome(cell, folder) is None]
+
+    for processes in sorted({cell.processes for cell in wanted}):
+        while now := left(cell for cell in wanted if cell.processes == processes)[:CHUNK]:
+            runs = {cell.name: cell.overrides for cell in now}
+            worker = (str(FOLDER / "matrix_worker.py"), str(folder), json.dumps(runs))
+            result = torchrun(*worker, processes=processes, timeout=300 * len(runs))
+            failed |= {cell.name: result.stdout[-4000:] + result.stderr[-4000:] for cell in left(now)[:1]}
+            print(f"{len(left(wanted))} of {len(wanted)} left", file=sys.stderr)
+    return failed
+
+
+def deviation(cell: Cell, folder: Path, *, of: str = "loss") -> float:
+    """The largest difference of a step from that of the reference, relative to it."""
+    assert cell.reference is not None
+    trained, expected = (read_records(folder / each.name) for each in (cell, cell.reference))
+    return max(abs(a[of] / b[of] - 1) for a, b in zip(trained, expected, strict=True))

@@ -1,0 +1,162 @@
+"""Trains all cells of matrix.py, which takes about an hour on two cores, and writes the page of what came of them:
+`python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md`. Started again, it goes on in FOLDER."""
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+
+from launching import FOLDER, read_losses
+from matrix import (
+    CHECKPOINTING,
+    FLOAT8,
+    FLOAT8_GATHER,
+    LAYOUTS,
+    LOSS,
+    MODES,
+    PRECOMPUTE,
+    RECIPES,
+    TOLERANCE,
+    TP,
+    VOCABULARIES,
+    Cell,
+    deviation,
+    matrix_cells,
+    outcome,
+    train_cells,
+    vocabulary_cells,
+)
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.errors import ConfigError
+
+STEPS = 20
+REFUSED = [
+    (*FLOAT8_GATHER, "--float8.recipe_name=rowwise"),
+    (*FLOAT8_GATHER, "--float8.recipe_name=rowwise_with_gw_hp"),
+    (FLOAT8, PRECOMPUTE),
+    (f"{TP}=2", "--parallelism.enable_async_tensor_parallel"),
+]
+"""What the config refuses of combinations that the tables lack."""
+HEAD = """# What trains as one process does
+
+Written on {date} by `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md` on {machine}, with torch
+{torch} and torchao {torchao}, on CPU by gloo. A pairwise subset of the first table, and the eager cells of the second,
+are run by `tests/distributed/test_matrix.py`.
+
+A model of 2 blocks (dim 128, 8 heads, 4 of keys and values, feed-forward 192, vocabulary 2256) trains on global batches
+of 4 sequences of 64 tokens, {steps} steps. Each figure is the largest difference of a step's loss from that of one
+process, eager, without activation checkpointing and with the same recipe, relative to it; above {tolerance:.0e} it is a
+fault. `all_gather` is tensorwise with float8 all-gathers of weights and precomputed scales.
+"""
+
+
+def machine() -> str:
+    """The processor and the number of cores that this process may use."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def shown(cell: Cell, folder: Path, *, of: str = "loss") -> str:
+    """The deviation of a cell; what else came of it, if it was not trained."""
+    ended = outcome(cell, folder)
+    if ended is None:
+        return "failed"
+    return "refused" if ended else f"{deviation(cell, folder, of=of):.1e}"
+
+
+def matrix_table(folder: Path, *, steps: int) -> str:
+    """A row for each recipe and layout, a column for each mode and activation checkpointing."""
+    cells = {(cell.factors, cell.processes): cell for cell in matrix_cells(steps=steps)}
+    columns = list(product(MODES, CHECKPOINTING))
+    rows = []
+    for recipe, layout in product(RECIPES, LAYOUTS):
+        for processes in LAYOUTS[layout]:
+            of_row = [cells[(recipe, layout, ac, mode), processes] for mode, ac in columns]
+            rows.append([recipe, layout, str(processes), *(shown(cell, folder) for cell in of_row)])
+    return table(["recipe", "layout", "processes", *(f"{mode}, {ac}" for mode, ac in columns)], rows)
+
+
+def largest(cells: Iterable[Cell], folder: Path) -> str:
+    """Where the loss, and where the gradient's norm, differs most from the reference's."""
+    trained = [cell for cell in cells if outcome(cell, folder) == ""]
+    sentences = []
+    for of, name in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
+        worst = max(trained, key=lambda cell, of=of: deviation(cell, folder, of=of))
+        sentences.append(f"The {name} differs most, by {shown(worst, folder, of=of)}, in `{worst.name}`.")
+    return " ".join(sentences)
+
+
+def falls(cells: Iterable[Cell], folder: Path) -> str:
+    """How the losses of the references fall."""
+    alone = dict.fromkeys(cell.reference for cell in cells if cell.reference is not None)
+    curves = {cell.factors[0]: read_losses(folder / cell.name) for cell in alone if outcome(cell, folder) == ""}
+    return ", ".join(f"{name} {curve[0]:.4f} to {curve[-1]:.4f}" for name, curve in curves.items())
+
+
+def vocabulary_table(folder: Path) -> str:
+    """A row for each vocabulary and degree of tensor parallelism."""
+    cells = {(cell.factors, cell.processes): cell for cell in vocabulary_cells()}
+    columns = list(product(MODES, LOSS))
+    rows = []
+    for name, (_, degrees) in VOCABULARIES.items():
+        for degree in degrees:
+            of_row = [cells[(name, loss, mode), degree] for mode, loss in columns]
+            rows.append([name, str(degree), *(shown(cell, folder) for cell in of_row)])
+    return table(["vocabulary", "tensor parallelism", *(f"{mode}, {loss}" for mode, loss in columns)], rows)
+
+
+def refusal(arguments: Sequence[str]) -> str:
+    """What the config is told that refuses `arguments`."""
+    try:
+        load_config(["--job.config_file", str(FOLDER / "matrix.toml"), *arguments], world_size=2)
+    except ConfigError as error:
+        return str(error).replace("\n", "<br>")
+    raise AssertionError(f"{arguments} are not refused")
+
+
+def page(folder: Path, *, steps: int) -> str:
+    """The whole page, of what `folder` holds: the cells of the matrix after `steps`."""
+    cells = matrix_cells(steps=steps)
+    versions = {name: version(name) for name in ("torch", "torchao")}
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    head = HEAD.format(date=today, machine=machine(), steps=steps, tolerance=TOLERANCE, **versions)
+    refused = [[f"`{' '.join(arguments)}`", refusal(arguments)] for arguments in REFUSED]
+    return f"""{head}
+{matrix_table(folder, steps=steps)}
+{largest(cells, folder)} The losses fall, alone: {falls(cells, folder)}.
+
+## Vocabularies
+
+Three steps of tensorwise float8, of vocabularies that tensor parallelism does not share out in multiples of 16, or not
+evenly; and of one whose projection, `output`, is converted too.
+
+{vocabulary_table(folder)}
+## Refused
+
+{table(["arguments", "message"], refused)}"""
+
+
+def main() -> None:
+    """Train what is not trained yet, and print the page."""
+    folder = Path(sys.argv[1])
+    failed = train_cells([*matrix_cells(steps=STEPS), *vocabulary_cells()], folder)
+    print(page(folder, steps=STEPS), end="")
+    for name, output in failed.items():
+        print(f"{name} failed:\n{output}", file=sys.stderr)
+    sys.exit(len(failed) > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What matrix_worker.py does, but that the loss of step 3 is NaN, so that it updates nothing; and that each rank writes
+the scales of all casts to float8 in the first step, in order, into scales-RANK.json of the run's folder, by role."""
+
+import json
+import math
+from typing import Any
+
+import matrix_worker
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchao.float8.float8_training_tensor import _ToFloat8ConstrFunc
+
+from torchtitan_lite.metrics.metrics import StepValues
+from torchtitan_lite.parallel.distributed import read_rank
+from torchtitan_lite.trainer import Trainer
+
+BAD_STEP = 3
+scales: dict[str, list[float]] = {}
+cast = _ToFloat8ConstrFunc.forward
+
+
+def noted_cast(ctx: Any, tensor: Tensor, scale: Tensor, *args: Any) -> Any:
+    """The cast, once its scale is noted."""
+    role = args[2].name
+    scales.setdefault(role, []).append(float(scale.to_local() if isinstance(scale, DTensor) else scale))
+    return cast(ctx, tensor, scale, *args)
+
+
+class ScalesTrainer(Trainer):
+    """Notes the scales of the first step, and fails in step 3."""
+
+    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float | None = None) -> Tensor:
+        factor = math.nan if self.step + 1 == BAD_STEP else 1.0
+        assert backward_scale is not None, "these runs do not validate"
+        return super().loss(tokens, labels, backward_scale=backward_scale * factor) * factor
+
+    def train_step(self, step: int) -> StepValues:
+        scales.clear()
+        values = super().train_step(step)
+        if step == 1:
+            (self.path / f"scales-{read_rank()[0]}.json").write_text(json.dumps(scales))
+        return values
+
+
+if __name__ == "__main__":
+    _ToFloat8ConstrFunc.forward = staticmethod(noted_cast)
+    matrix_worker.Trainer = ScalesTrainer  # type: ignore[misc]
+    matrix_worker.main()

@@ -1,0 +1,38 @@
+"""MXFP8 on two ranks gives the losses of one: blocks of 32 do not cross ranks, which compute on what they have."""
+
+import pytest
+from launching import read_losses, train_together
+from matrix import RECIPES, TOLERANCE
+
+MXFP8 = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]
+TP = "--parallelism.tensor_parallel_degree=2"
+OP = "--activation_checkpoint.mode=selective"
+LAYOUTS = {
+    "FSDP": [],
+    "FSDP, op, compiled": [OP, "--compile.enable"],
+    "TP": [TP],
+    "TP, op": [TP, OP],
+}
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of MXFP8 on one process and by layout on two, and of other recipes on one."""
+    folder = tmp_path_factory.mktemp("runs")
+    alone = {"alone": MXFP8} | {recipe: RECIPES[recipe] for recipe in ("bf16", "tensorwise")}
+    shared = {layout: [*MXFP8, *overrides] for layout, overrides in LAYOUTS.items()}
+    for processes, runs in enumerate((alone, shared), start=1):
+        train_together(folder, {name: [*run, "--training.steps=6"] for name, run in runs.items()}, processes=processes)
+    return {name: read_losses(folder / name) for name in (*alone, *shared)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_train_as_one_does(layout: str, curves: dict[str, list[float]]) -> None:
+    assert curves[layout] == pytest.approx(curves["alone"], rel=TOLERANCE)
+
+
+def test_it_is_neither_bf16_nor_tensorwise(curves: dict[str, list[float]]) -> None:
+    alone = curves["alone"]
+    assert len({tuple(curve) for curve in (alone, curves["bf16"], curves["tensorwise"])}) == 3
+    assert alone == pytest.approx(curves["bf16"], rel=2e-3)

@@ -1,0 +1,224 @@
+"""Runs beside each other at equal tokens: figures by hand, what a run folder may lack, the table and the picture."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from sample_records import RECORD
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.comparison import compare, draw, format_runs, format_table, read_runs
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_run(folder: Path, losses: Sequence[float | None], **figures: Sequence[float | None]) -> Path:
+    """A run folder of as many steps, 1000 tokens each where `figures` do not say otherwise."""
+    columns = {"loss": losses, "tokens": [1000 * step for step in range(1, len(losses) + 1)], **figures}
+    record = asdict(replace(RECORD, grad_norm=1.0, tps=100.0, mfu=40.0))
+    lines = [
+        json.dumps(record | {"step": step} | dict(zip(columns, values, strict=True)))
+        for step, values in enumerate(zip(*columns.values(), strict=True), start=1)
+    ]
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """bf16, and a float8 run that is faster and two steps ahead."""
+    return [
+        make_run(tmp_path / "bf16", [8, 6, 4, 5], grad_norm=[2, 1, 1, 1], tps=[1, 90, 110, 100]),
+        make_run(
+            tmp_path / "float8",
+            [8, 6.6, 4.04, 4.96, 1, 1],
+            grad_norm=[1, 1, 1, 1.1, 9, 9],
+            tps=[1, 150, 150, 150, 150, 250],
+            mfu=[1, 30, 20, 20, 20, 30],
+        ),
+    ]
+
+
+def test_losses_are_compared_at_equal_tokens(runs: list[Path]) -> None:
+    bf16, float8 = compare(read_runs(runs), last=2)
+    assert (bf16.name, bf16.steps, bf16.tokens, float8.steps, float8.tokens) == ("bf16", 4, 4000, 6, 6000)
+    assert (bf16.final_loss, bf16.final_loss_pct, bf16.largest_loss_pct, bf16.largest_grad_norm_pct) == (4.5, 0, 0, 0)
+    assert float8.final_loss == 4.5  # of 4.04 and 4.96, not of the last two
+    assert float8.final_loss_pct == 0
+    assert float8.largest_loss_pct == pytest.approx(10)
+    assert float8.largest_grad_norm_pct == pytest.approx(50)
+
+
+def test_speeds_are_medians_without_the_first_step(runs: list[Path]) -> None:
+    bf16, float8 = compare(read_runs(runs), last=20)
+    assert (bf16.tps, bf16.tps_ratio, bf16.mfu) == (100, 1, 40)
+    assert (float8.tps, float8.tps_ratio, float8.mfu) == (150, 1.5, 20)
+
+
+def test_nothing_is_interpolated(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", [5, 9, 4], tokens=[2000, 3000, 4000])
+    b = make_run(tmp_path / "b", [6, 5], tokens=[2000, 4000])
+    assert [run.final_loss for run in compare(read_runs([a, b]), last=2)] == [4.5, 5.5]
+
+
+def test_the_table(runs: list[Path]) -> None:
+    assert format_runs(read_runs(runs), last=2).splitlines() == [
+        "At 4 equal token counts, the last one 4,000; final loss: mean of the last 2.",
+        "",
+        "| run    | steps | tokens | final loss | to first | loss at most off | grad norm at most off | tps | "
+        "times first |    mfu |",
+        "|--------|------:|-------:|-----------:|---------:|-----------------:|----------------------:|----:|"
+        "------------:|-------:|",
+        "| bf16   |     4 |  4,000 |     4.5000 |  +0.00 % |           0.00 % |                0.00 % | 100 | "
+        "       1.00 | 40.0 % |",
+        "| float8 |     6 |  6,000 |     4.5000 |  +0.00 % |          10.00 % |               50.00 % | 150 | "
+        "       1.50 | 20.0 % |",
+    ]
+
+
+def test_a_figure_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", [5], mfu=[None])
+    b = make_run(tmp_path / "b", [None, 4], mfu=[None, None])
+    cells = [[cell.strip() for cell in line.split("|")] for line in format_runs(read_runs([a, b]), last=1).splitlines()]
+    assert cells[-1][4:-1] == ["n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a"]
+
+
+def test_any_table_aligns_numbers_to_the_right() -> None:
+    assert format_table(["name", "n"], [["a", "10"], ["bcdef", "9"]]).splitlines() == [
+        "| name  |  n |",
+        "|-------|---:|",
+        "| a     | 10 |",
+        "| bcdef |  9 |",
+    ]
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name, [1.0]) for name in ("a/seed-0", "b/seed-0", "b/previous/seed-0")]
+    assert [run.name for run in read_runs(paths)] == ["a/seed-0", "b/seed-0", "b/previous/seed-0"]
+    assert [run.name for run in read_runs([paths[0] / "metrics.jsonl", make_run(tmp_path / "a/x", [1.0])])] == [
+        "seed-0",
+        "x",
+    ]
+
+
+def test_the_torn_line_of_a_live_run_is_left_out(runs: list[Path]) -> None:
+    file = runs[1] / "metrics.jsonl"
+    file.write_text(file.read_text()[:-30])
+    assert read_runs(runs)[1].tokens.tolist() == [1000, 2000, 3000, 4000, 5000]
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 1, "tok'], ids=["empty", "torn"])
+def test_a_run_without_a_step_is_refused(runs: list[Path], content: str) -> None:
+    (runs[1] / "metrics.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=r"float8/metrics\.jsonl: no step has been logged yet\.$"):
+        read_runs(runs)
+
+
+@pytest.mark.parametrize("line", ["\x00", "[]", '{"step": 3}', '{"step": "three"}'])
+def test_a_line_that_is_no_record_is_refused(runs: list[Path], line: str) -> None:
+    file = runs[0] / "metrics.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([first, f"{line}\n", *rest]))
+    with pytest.raises(ConfigError, match=rf"metrics\.jsonl: line 2 is no record of a step: {re.escape(repr(line))}"):
+        read_runs(runs)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_run_that_is_not_there_is_refused(runs: list[Path], tmp_path: Path, exists: bool) -> None:
+    missing = tmp_path / "typo"
+    if exists:
+        missing.mkdir()
+    with pytest.raises(ConfigError, match=r"typo/metrics\.jsonl: No such file or directory; name a run folder"):
+        read_runs([*runs, missing])
+
+
+@pytest.mark.parametrize("chosen", [[], [0], [0, 1, 0]])
+def test_two_different_runs_are_needed(runs: list[Path], chosen: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"two different runs or more, and these were named: (none|\S+/bf16)"):
+        read_runs([runs[index] for index in chosen])
+
+
+def test_runs_without_equal_tokens_are_refused(runs: list[Path], tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", [5, 4], tokens=[1500, 2500])
+    with pytest.raises(ConfigError, match="all runs logged a step: bf16 1,000 to 4,000, other 1,500 to 2,500"):
+        compare(read_runs([runs[0], other]), last=20)
+
+
+def texts(picture: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+
+
+def test_the_picture_says_what_it_shows(runs: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(read_runs(runs), tmp_path / "runs.svg", last=2)
+    shown = texts(tmp_path / "runs.svg")
+    assert {"bf16", "float8", "Loss", "nat", "Norm of the gradient", "MFU", "percent", "tokens trained on"} <= set(
+        shown
+    )
+    assert "Loss, mean of 2 steps, above bf16's at equal tokens" in shown
+    assert "n/a" not in shown
+
+
+def test_the_same_runs_make_the_same_picture(runs: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for ending in ("png", "svg"):
+        pictures = [tmp_path / f"{name}.{ending}" for name in ("once", "again")]
+        for picture in pictures:
+            draw(read_runs(runs), picture, last=20)
+        assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_the_picture_says_that_no_mfu_is_known(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [make_run(tmp_path / name, [5, 4], mfu=[None, None]) for name in "ab"]
+    draw(read_runs(paths), tmp_path / "runs.svg", last=20)
+    assert "n/a" in texts(tmp_path / "runs.svg")
+
+
+def test_a_picture_that_cannot_be_written_is_refused(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = read_runs(runs)
+    with pytest.raises(ConfigError, match=r"runs\.pdf: the picture's name must end in \.png or \.svg"):
+        draw(found, tmp_path / "runs.pdf", last=20)
+    with pytest.raises(ConfigError, match=r"there is no folder \S+/typo to write the picture to"):
+        draw(found, tmp_path / "typo/runs.png", last=20)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""):
+        draw(found, tmp_path / "runs.png", last=20)
+
+
+def script(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/compare_runs.py", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_the_script_prints_the_table(runs: list[Path]) -> None:
+    result = script(*runs, "--last", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == format_runs(read_runs(runs), last=2) + "\n"
+
+
+def test_the_script_explains_itself() -> None:
+    result = script("--help")
+    assert result.returncode == 0
+    assert "python scripts/compare_runs.py RUN RUN" in result.stdout
+
+
+def test_the_script_reports_errors_in_a_line(runs: list[Path]) -> None:
+    for words, message in (([*runs, "--last", "0"], "--last 0 must be at least 1"), (runs[:1], "two different runs")):
+        result = script(*words)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_comparison_needs_no_torch() -> None:
+    code = "import sys, torchtitan_lite.metrics.comparison; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
