@@ -97,7 +97,8 @@ set -m
     --log-dir "$log_dir" --tee 3 -m torchtitan_lite.train "${overrides[@]}" 2>"$log_dir/torchrun.log" &
 torchrun=$!
 [[ -z $signalled ]] || kill -TERM "$torchrun" # a signal came while it was being started
-tail -n +1 -f -s 0.1 --pid "$torchrun" "$log_dir/torchrun.log" | grep --line-buffered '^\[rank' >&2 &
+# In a subshell of its own: a trap that the shell runs while it starts a pipeline waits for what is started already.
+(tail -n +1 -f -s 0.1 --pid "$torchrun" "$log_dir/torchrun.log" | grep --line-buffered '^\[rank' >&2) &
 shown=$!
 set +m
 # A bare wait can miss a signal that comes just before it blocks. Nothing is ever written to this pipe, so reading from
