@@ -10,14 +10,13 @@ state, each in turn; prints for how long training would stand still, as ratios o
 
 import argparse
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from torchtitan_lite.bench import measure_save_cost
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import CommConfig
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
 
@@ -46,8 +45,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     init_logger()
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

@@ -10,11 +10,10 @@ much longer the former take. Checkpoints and validation are off.
 
 import argparse
 import os
-import sys
 
 from torchtitan_lite.bench import measure_logging_cost
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
@@ -53,8 +52,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     init_logger()
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

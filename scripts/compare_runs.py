@@ -10,10 +10,9 @@ interpolated.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.metrics.comparison import draw, format_runs, read_runs
 
 
@@ -36,8 +35,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

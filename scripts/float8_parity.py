@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.comparison import Run, compare, draw, format_runs, format_table, read_runs
 from torchtitan_lite.run_folder import read_status
@@ -176,8 +176,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     init_logger()
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

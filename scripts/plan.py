@@ -11,10 +11,9 @@ python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100
 
 import argparse
 import json
-import sys
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.plan import make_plan, resolve_device
 from torchtitan_lite.plan_report import format_plan
@@ -42,8 +41,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     init_logger()
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

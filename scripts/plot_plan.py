@@ -5,13 +5,12 @@ that its matmuls would take at one peak or another. The figures are the planner'
 """
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.plan import make_plan, resolve_device
 
 ROOT = Path(__file__).parents[1]
@@ -90,8 +89,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

@@ -3,6 +3,9 @@
 A message reads: `[table] key = value`, the rule, every number in it, and the fix.
 """
 
+import sys
+from collections.abc import Callable
+
 STOPPED_EXIT_CODE = 75
 """A signal stopped the run at a step's end, saved where checkpoints are on (EX_TEMPFAIL of sysexits.h)."""
 
@@ -49,3 +52,12 @@ class StorageError(RunError):
     """The run folder, or a token store, cannot be written: no space left, or a broken disk."""
 
     exit_code = 7
+
+
+def run_script(main: Callable[[list[str]], None]) -> None:
+    """Call `main` with the words of the command line. A RunError is printed, and its exit code ends the process."""
+    try:
+        main(sys.argv[1:])
+    except RunError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,11 +1,10 @@
 """The check before any process is spawned: `python -m torchtitan_lite.config --job.config_file X.toml ...`."""
 
 import argparse
-import sys
 
 from torchtitan_lite.config import format_help, load_config, resolve_batch, resolve_degrees
 from torchtitan_lite.config.keys import KEYS, show
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import run_script
 from torchtitan_lite.logger import init_logger
 
 
@@ -37,8 +36,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)
