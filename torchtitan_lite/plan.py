@@ -28,6 +28,7 @@ from torchtitan_lite.metrics.memory import RESERVED_RATIO, Rank, step_memory
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
 
 SECONDS_PER_DAY = 86_400
 
@@ -292,6 +293,8 @@ def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
             float8=config.float8,
             float8_linears=kinds,
             grad_accum_steps=request.batch.grad_accum_steps,
+            chunk_logits=CHUNK_LOGITS,
+            piece_logits=PIECE_LOGITS,
             on_cpu=False,
         )
     )

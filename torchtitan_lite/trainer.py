@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_lite.build import build_batches, build_checkpointer, build_metrics, build_model
 from torchtitan_lite.checkpoint.changes import check_model, config_changes
@@ -36,7 +36,7 @@ from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
-from torchtitan_lite.float8.convert import build_scale_hook
+from torchtitan_lite.float8.convert import build_scale_hook, is_float8
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.logger import logger
@@ -44,7 +44,7 @@ from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.loss import cross_entropy_sum
+from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
 from torchtitan_lite.parallel.distributed import set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
@@ -103,10 +103,9 @@ class Trainer:
         )
         self.last_step = self.batches.last_step
         self.model, ledger, self.asked = build_model(config, args, mesh=mesh, device=device)
-        self.loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
-        if config.compile.covers("loss"):
-            self.loss_fn = torch.compile(cross_entropy_sum)
-        self.splits_logits = degrees.tp > 1 and not config.parallelism.disable_loss_parallel
+        self.cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
+        gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
+        self.fuses_output = not (gathers_logits or is_float8(self.model.output))
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.scale_hook = build_scale_hook(self.model, float8=config.float8)
         self.numerics = NumericsMonitor(self.model, freq=config.float8.log_numerics_freq, device=device)
@@ -174,16 +173,17 @@ class Trainer:
         logger.info(f"{request} asks for a save")
         return True
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float | None = None) -> Tensor:
-        """Summed cross-entropy of one microbatch, [] float32. Its gradient times `backward_scale`, if given, is
-        added to the parameters' gradients."""
+    def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
+        """`scale` times the summed cross-entropy of one microbatch, [] float32. Where gradients are enabled, its own is
+        added to the parameters'."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
-        with loss_parallel() if self.splits_logits else contextlib.nullcontext():
-            total = self.loss_fn(self.model(tokens), labels)
-            if backward_scale is not None:
-                (total * backward_scale).backward()
-        total = total.detach()
-        return total.full_tensor() if isinstance(total, DTensor) else total
+        if self.fuses_output:
+            loss = self.model(tokens, partial(self.cross_entropy.of_linear, labels=labels, scale=scale))
+        else:
+            loss = self.cross_entropy.of_logits(self.model(tokens), labels, scale=scale)
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss.detach()
 
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`."""
@@ -201,8 +201,8 @@ class Trainer:
             tokens, labels = batch
             last = accum_step == accum_steps - 1
             cast(FSDPModule, self.model).set_requires_gradient_sync(last)
-            losses.append(self.loss(tokens, labels, backward_scale=scale))
-        loss = torch.stack(losses).sum() * scale
+            losses.append(self.loss(tokens, labels, scale=scale))
+        loss = torch.stack(losses).sum()
         self.watchdog.at(step, "optimizer")
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
@@ -233,13 +233,14 @@ class Trainer:
         on_gpu = [self.device] if self.device.type == "cuda" else []
         # What validation draws changes nothing of the training, also of one that resumes after it.
         with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
-            total = torch.zeros((), device=self.device)
+            scale = 1 / (self.config.validation.steps * self.config.training.microbatch_tokens)
+            loss = torch.zeros((), device=self.device)
             batches = iter(self.validation_batches)
             while (batch := self.next_batch(batches)) is not None:
-                total += self.loss(*batch)
-            dist.all_reduce(total, group=self.dp_mesh.get_group())
-            loss = total.item() / (self.config.validation.steps * self.config.training.microbatch_tokens)
-        self.metrics.log_validation(step, loss)
+                loss += self.loss(*batch, scale=scale)
+            dist.all_reduce(loss, group=self.dp_mesh.get_group())
+            mean = loss.item()
+        self.metrics.log_validation(step, mean)
 
     def train(self) -> int:
         """The run's exit code, after its last step, or after a signal stopped it between two forward passes."""

@@ -174,18 +174,18 @@ class FaultyTrainer(trainer.Trainer):
         super().__init__(*args, **kwargs)
         FaultyTrainer.running = self
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, backward_scale: float | None = None) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
         """The loss, times what the faults make of it."""
-        if backward_scale is None:
+        if not torch.is_grad_enabled():
             happen(f"validation {self.step}")
-            return super().loss(tokens, labels)
+            return super().loss(tokens, labels, scale=scale)
         factor = happen(f"{'accumulation' if self.passes else 'forward'} {self.step + 1}")
         self.passes = (self.passes + 1) % self.batch.grad_accum_steps
         if self.notes_samples:
             hashes = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in torch.stack([tokens, labels], dim=1)]
             with (self.path / f"samples-{RANK}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": self.step + 1, "samples": hashes}) + "\n")
-        return super().loss(tokens, labels, backward_scale=backward_scale * factor) * factor
+        return super().loss(tokens, labels, scale=scale * factor)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """The batch, unless a fault is met in taking it."""

@@ -2,17 +2,16 @@
 process, and tells as a line of JSON, by name, what it is and what it sends: `weights` (sha256 of each full weight) and
 `traffic` (of one forward and backward: collective, type, elements sent)."""
 
-import contextlib
 import hashlib
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from matrix_worker import CONFIG
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -22,7 +21,7 @@ from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.meta import resolve_model_args
-from torchtitan_lite.models.loss import cross_entropy_sum
+from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.mesh import build_mesh
 
@@ -59,8 +58,8 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     model, *_ = build_model(config, args, mesh=mesh, device=device)
     weights = {name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()}
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % args.vocab_size
-    with Traffic() as traffic, loss_parallel() if degrees.tp > 1 else contextlib.nullcontext():
-        cross_entropy_sum(model(tokens), tokens).backward()
+    with Traffic() as traffic:
+        model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
     return {"weights": weights, "traffic": traffic.sent}
 
 

@@ -14,7 +14,7 @@ from torchtitan_lite.float8.convert import build_scale_hook, convert_linears, fl
 from torchtitan_lite.float8.mxfp8 import MXFP8Linear
 from torchtitan_lite.float8.selection import LinearChoice, select_linears
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.llama3 import Output, Transformer
 
 ARGS = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16)
 CUDA = torch.device("cuda", 0)
@@ -33,7 +33,7 @@ def test_the_chosen_linears_and_no_others_are_converted_and_emulate() -> None:
     swapped = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     parts = ("attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     assert swapped == {f"layers.{i}.{part}" for i in range(2) for part in parts}
-    assert type(model.output) is nn.Linear
+    assert type(model.output) is Output
     assert all(model.get_submodule(name).config.emulate for name in swapped)
 
 
@@ -93,10 +93,9 @@ def test_a_gpu_without_mxfp8_is_refused_by_name_and_capability(
 def test_mxfp8_is_another_linear() -> None:
     model = converted(Float8Config(recipe_name="mxfp8", filter_fqns=("wk",)))
     kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert {name for name, kind in kinds.items() if kind is nn.Linear} == {"output"} | {
-        f"layers.{i}.attention.wk" for i in range(2)
-    }
-    assert set(kinds.values()) == {nn.Linear, MXFP8Linear}
+    assert {name for name, kind in kinds.items() if kind is nn.Linear} == {f"layers.{i}.attention.wk" for i in range(2)}
+    assert {name for name, kind in kinds.items() if kind is Output} == {"output"}
+    assert set(kinds.values()) == {nn.Linear, Output, MXFP8Linear}
 
 
 @pytest.mark.parametrize(

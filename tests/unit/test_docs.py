@@ -12,7 +12,7 @@ from typing import Any
 import matrix
 import matrix_page
 import pytest
-from test_memory import PUBLISHED, build_rank, peak
+from test_memory import PUBLISHED, build_rank, torchtitan_peak
 from test_recipes import FLOORS, RECIPES
 from test_roofline import (
     DEBUG_RUN,
@@ -113,7 +113,7 @@ def test_estimates_beside_what_gpus_reserved() -> None:
     for reserved, flavor, seq_len, batch, dp_shard, tp, checkpoint, changes in PUBLISHED:
         args = replace(FLAVORS[flavor], max_seq_len=seq_len)
         rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes)
-        estimate = peak(rank).total / 2**30
+        estimate = torchtitan_peak(rank) / 2**30
         assert_said(PLAN, f"| {estimate:.1f} | {reserved:.1f} | {reserved / estimate:.2f} |")
 
 

@@ -1,10 +1,37 @@
-"""Cross-entropy against its definition."""
+"""Cross-entropy against its definition, in one piece and in several."""
 
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_lite.models.loss import cross_entropy_sum
+from torchtitan_lite.models import loss
+from torchtitan_lite.models.loss import IGNORED, CrossEntropy
 
-IGNORED = -100
+EAGER = CrossEntropy(compiled=False)
+
+
+def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """As PyTorch has it, of all tokens at once."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+def sample(dtype: torch.dtype, *, vocab_size: int = 103) -> tuple[Tensor, Tensor, Tensor]:
+    """The input [B, S, D] of a linear, its weight [V, D], and labels, two of which do not count."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 24, 16, generator=generator).to(dtype)
+    weight = torch.randn(vocab_size, 16, generator=generator).to(dtype)
+    labels = torch.randint(vocab_size, (2, 24), generator=generator)
+    labels[0, 3] = labels[1, 23] = IGNORED
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+def gradients(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, of)
 
 
 def test_the_loss_is_the_sum_of_minus_log_probabilities_of_the_labels_that_count() -> None:
@@ -13,19 +40,90 @@ def test_the_loss_is_the_sum_of_minus_log_probabilities_of_the_labels_that_count
     labels[1, 2] = IGNORED
     log_p = logits.double().log_softmax(-1)
     expected = -sum(log_p[b, s, labels[b, s]] for b in range(2) for s in range(3) if (b, s) != (1, 2))
-    torch.testing.assert_close(cross_entropy_sum(logits, labels).double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(EAGER.of_logits(logits, labels).double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(EAGER.of_logits(logits, labels, scale=0.5).double(), expected / 2, rtol=1e-6, atol=0)
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
     logits, labels = torch.randn(4, 64, 100).bfloat16(), torch.randint(0, 100, (4, 64))
-    loss = cross_entropy_sum(logits, labels)
-    assert loss.dtype is torch.float32
-    torch.testing.assert_close(loss, cross_entropy_sum(logits.float(), labels), rtol=0, atol=0)
+    total = EAGER.of_logits(logits, labels)
+    assert total.dtype is torch.float32
+    torch.testing.assert_close(total, EAGER.of_logits(logits.float(), labels), rtol=0, atol=0)
 
 
 def test_labels_that_are_all_ignored_cost_nothing_and_move_nothing() -> None:
     logits = torch.randn(1, 4, 7, requires_grad=True)
-    loss = cross_entropy_sum(logits, torch.full((1, 4), IGNORED))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad is not None and not logits.grad.any()
+    total = EAGER.of_logits(logits, torch.full((1, 4), IGNORED))
+    (gradient,) = gradients(total, logits)
+    assert total.item() == 0.0
+    assert not gradient.any()
+
+
+def test_the_logits_that_it_is_given_stay_as_they_are() -> None:
+    x, weight, labels = sample(torch.float32)
+    logits = (x @ weight.t()).detach()
+    before = logits.clone()
+    EAGER.of_logits(logits.requires_grad_(), labels).backward()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "piece_tokens", "compiled"),
+    [(48, 48, False), (48, 7, False), (20, 7, False), (1, 1, False), (20, 7, True)],
+)
+def test_fused_with_the_linear_it_is_equal_within_float32_rounding(
+    chunk_tokens: int, piece_tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, labels = sample(torch.float32)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * len(weight))
+    monkeypatch.setattr(loss, "PIECE_LOGITS", piece_tokens * len(weight))
+    expected = plain_loss(x @ weight.t(), labels) / 48
+    total = CrossEntropy(compiled=compiled).of_linear(x, weight, labels, scale=1 / 48)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    # Of a loss that is scaled once more, as by anything that follows it.
+    for found, right in zip(gradients(3 * total, x, weight), gradients(3 * expected, x, weight), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+def test_in_bfloat16_one_chunk_computes_what_the_plain_path_does() -> None:
+    x, weight, labels = sample(torch.bfloat16)
+    expected, total = plain_loss(x @ weight.t(), labels) / 48, EAGER.of_linear(x, weight, labels, scale=1 / 48)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for found, right in zip(gradients(total, x, weight), gradients(expected, x, weight), strict=True):
+        assert found.dtype is torch.bfloat16
+        error = (found.float() - right.float()).norm() / right.float().norm()
+        assert error < 2e-3  # a rounding to bfloat16 is 2^-9
+
+
+def test_without_gradients_none_are_made() -> None:
+    x, weight, labels = sample(torch.float32)
+    with torch.no_grad():
+        total = EAGER.of_linear(x, weight, labels)
+    assert not total.requires_grad
+    torch.testing.assert_close(total, plain_loss(x @ weight.t(), labels).detach(), rtol=1e-6, atol=0)
+
+
+def test_its_backward_cannot_run_twice() -> None:
+    x, weight, labels = sample(torch.float32)
+    total = EAGER.of_linear(x, weight, labels)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def peak_bytes(loss: Callable[..., Tensor], *operands: Tensor) -> int:
+    """Allocated at once by a loss of `operands` and its backward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss(*operands).backward()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(allocated)
+
+
+def test_it_takes_at_most_a_quarter_of_the_memory_of_the_plain_path() -> None:
+    tokens, vocab_size, dim = 4096, 64128, 16
+    x = torch.randn(1, tokens, dim).bfloat16().requires_grad_()
+    weight = torch.randn(vocab_size, dim).bfloat16().requires_grad_()
+    labels = torch.randint(vocab_size, (1, tokens))
+    plain = peak_bytes(lambda x, weight, labels: plain_loss(x @ weight.t(), labels), x, weight, labels)
+    assert peak_bytes(EAGER.of_linear, x, weight, labels) <= plain / 4

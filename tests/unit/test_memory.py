@@ -5,13 +5,13 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,10 +27,10 @@ from torchtitan_lite.config import (
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_memory
+from torchtitan_lite.models import loss
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.models.loss import cross_entropy_sum
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -62,6 +62,8 @@ def build_rank(args: ModelArgs, dp_shard: int = 1, tp: int = 1, *, batch: int = 
         "float8": float8,
         "float8_linears": tuple(block_linear_shapes(args)) if float8.enable_float8_linear else (),
         "grad_accum_steps": 1,
+        "chunk_logits": loss.CHUNK_LOGITS,
+        "piece_logits": loss.PIECE_LOGITS,
         "on_cpu": True,
     }
     return Rank(model=args, **(defaults | changes))
@@ -101,20 +103,23 @@ def build_model(rank: Rank) -> nn.Module:
 
 
 def train(rank: Rank) -> None:
-    """Two steps, as the trainer makes them; what follows the second one's last forward is recorded as `measured`."""
+    """Two steps, as the trainer makes them; the second one's last microbatch and what follows is recorded as
+    `measured`, and each backward."""
     model = build_model(rank)
     optimizer = build_optimizer(model.parameters(), rank.optimizer)
-    loss_fn = torch.compile(cross_entropy_sum) if rank.compile.enable else cross_entropy_sum
+    cross_entropy = loss.CrossEntropy(compiled=rank.compile.enable)
     tokens = torch.randint(rank.model.vocab_size, (rank.training.local_batch_size, rank.training.seq_len))
-    splits_loss = rank.degrees.tp > 1 and not rank.parallelism.disable_loss_parallel
     for step in range(2):
         for accum_step in range(rank.grad_accum_steps):
             last = accum_step == rank.grad_accum_steps - 1
             model.set_requires_gradient_sync(last)
-            with loss_parallel() if splits_loss else contextlib.nullcontext():
-                logits = [model(tokens)]  # a list, so that the loss alone holds them
-                with record_function("measured") if step and last else contextlib.nullcontext():
-                    loss_fn(logits.pop(), tokens).backward()
+            with record_function("measured") if step and last else contextlib.nullcontext():
+                if rank.fuses_loss:
+                    total = model(tokens, partial(cross_entropy.of_linear, labels=tokens))
+                else:
+                    total = cross_entropy.of_logits(model(tokens), tokens)
+                with record_function("backward"):
+                    total.backward()
         with record_function("measured") if step else contextlib.nullcontext():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -122,7 +127,7 @@ def train(rank: Rank) -> None:
 
 
 def measure(rank: Rank) -> tuple[int, int]:
-    """Bytes allocated after the last forward of a step, logits included, and at the most from then on."""
+    """Bytes allocated between the last forward of a step and its backward, and at the most from that forward on."""
     gc.collect()  # what an earlier test leaves must not be freed meanwhile
     with (
         fake_process_group(rank.degrees.world_size),
@@ -131,11 +136,12 @@ def measure(rank: Rank) -> tuple[int, int]:
         train(rank)
     events = profiler.profiler.kineto_results.events()
     spans = [(event.start_ns(), event.end_ns()) for event in events if event.name() == "measured"]
+    backward = max(event.start_ns() for event in events if event.name() == "backward")
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     allocated, before, most = 0, 0, 0
     for time, change in changes:
         allocated += change
-        if time < min(spans)[0]:
+        if time < backward:
             before = allocated
         if any(begin <= time <= end for begin, end in spans):
             most = max(most, allocated)
@@ -187,6 +193,15 @@ def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, 
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
 
 
+def test_peak_of_a_loss_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = dataclasses.replace(VOCABULARY, dim=512, n_heads=8)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**21)  # of 2**23
+    monkeypatch.setattr(loss, "PIECE_LOGITS", 2**19)
+    rank = build_rank(args, 8, activation_checkpoint=FULL)
+    assert peak(rank).name == "loss"
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("args", "tp", "checkpoint"), [(WIDE, 1, NONE), (DEEP, 1, FULL), (WIDE, 2, BY_OP)], ids=["none", "full", "op-tp"]
 )
@@ -218,9 +233,9 @@ def test_kept_by_a_compiled_float8_forward(name: str) -> None:
 
 
 def check_kept(rank: Rank) -> None:
-    loss = step_memory(rank)[0]
-    logits = 2 * rank.tokens * rank.model.vocab_size // rank.degrees.tp
-    assert loss.total - loss.logits + logits == pytest.approx(measure(rank)[0], rel=0.01)
+    at_loss = step_memory(rank)[0]
+    copied_from = 2 * rank.model.dim * (rank.model.vocab_size // rank.degrees.tp + 1)  # by FSDP, for the head
+    assert at_loss.total - at_loss.logits - copied_from == pytest.approx(measure(rank)[0], rel=0.01)
 
 
 GPU = {"on_cpu": False, "batch": 1}
@@ -235,10 +250,13 @@ def test_8b_on_8_gpus() -> None:
     shards = 8_030_261_248 * 4 // 8
     tokens, block, output = 8192, 218_112_000, 128256 * 4096 + 4096
     assert moments["optimizer step"] == Moment("optimizer step", shards, shards, 2 * shards)
-    # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head its norm's input
-    # and output. The compiled loss holds logits and their gradient; FSDP has gathered the head.
-    kept = 32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32) + 2 * tokens * 2 * 4096
-    assert moments["loss"] == Moment("loss", shards, 0, 2 * shards, kept, 2 * tokens * 128256 * 2, 2 * output)
+    # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head its norm's input,
+    # and the gradients of its output and of the projection's weight, which the loss made from the logits in bf16 and
+    # that output; FSDP has gathered the head, and
+    # holds what it copied it from.
+    kept = 32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32) + 2 * tokens * 2 * 4096 + 2 * 128256 * 4096
+    working = 2 * tokens * 128256 + 2 * tokens * 4096
+    assert moments["loss"] == Moment("loss", shards, 0, 2 * shards, kept, working, 2 * 2 * output)
     # At the end of a block's backward: its weights, the next block's, its gradients, and the float32 ones in flight.
     assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
@@ -306,4 +324,20 @@ def test_gpus_reserve_more(
 ) -> None:
     args = dataclasses.replace(FLAVORS[flavor], max_seq_len=seq_len)
     rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes)
-    assert 1.18 <= round(reserved * 2**30 / peak(rank).total, 2) <= RESERVED_RATIO
+    assert 1.18 <= round(reserved * 2**30 / torchtitan_peak(rank), 2) <= RESERVED_RATIO
+
+
+def torchtitan_peak(rank: Rank) -> int:
+    """Bytes at the height of a step whose loss is not fused. It holds for each logit, eager, the log-probability, its
+    gradient and the logit's, in float32; compiled, the logit and its gradient; split, copies of its own besides."""
+    if rank.compile.covers("loss"):
+        per_logit = 2 + 2 * 4 if rank.degrees.tp > 1 else 2 * 2
+    else:
+        per_logit = (4 if rank.degrees.tp > 1 else 3) * 4
+    fused = step_memory(rank)[0]
+    weight_gradient = 2 * rank.model.vocab_size * rank.model.dim // rank.degrees.tp
+    copied_from = weight_gradient + 2 * rank.model.dim  # by FSDP, and freed before the loss
+    return max(
+        *(moment.total for moment in step_memory(rank)[1:]),
+        fused.total - fused.logits - weight_gradient - copied_from + per_logit * rank.logits,
+    )

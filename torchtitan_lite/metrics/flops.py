@@ -138,8 +138,8 @@ def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> 
 
 
 def _is_mxfp8(linear: nn.Linear) -> bool:
-    """A linear is one of float8, or a plain one, or one of MXFP8, which is not torchao's and casts for all matmuls."""
-    return not isinstance(linear, Float8Linear) and type(linear) is not nn.Linear
+    """Whether a linear is one of MXFP8, which is not torchao's: it casts for all matmuls, and knows if it emulates."""
+    return not isinstance(linear, Float8Linear) and hasattr(linear, "emulate")
 
 
 def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool) -> LinearFlops:

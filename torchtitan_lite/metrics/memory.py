@@ -51,6 +51,10 @@ class Rank:
     float8_linears: Collection[str]
     """Names within a block of the linears that train in float8, such as attention.wq."""
     grad_accum_steps: int
+    chunk_logits: int
+    """Logits that the loss makes at once, at most, where it is fused with the projection to the vocabulary."""
+    piece_logits: int
+    """Logits that it has in float32 at once where it is not compiled."""
     on_cpu: bool
 
     @property
@@ -69,14 +73,19 @@ class Rank:
         return WIDTHS[self.training.mixed_precision_reduce]
 
     @property
-    def splits_loss(self) -> bool:
-        """Whether tensor parallelism splits the logits over the vocabulary up to the loss."""
-        return self.degrees.tp > 1 and not self.parallelism.disable_loss_parallel
+    def gathers_logits(self) -> bool:
+        """Whether tensor parallelism gathers the logits for the loss."""
+        return self.degrees.tp > 1 and self.parallelism.disable_loss_parallel
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the loss is fused with the projection to the vocabulary."""
+        return not (self.gathers_logits or (self.float8.enable_float8_linear and self.float8.convert_output))
 
     @property
     def logits(self) -> int:
         """How many logits the rank has, of N * V."""
-        return self.tokens * self.model.vocab_size // (self.degrees.tp if self.splits_loss else 1)
+        return self.tokens * self.model.vocab_size // (1 if self.gathers_logits else self.degrees.tp)
 
     @property
     def compiled(self) -> bool:
@@ -164,7 +173,9 @@ def step_memory(rank: Rank) -> list[Moment]:
         )
 
     kept, buffers = sum(group.saved for group in groups), gathered(groups if never_freed else groups[-1:])
-    logits = _bytes_per_logit(rank) * rank.logits
+    if rank.fuses_loss and rank.degrees.dp_shard > 1:
+        buffers += gathered(groups[-1:])  # what FSDP copied the head's weights from, until it gathers others
+    logits = _loss_working(rank)
     moments = [moment("loss", left=len(groups), activations=kept, logits=logits, buffers=buffers)]
     for i, group in reversed(list(enumerate(groups))):
         kept -= group.saved
@@ -176,7 +187,7 @@ def step_memory(rank: Rank) -> list[Moment]:
             f"backward of {group.name}",
             left=i + 1,
             activations=kept + group.working,
-            logits=rank.width * rank.logits if group is groups[-1] else 0,
+            logits=rank.width * rank.logits if group is groups[-1] and not rank.fuses_loss else 0,
             buffers=ahead + group.gathered + scattering,
         )
         # Its own buffer to scatter from then takes the place of its weights and of the buffer before.
@@ -192,25 +203,39 @@ def step_memory(rank: Rank) -> list[Moment]:
     return [*moments, moment("optimizer step", left=0, buffers=copies)]
 
 
-def _bytes_per_logit(rank: Rank) -> int:
-    """Held at once for each logit, in the loss or its backward. Eager: log-probabilities, their gradient and the
-    logits', in float32. Compiled: the logits and their gradient. A loss over split logits makes copies of its own."""
-    if rank.compile.covers("loss"):
-        return rank.width + 2 * FLOAT32 if rank.splits_loss else 2 * rank.width
-    return 4 * FLOAT32 if rank.splits_loss else 3 * FLOAT32
+def _output_weights(rank: Rank) -> int:
+    """Elements of this rank's share of the projection to the vocabulary."""
+    return rank.model.vocab_size * rank.model.dim // rank.degrees.tp
+
+
+def _loss_working(rank: Rank) -> int:
+    """Held at the height of the loss, with what is saved for the backward. Its gradient takes the place of the logits;
+    eager, a piece of them is in float32 meanwhile, three times, and compared with the labels."""
+    in_float32 = 0 if rank.compile.covers("loss") else (3 * FLOAT32 + 1) * min(rank.piece_logits, rank.logits)
+    if not rank.fuses_loss:
+        return 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
+    # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy; until then there is room
+    # for the piece.
+    several = rank.logits > rank.chunk_logits
+    added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * _output_weights(rank)
+    normed = rank.width * rank.tokens * rank.model.dim
+    logits = rank.width * min(rank.logits, rank.chunk_logits)
+    return normed + logits + added_up + max(0, in_float32 - rank.width * _output_weights(rank))
 
 
 def _embedding(rank: Rank) -> Group:
-    weights = rank.model.vocab_size * rank.model.dim // rank.degrees.tp
+    weights = _output_weights(rank)  # as many
     gradient = rank.width * rank.tokens * rank.model.dim
     return Group("tok_embeddings", weights, rank.width * weights, saved=0, working=gradient)
 
 
 def _head(rank: Rank) -> Group:
     """The last norm and the projection to the vocabulary."""
-    weights = rank.model.vocab_size * rank.model.dim // rank.degrees.tp + rank.model.dim
+    weights = _output_weights(rank) + rank.model.dim
     normed = rank.width * rank.tokens * rank.model.dim
-    saved = rank.norm_input(compiled=False) + normed
+    saved = rank.norm_input(compiled=False) + normed  # or its gradient, where the loss is fused
+    if rank.fuses_loss:
+        saved += rank.width * _output_weights(rank)  # the weight's gradient
     return Group("output", weights, rank.width * weights, saved=saved, working=saved + normed)
 
 

@@ -5,6 +5,7 @@ parallelism H, K and F are this rank's share.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,14 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class Output(nn.Linear):
+    """The projection to the vocabulary, which can be handed to what fuses it with the loss."""
+
+    def forward(self, x: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Logits [B, S, V] for `x` [B, S, D]; with a `head`, what it makes of `x` and the weight [V, D]."""
+        return super().forward(x) if head is None else head(x, self.weight)
+
+
 class Transformer(nn.Module):
     """A Llama 3 language model. Build it under `torch.device("meta")`, then materialise it and call `init_weights`."""
 
@@ -140,10 +149,11 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output = Output(args.dim, args.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, S, V] of the token after each of `tokens` [B, S]."""
+    def forward(self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Logits [B, S, V] of the token after each of `tokens` [B, S]; or what `head` makes of the two that the logits
+        are the product of, see `Output`."""
         seq_len = tokens.shape[1]
         cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None
         if (bos_id := self.args.document_bos_id) is not None:
@@ -153,7 +163,8 @@ class Transformer(nn.Module):
         x = self.tok_embeddings(tokens)  # [B, S, D]
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
-        return self.output(self.norm(x))
+        x = self.norm(x)
+        return self.output(x) if head is None else self.output(x, head)  # only an Output takes one
 
 
 def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device) -> str:

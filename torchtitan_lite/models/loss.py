@@ -1,10 +1,171 @@
-"""Cross-entropy of next-token prediction. Shapes: B batch, S seq_len, V vocab_size."""
+"""Cross-entropy of next-token prediction, in pieces: logits of all tokens never exist in float32.
 
-import torch.nn.functional as F
+The forward pass turns the logits, in place, into the gradient of the loss, as all that it depends on is known there;
+the backward pass only hands it on. Where the logits come from a linear, the gradients of its input and weight are made
+there too, a chunk of tokens at a time.
+
+Shapes: N tokens, B batch, S seq_len, D dim, V vocab_size. Over a vocabulary that is split, V is this rank's share.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+IGNORED = -100
+"""The label of a token that does not count."""
+CHUNK_LOGITS = 2**30
+"""Logits that a chunk of tokens has at most: 2 GiB in bfloat16. More chunks take less memory, but each but the first
+costs a pass over the weight's gradient in float32."""
+PIECE_LOGITS = 2**23
+"""Logits that are in float32 at once where the kernels are not compiled: 32 MiB. Compiled, none are."""
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over all positions of the cross-entropy in nat of `labels` [B, S] under `logits` [B, S, V], in float32.
-    A label of -100 does not count. The logits may be a DTensor split over the vocabulary, within `loss_parallel`."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum")
+def _label_scores(logits: Tensor, ids: Tensor) -> Tensor:
+    """Of each token the log-sum-exp of its logits [N, V] and the logit of its label, which is 0 where `ids` [N] is not
+    among the V: [2, N] float32."""
+    scores = logits.float()
+    known = (ids >= 0) & (ids < logits.shape[-1])
+    picked = scores.gather(-1, torch.where(known, ids, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.stack((scores.logsumexp(-1), torch.where(known, picked, 0)))
+
+
+def _to_gradient(logits: Tensor, ids: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
+    """Overwrite `logits` [N, V] by `scale` [N] times their gradient: the softmax, less 1 at the label."""
+    softmax = (logits.float() - log_sum_exp.unsqueeze(-1)).exp()
+    at_label = torch.arange(logits.shape[-1], device=logits.device) == ids.unsqueeze(-1)
+    logits.copy_(torch.where(at_label, softmax - 1, softmax) * scale.unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The part of a vocabulary that this rank has the logits of."""
+
+    start: int = 0
+    """Id of the first."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that have the others; None: there are none."""
+
+
+class CrossEntropy:
+    """The sum over tokens of the cross-entropy in nat of their labels, times a scale: [] float32. A label of -100 does
+    not count. The backward pass can run once."""
+
+    def __init__(self, *, compiled: bool) -> None:
+        kernels: tuple[Callable[..., Any], ...] = (_label_scores, _to_gradient)
+        self._compiled = compiled
+        self._label_scores, self._to_gradient = map(torch.compile, kernels) if compiled else kernels
+
+    def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
+        """The loss of `labels` [B, S] under `logits` [B, S, V], which may be a DTensor split over the vocabulary."""
+        vocabulary = _Vocabulary()
+        if isinstance(logits, DTensor):
+            vocabulary = _vocabulary(logits, dim=-1)
+            logits = logits.to_local()
+        wanted = torch.is_grad_enabled()
+        loss: Tensor = _OfLogits.apply(logits.flatten(0, 1), labels.flatten(), self, scale, vocabulary, wanted)
+        return loss
+
+    def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
+        """The loss of `labels` [B, S] under the logits that a linear with `weight` [V, D] makes of `x` [B, S, D]. Both
+        may be DTensors: the weight split over the vocabulary, and `x` whole on each rank."""
+        vocabulary = _Vocabulary()
+        if isinstance(weight, DTensor):
+            assert isinstance(x, DTensor), "x is distributed as the weight is"
+            vocabulary = _vocabulary(weight, dim=0)
+            x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
+        wanted = torch.is_grad_enabled()
+        loss: Tensor = _OfLinear.apply(x.flatten(0, 1), weight, labels.flatten(), self, scale, vocabulary, wanted)
+        return loss
+
+    def _take(
+        self, logits: Tensor, labels: Tensor, *, scale: float, vocabulary: _Vocabulary, to_gradient: bool
+    ) -> Tensor:
+        """The loss of `labels` [N] under `logits` [N, V], which are overwritten by their gradient if that is wanted."""
+        size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
+        pieces, ids = logits.split(size), (labels - vocabulary.start).split(size)
+        scores = torch.cat([self._label_scores(*each) for each in zip(pieces, ids, strict=True)], dim=-1)  # [2, N]
+        if vocabulary.group is not None:
+            of_ranks = [torch.empty_like(scores) for _ in range(vocabulary.group.size())]
+            dist.all_gather(of_ranks, scores, group=vocabulary.group)
+            partial = torch.stack(of_ranks)  # [ranks, 2, N]
+            scores = torch.stack((partial[:, 0].logsumexp(0), partial[:, 1].sum(0)))
+        log_sum_exp, picked = scores
+        scales = scale * (labels != IGNORED)
+        if to_gradient:
+            for each in zip(pieces, ids, log_sum_exp.split(size), scales.split(size), strict=True):
+                self._to_gradient(*each)
+        return ((log_sum_exp - picked) * scales).sum()
+
+
+def _vocabulary(of: DTensor, *, dim: int) -> _Vocabulary:
+    """The part of the vocabulary, along `dim`, that is in this rank's shard of a DTensor."""
+    _, offset = compute_local_shape_and_global_offset(of.shape, of.device_mesh, of.placements)
+    return _Vocabulary(offset[dim], of.device_mesh.get_group())
+
+
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        loss: CrossEntropy,
+        scale: float,
+        vocabulary: _Vocabulary,
+        wanted: bool,
+    ) -> Tensor:
+        gradient = logits.clone() if wanted else logits
+        ctx.save_for_backward(gradient)
+        return loss._take(gradient, labels, scale=scale, vocabulary=vocabulary, to_gradient=wanted)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(incoming), None, None, None, None, None
+
+
+class _OfLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss: CrossEntropy,
+        scale: float,
+        vocabulary: _Vocabulary,
+        wanted: bool,
+    ) -> Tensor:
+        tokens = max(1, CHUNK_LOGITS // len(weight))
+        several = len(x) > tokens
+        x_grad = torch.empty_like(x) if wanted else None
+        weight_grad: Tensor | None = None
+        total = torch.zeros((), device=x.device)
+        for start in range(0, len(x), tokens):
+            chunk = slice(start, start + tokens)
+            logits = x[chunk] @ weight.t()
+            total += loss._take(logits, labels[chunk], scale=scale, vocabulary=vocabulary, to_gradient=wanted)
+            if x_grad is not None:
+                torch.mm(logits, weight, out=x_grad[chunk])
+                if weight_grad is not None:
+                    weight_grad += logits.t() @ x[chunk]
+                else:
+                    weight_grad = logits.t() @ x[chunk]
+                    weight_grad = weight_grad.float() if several else weight_grad
+        if x_grad is not None and weight_grad is not None:
+            ctx.save_for_backward(x_grad, weight_grad.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad.mul_(incoming), weight_grad.mul_(incoming), None, None, None, None, None

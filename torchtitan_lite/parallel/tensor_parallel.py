@@ -14,7 +14,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -57,6 +57,25 @@ class _WaitingRowwiseParallel(RowwiseParallel):
         return outputs.redistribute(placements=output_layouts).to_local()
 
 
+class _HeadParallel(ColwiseParallel):
+    """Splits the projection to the vocabulary; what it is to be fused with gets its gathered input and its shard."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        x = ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return x, *inputs[1:]
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if not isinstance(outputs, DTensor):
+            return outputs  # a loss, the same on all ranks
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
 def gathers_float8(module: nn.Module) -> bool:
     """True for a Float8Linear whose input has one scale a tensor, so that shards of it can be gathered."""
     if not isinstance(module, Float8Linear):
@@ -76,7 +95,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
         {
             "tok_embeddings": _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": (Float8ColwiseParallel if float8_output else ColwiseParallel)(
+            "output": (Float8ColwiseParallel if float8_output else _HeadParallel)(
                 input_layouts=Shard(1),
                 output_layouts=Shard(-1) if loss_parallel else Replicate(),
                 use_local_output=not loss_parallel,
