@@ -1,21 +1,34 @@
 """The optimizer, which steps it takes, and the learning rate as a pure function of the step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtitan_lite.logger import logger
 
 LOSS_MEAN_DECAY = 0.98
 """Of the running mean of the losses: a loss counts half after 34 steps."""
+BLOCK = 128
+"""Neighbours in a row of a weight whose moments in 8 bits share a scale."""
 
 
-def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `parameters`, with the update implemented as asked for."""
+def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over `parameters`, with the update implemented, and its moments kept, as asked for."""
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if optimizer.state_dtype != "float32":
+        return LowBitAdamW(parameters, state_dtype=optimizer.state_dtype, **settings)
     if optimizer.implementation != "fused":
         logger.info(
             f'[optimizer] implementation = "{optimizer.implementation}" waits for the device in every step, to learn '
@@ -23,13 +36,147 @@ def build_optimizer(parameters: Iterable[Parameter], optimizer: OptimizerConfig)
         )
     return torch.optim.AdamW(
         parameters,
-        lr=optimizer.lr,
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
         fused=optimizer.implementation == "fused",
         foreach=optimizer.implementation == "foreach",
+        **settings,
     )
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW that computes in float32, and keeps the two moments of each parameter in less: in bfloat16; or in 8 bits,
+    with a float32 scale for each BLOCK neighbours in a row, by the map of 8-bit Adam (arXiv 2110.02861), or as float8,
+    the second moment, which spans more, with more exponent (e4m3 and e5m2: arXiv 2409.12517). In 8 bits are those of
+    matrices whose rows, as this rank has them, are whole blocks; others stay float32.
+
+    Like torch's fused AdamW it takes a `found_inf`, on the device, with which a step leaves all as it was. On a GPU the
+    update is compiled to one kernel a parameter."""
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, parameters: Iterable[Parameter], *, state_dtype: str, **settings: Any) -> None:
+        """`state_dtype` is "bfloat16", "int8" or "float8"; `settings` are lr, betas, eps and weight_decay."""
+        super().__init__(parameters, {**settings, "fused": True})
+        self._state_dtype = state_dtype
+        device = self.param_groups[0]["params"][0].device
+        self._maps = {name: torch.tensor(values, device=device) for name, values in MAPS.items()}
+        self._update: Callable[..., None] = torch.compile(_update, dynamic=False) if device.type == "cuda" else _update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is computed again
+        """Update each parameter that has a gradient."""
+        assert closure is None, "the loss is computed once a step"
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                if not self.state[parameter]:
+                    self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
+                    self.state[parameter] |= _empty_moments(parameter, self._state_dtype)
+                self._update(
+                    _local(parameter.detach()),
+                    _local(parameter.grad),
+                    {name: _local(tensor) for name, tensor in self.state[parameter].items()},
+                    self._maps,
+                    skip=torch.zeros((), device=parameter.device) if self.found_inf is None else self.found_inf,
+                    lr=torch.full((), group["lr"], device=parameter.device),  # else compiled anew for each
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""AdamW's two, and whether each has a sign."""
+FLOAT8 = {"exp_avg": torch.float8_e4m3fn, "exp_avg_sq": torch.float8_e5m2}
+"""Their types as float8."""
+MAPS = {name: create_dynamic_map(signed=signed) for name, signed in MOMENTS.items()}
+"""What the codes of a moment in int8 stand for, as shares of their block's largest."""
+
+
+def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
+    """The moments of `parameter` before its first step, and the scales of those in 8 bits, distributed as it is."""
+    in_blocks = parameter.ndim == 2 and _local(parameter).shape[-1] % BLOCK == 0
+    if state_dtype != "bfloat16" and not in_blocks:
+        return {name: torch.zeros_like(parameter) for name in MOMENTS}
+    if state_dtype == "bfloat16":
+        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
+    dtypes = FLOAT8 if state_dtype == "float8" else dict.fromkeys(MOMENTS, torch.uint8)
+    moments = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
+    return moments | {f"{name}_scale": _scales_like(parameter) for name in MOMENTS}
+
+
+def _scales_like(parameter: Tensor) -> Tensor:
+    """A zero for each block of `parameter`, distributed as it is."""
+    rows, columns = parameter.shape
+    local = _local(parameter)
+    scales = torch.zeros(len(local), local.shape[-1] // BLOCK, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return scales
+    shape = torch.Size((rows, columns // BLOCK))
+    return DTensor.from_local(
+        scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+
+
+def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Tensor:
+    """A moment in float32."""
+    stored, scale = state[name], state.get(f"{name}_scale")
+    if scale is None:
+        return stored.float()
+    if stored.dtype is torch.uint8:
+        return dequant_with_qmap(stored, maps[name], scale.flatten())
+    return (stored.float().view(-1, BLOCK) * scale.view(-1, 1)).view(stored.shape)
+
+
+def _encode(
+    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What of `state` is to hold `moment`."""
+    stored, scale_name = state[name], f"{name}_scale"
+    if scale_name not in state:
+        yield name, moment.to(stored.dtype)
+        return
+    scaled, scale = scale_tensor(moment, BLOCK)  # to 1 at most
+    if stored.dtype is torch.uint8:
+        yield name, quantize_8bit_with_qmap(scaled, maps[name])
+    else:
+        largest = torch.finfo(stored.dtype).max
+        yield name, (scaled * largest).to(stored.dtype)
+        scale = scale / largest
+    yield scale_name, scale.view(state[scale_name].shape)
+
+
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    maps: dict[str, Tensor],
+    *,
+    skip: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW's step (arXiv 1711.05101, algorithm 2) in place, where `skip` is 0; elsewhere all stays as it is."""
+    gradient = gradient.float()
+    step = state["step"] + 1
+    moments = {
+        name: torch.lerp(gradient if name == "exp_avg" else gradient.square(), _decode(name, state, maps), beta)
+        for name, beta in zip(MOMENTS, betas, strict=True)
+    }
+    mean, square = (moments[name] / (1 - beta**step) for name, beta in zip(MOMENTS, betas, strict=True))
+    updated = parameter * (1 - lr * weight_decay) - lr * mean / (square.sqrt() + eps)
+    new = {"step": step}
+    for name, moment in moments.items():
+        new |= _encode(name, moment, state, maps)
+    for old, value in ((parameter, updated), *((state[name], value) for name, value in new.items())):
+        if old.dtype.itemsize == 1:  # the compiler selects no float8
+            old, value = old.view(torch.uint8), value.view(torch.uint8)
+        old.copy_(torch.where(skip == 0, value, old))
 
 
 class UpdateGuard:
@@ -69,7 +216,7 @@ class UpdateGuard:
         return skipped
 
 
-def step_unless(optimizer: torch.optim.AdamW, found_inf: Tensor) -> None:
+def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     """Update the parameters unless `found_inf`, [] float32 on their device, is 1. The fused update decides that on the
     device; for the others it is read here, which waits for the device."""
     if optimizer.defaults["fused"]:

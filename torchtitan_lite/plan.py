@@ -24,7 +24,7 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.formulas import list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import RESERVED_RATIO, Rank, step_memory
+from torchtitan_lite.metrics.memory import MOMENT_WIDTHS, RESERVED_RATIO, Rank, step_memory
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
 from torchtitan_lite.models.flavors import ModelArgs
@@ -323,7 +323,8 @@ def _plan_schedule(
     at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
     tokens_per_step = request.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
-    checkpoint_bytes = 3 * 4 * meta.parameters  # a weight and its two moments, in fp32
+    moment_width = MOMENT_WIDTHS[request.config.optimizer.state_dtype]
+    checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)  # a weight in fp32 and its two moments
     return {
         "origin": origin,
         "tps": tps,

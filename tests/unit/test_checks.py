@@ -320,6 +320,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"optimizer": {"state_dtype": "int8", "implementation": "foreach"}},
+            '[optimizer] implementation = "foreach" keeps its moments in float32, and state_dtype = "int8"; set '
+            'implementation to "fused", or state_dtype to "float32"',
+        ),
+        (
+            1,
             {"training": {"loss_spike_factor": 1.0}},
             "[training] loss_spike_factor = 1.0 makes each loss near the mean of the others a spike; use a factor "
             "above 1, like 3, or 0 for none",

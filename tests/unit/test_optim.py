@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_lite import optim
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
 
@@ -73,28 +74,38 @@ def test_implementations_make_the_same_update(implementation: str) -> None:
     torch.testing.assert_close(updated(implementation=implementation), reference.weight.detach())
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_a_step_that_is_not_finite_changes_nothing(implementation: str) -> None:
-    def trained(found_inf: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = nn.Parameter(torch.ones(3))
-        optimizer = build_optimizer([weight], OptimizerConfig(implementation=implementation))
+LOW_BIT = ["bfloat16", "int8", "float8"]
+SETTINGS = [
+    *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),
+    *({"state_dtype": dtype} for dtype in LOW_BIT),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_step_that_is_not_finite_changes_nothing(settings: dict[str, str]) -> None:
+    def trained(found_inf: list[float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(3, 256))
+        optimizer = build_optimizer([weight], OptimizerConfig(**settings))
         for found in found_inf:
-            weight.grad = torch.full((3,), math.nan if found else 0.5)
+            weight.grad = torch.randn(3, 256) if not found else torch.full((3, 256), math.nan)
             step_unless(optimizer, torch.tensor(found))
-        return weight.detach(), optimizer.state[weight]["step"]
+        return weight.detach(), optimizer.state[weight]
 
-    weight, steps = trained([0.0, 1.0, 0.0])
-    expected, expected_steps = trained([0.0, 0.0])
+    weight, state = trained([0.0, 1.0, 0.0])
+    expected, expected_state = trained([0.0, 0.0])
     assert torch.equal(weight, expected) and weight.isfinite().all()
-    assert steps == expected_steps == 2
+    assert state.keys() == expected_state.keys() and state["step"] == 2
+    assert all(torch.equal(state[name], expected_state[name]) for name in state)
 
 
-@pytest.mark.parametrize(("implementation", "reads"), [("fused", 0), ("foreach", 1)])
-def test_only_the_fused_update_decides_on_the_device(
-    implementation: str, reads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("settings", "reads"),
+    [({"implementation": "fused"}, 0), ({"implementation": "foreach"}, 1), ({"state_dtype": "int8"}, 0)],
+)
+def test_what_decides_on_the_device(settings: dict[str, str], reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = build_optimizer([weight], OptimizerConfig(implementation=implementation))
+    optimizer = build_optimizer([weight], OptimizerConfig(**settings))
     weight.grad = torch.ones(3)
     step_unless(optimizer, torch.tensor(0.0))  # makes the state
     read = []
@@ -112,6 +123,49 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
         assert not caplog.records
         build_optimizer(parameters, OptimizerConfig(implementation="foreach"))
     assert 'implementation = "foreach" waits for the device in every step' in caplog.text
+
+
+def updates(state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256)) -> tuple[torch.Tensor, Any]:
+    """What `steps` steps on random gradients, of rows that differ in size by far, add to a weight, and its state."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0))
+    sizes = torch.logspace(-6, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    for _ in range(steps):
+        weight.grad = torch.randn(shape) * sizes
+        step_unless(optimizer, torch.tensor(0.0))
+    return weight.detach(), optimizer.state[weight]
+
+
+@pytest.mark.parametrize(("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.03), ("float8", 0.1)])
+def test_moments_in_fewer_bits_update_nearly_as_float32_does(state_dtype: str, error: float) -> None:
+    expected, _ = updates("float32", steps=20)
+    found, _ = updates(state_dtype, steps=20)
+    assert (found - expected).norm() / expected.norm() < error
+    first, _ = updates(state_dtype, steps=1)  # computed before anything is rounded
+    torch.testing.assert_close(first, updates("float32", steps=1)[0])
+
+
+def test_what_the_moments_take() -> None:
+    _, state = updates("bfloat16", steps=1)
+    assert {name: tensor.dtype for name, tensor in state.items() if name != "step"} == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq"), torch.bfloat16
+    )
+    for dtype, types in (("int8", [torch.uint8] * 2), ("float8", [torch.float8_e4m3fn, torch.float8_e5m2])):
+        _, state = updates(dtype, steps=1)
+        assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == types
+        assert [tuple(state[f"{name}_scale"].shape) for name in ("exp_avg", "exp_avg_sq")] == [(64, 2)] * 2
+    for shape in ((256,), (64, 100)):  # a norm; rows that are not whole blocks
+        _, state = updates("int8", steps=1, shape=shape)
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("state_dtype", LOW_BIT)
+def test_the_compiled_update_is_the_eager_one(state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = updates(state_dtype, steps=3)
+    monkeypatch.setattr(optim, "_update", torch.compile(optim._update, dynamic=False, fullgraph=True))
+    found, _ = updates(state_dtype, steps=3)
+    assert (found - expected).norm() / expected.norm() < 1e-3  # a moment near the middle may be rounded otherwise
 
 
 def guarded(losses: list[float], norms: list[float] | None = None, **training: Any) -> tuple[UpdateGuard, list[float]]:

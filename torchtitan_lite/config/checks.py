@@ -17,6 +17,7 @@ from torchtitan_lite.config.sections import (
     Float8Config,
     LRSchedulerConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
     ValidationConfig,
@@ -127,6 +128,7 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("model", "training", "parallelism"), _check_seq_len(c.model, c.training, c.parallelism)),
         (("model", "activation_checkpoint"), _check_selective(c.model, c.activation_checkpoint)),
         (("lr_scheduler", "training"), check_decay(c.lr_scheduler, steps=c.training.steps)),
+        (("optimizer",), _check_optimizer(c.optimizer)),
         (("compile",), _check_compile(c.compile)),
         (("compile", "parallelism"), _check_async_tensor_parallel(c.compile, c.parallelism)),
         (("float8",), _check_float8(c.float8)),
@@ -210,6 +212,14 @@ def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
         yield (
             f"[lr_scheduler] decay_ratio = {schedule.decay_ratio} of {total} steps = {decay} steps, but warmup_steps = "
             f"{warmup} leaves {total - warmup}; use decay_ratio <= {most} or warmup_steps <= {total - decay}"
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.state_dtype != "float32" and optimizer.implementation != "fused":
+        yield (
+            f"[optimizer] implementation = {show(optimizer.implementation)} keeps its moments in float32, and "
+            f'state_dtype = {show(optimizer.state_dtype)}; set implementation to "fused", or state_dtype to "float32"'
         )
 
 

@@ -62,6 +62,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, on every parameter."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
+    state_dtype: Literal["float32", "bfloat16", "int8", "float8"] = "float32"
+    """Data type in which both moments are kept; 8 bits with a scale for each 128 in a row. The update is float32."""
 
 
 class LRSchedulerConfig(Section):
