@@ -1,165 +1,308 @@
-"""Measurements of the framework itself, as ratios within one run."""
+"""The benchmark: the rows of its plan, run one after the other and measured by what they log. A hub."""
 
-import contextlib
-import itertools
+import json
 import math
-import statistics
+import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from unittest import mock
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+import torchao
 
-from torchtitan_lite.checkpoint import checkpointer
-from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import TENSORS_SUFFIX, FileEntry, Progress, hash_file
-from torchtitan_lite.checkpoint.state import random_state, training_state
-from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite import bench_report as report
+from torchtitan_lite.bench_child import Outcome, Stop, probe, run_child, train
+from torchtitan_lite.bench_kernels import break_down, mean_of
+from torchtitan_lite.bench_plan import BF16, Device, Forecast, Row, forecast, plan_rows, profiled, profiled_rows
+from torchtitan_lite.config import Config
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
+from torchtitan_lite.files import replace_file
+from torchtitan_lite.logger import logger
+from torchtitan_lite.metrics.metrics import ideal_seconds
 
-UNLOGGED = 1000
-"""A log_freq at which next to no step is logged."""
-WIDTH = 1024
-"""Of the linears whose state is saved to measure a save."""
-
-
-@dataclass(frozen=True)
-class LoggingCost:
-    """What it costs to log every step."""
-
-    step_s: float
-    """Median seconds of a step at log_freq UNLOGGED."""
-    ratios: tuple[float, ...]
-    """Of each pair of equally long blocks of steps: seconds at log_freq 1 over seconds at log_freq UNLOGGED."""
-
-    def __str__(self) -> str:
-        """The figures, in a line."""
-        low, middle, high = statistics.quantiles(self.ratios, n=4)
-        error = 1.25 * statistics.stdev(self.ratios) / math.sqrt(len(self.ratios))  # of a median, if normal
-        return (
-            f"log_freq 1 over {UNLOGGED}: {100 * (middle - 1):+.2f} % of the step time, standard error "
-            f"{100 * error:.2f}, quartiles {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f}, from {len(self.ratios)} "
-            f"pairs; an unlogged step takes {self.step_s:.4f} s"
-        )
-
-
-def measure_logging_cost(trainer: Trainer, *, pairs: int, block_steps: int) -> LoggingCost:
-    """The cost of `trainer`'s logging from `pairs` pairs of blocks, in alternating order, after a block of warm-up."""
-    steps = iter(range(trainer.first_step, trainer.last_step + 1))
-
-    def time_block(log_freq: int) -> float:
-        trainer.metrics.log_freq = log_freq
-        return _time_steps(trainer, steps, count=block_steps)
-
-    time_block(1)
-    logged: list[float] = []
-    unlogged: list[float] = []
-    for pair in range(pairs):
-        for log_freq, seconds in ((1, logged), (UNLOGGED, unlogged))[:: 1 if pair % 2 else -1]:
-            seconds.append(time_block(log_freq))
-    ratios = tuple(one / other for one, other in zip(logged, unlogged, strict=True))
-    return LoggingCost(statistics.median(unlogged) / block_steps, ratios)
-
-
-def _time_steps(trainer: Trainer, steps: Iterator[int], *, count: int) -> float:
-    """Seconds of the next `count` steps, from an idle device to an idle device."""
-    _wait(trainer.device)
-    began = time.perf_counter()
-    for _ in range(count):
-        trainer.advance(next(steps))
-    _wait(trainer.device)
-    return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+BUDGET_S = {"GPU": 525.0, "CPU": 180.0, "quick GPU": 150.0, "quick CPU": 80.0}
+"""Seconds from the start that a benchmark may take."""
+PROBE_S = 120.0
+"""Seconds that the probe of the device may take."""
+OVERRUN = 3.0
+"""Times its expected seconds that a row may take."""
+END_S = 3.0
+"""Of the budget, kept for the end."""
+CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0
+"""By which a ratio may be below the baseline's, unless told otherwise."""
+LAYERS_POLICY = (
+    "layers: the most with which bf16, compiled and eager, should fit the memory,\n"
+    "one number for a shape, an activation checkpointing and a batch: within them tps is comparable"
+)
+NO_TIME = "no time was left"
 
 
 @dataclass(frozen=True)
-class SaveCost:
-    """Seconds for which each kind of save keeps rank 0 from training, in each of the rounds."""
+class Options:
+    """What the command line asks for."""
 
-    mib: float
-    """Of a rank's state."""
-    seconds: dict[str, list[float]]
-    """By kind: "copy", a plain copy of the state into CPU memory; "sync"; "async"; "async unhashed". The first round of
-    each copies into fresh memory."""
+    quick: bool = False
+    only: str = ""
+    """Words that the names of the rows hold."""
+    out: Path | None = None
+    profile: bool = False
+    command: str = ""
 
-    def __str__(self) -> str:
-        """The figures, in a few lines."""
-        median = {kind: statistics.median(values[1:]) for kind, values in self.seconds.items()}
-        first = {kind: values[0] for kind, values in self.seconds.items()}
-        return (
-            f"{self.mib:,.0f} MiB a rank; a synchronous save takes {median['sync']:.3f} s, and training stands still "
-            f"for {median['async']:.3f} s in an asynchronous one\n"
-            f"asynchronous over synchronous: {median['async'] / median['sync']:.3f}\n"
-            f"asynchronous over a plain copy of the state: {median['async'] / median['copy']:.3f} "
-            f"(the first time, into fresh memory: {first['async'] / first['copy']:.3f})\n"
-            f"asynchronous over asynchronous without hashes: {median['async'] / median['async unhashed']:.3f}"
+
+class Benchmark:
+    """A benchmark under way: `report` is what it has found so far, in plain values that JSON can hold."""
+
+    def __init__(self, options: Options, *, stop: Stop, folder: Path, began: float) -> None:
+        """Find out what the device is. `folder` is for the runs' files; the budget counts from `began`, a moment of
+        time.monotonic. Raises RunError if that fails."""
+        self.options, self._stop, self._folder, self._began = options, stop, folder, began
+        if options.out is not None and not options.out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}; make it first.")
+        self._children = 0
+        self._method = "forkserver"
+        self.device = self._probe()
+        kind = "CPU" if self.device.on_cpu else "GPU"
+        self.budget_s = BUDGET_S[f"quick {kind}" if options.quick else kind]
+        self._overheads: dict[tuple[str, bool], float] = {}
+        self.rows, skipped = plan_rows(self.device, quick=options.quick, only=options.only)
+        self.forecasts = {row.name: forecast(row, self.device) for row in self.rows}
+        self.report: dict[str, Any] = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": options.command,
+            "device": self.device.name,
+            "memory_gib": self.device.memory_gib,
+            "emulated": self.device.on_cpu,
+            "versions": versions(),
+            "ceilings_tflops": dict(self.device.ceilings),
+            "layers_policy": "" if self.device.on_cpu else LAYERS_POLICY,
+            "budget_s": self.budget_s,
+            "seconds": 0.0,
+            "ended_by": "running",
+            "rows": [],
+            "skipped": [{"name": name, "reason": why} for name, why in skipped.items()],
+            "profiles": [],
+        }
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._began + self.budget_s - END_S - time.monotonic()
+
+    def _probe(self) -> Device:
+        """The device. A server that has touched CUDA after all, as where there is no NVML, is told by that its child
+        fails; then children start anew."""
+        outcome = self._call(probe, timeout_s=PROBE_S)
+        if outcome.status == "failed":
+            self._method = "spawn"
+            outcome = self._call(probe, timeout_s=PROBE_S)
+        if outcome.status != report.DONE:
+            error = RunError(f"the device cannot be measured: {outcome.reason}\n{outcome.log}")
+            error.exit_code = STOPPED_EXIT_CODE if self._stop.received else RunError.exit_code
+            raise error
+        return Device(**outcome.value)
+
+    def _call(self, task: Callable[..., Any], *arguments: Any, timeout_s: float, folder: Path | None = None) -> Outcome:
+        folder = folder or self._new_folder()
+        return run_child(task, *arguments, folder=folder, timeout_s=timeout_s, stop=self._stop, method=self._method)
+
+    def _new_folder(self) -> Path:
+        self._children += 1
+        folder = self._folder / str(self._children)
+        folder.mkdir()
+        return folder
+
+    def expected_s(self, row: Row) -> float:
+        """Seconds that `row` should take, by the most that rows like it have taken besides their steps."""
+        known: Forecast = self.forecasts[row.name]
+        return self._overheads.get((row.shape.name, row.compiled), known.overhead_s) + row.steps * known.step_s
+
+    def run(self) -> None:
+        """Measure all rows that the budget allows for, and take some apart where that is asked for."""
+        self.save()
+        to_profile = profiled_rows(self.rows) if self.options.profile else []
+        reserved_s = sum(map(self.expected_s, to_profile))
+        for row in self.rows:
+            if self._stop.received:
+                self._skip(row.name, f"stopped by {self._stop.received}")
+            elif self.expected_s(row) > (left_s := self._left_s - reserved_s):
+                self._skip(row.name, NO_TIME)
+            else:
+                self._measure(row, left_s=left_s)
+                self.save()
+        for row in to_profile:
+            self._profile(row)
+        cut = any(skipped["reason"] == NO_TIME for skipped in self.report["skipped"])
+        self.report["ended_by"] = self._stop.received or ("the budget" if cut else report.DONE)
+        self.save()
+
+    def save(self) -> None:
+        """Put the report into the file that is asked for, if one is. Raises StorageError if that fails."""
+        self.report["seconds"] = round(time.monotonic() - self._began, 1)
+        if self.options.out is None:
+            return
+        try:
+            replace_file(self.options.out, json.dumps(self.report, indent=1) + "\n")
+        except OSError as error:
+            raise StorageError(f"--out {self.options.out}: {error.strerror}; name another file.") from error
+
+    def _skip(self, name: str, reason: str) -> None:
+        self.report["skipped"].append({"name": name, "reason": reason})
+
+    def _measure(self, row: Row, *, left_s: float) -> None:
+        began, folder = time.monotonic(), self._new_folder()
+        limit_s = min(left_s, OVERRUN * self.expected_s(row))
+        outcome = self._call(train, self._config(row, folder), row.args, False, timeout_s=limit_s, folder=folder)
+        if outcome.status == "timed out" and limit_s == left_s:
+            self._skip(row.name, NO_TIME)
+            return
+        result = describe(row, self.forecasts[row.name]) | {"status": outcome.status, "reason": outcome.reason}
+        result["seconds"] = round(time.monotonic() - began, 1)
+        if outcome.status == report.DONE:
+            result |= report.measure(read_records(folder), warmup_steps=row.warmup_steps)
+            ideal_s = ideal_seconds(self.forecasts[row.name].flops_by_precision, self.device.ceilings)
+            result["mfu_achievable"] = None if ideal_s is None else 100 * result["tps"] * ideal_s
+            like, overhead_s = (row.shape.name, row.compiled), result["seconds"] - row.steps * result["step_time_s"]
+            self._overheads[like] = max(overhead_s, self._overheads.get(like, 0.0))
+        else:
+            result["log_tail"] = outcome.log
+        self.report["rows"].append(result)
+        report.add_ratios(self.report["rows"])
+        logger.info(progress_line(result))
+
+    def _config(self, row: Row, folder: Path) -> Config:
+        given = self.device.ceilings.get("bf16") if self.device.on_cpu else None
+        return row.config(str(folder), peak_tflops_bf16=given)
+
+    def _profile(self, row: Row) -> None:
+        """Add where the time of `row`, if it is done, goes: the mean of the last two steps traced."""
+        done = {result["name"]: result for result in self.report["rows"] if result["status"] == report.DONE}
+        if row.name not in done or self._stop.received:
+            return
+        folder = self._new_folder()
+        config, names_kernels = profiled(self._config(row, folder)), self.device.on_cpu
+        outcome = self._call(train, config, row.args, names_kernels, timeout_s=self._left_s, folder=folder)
+        if outcome.status != report.DONE:
+            self._skip(f"profile of {row.name}", f"{outcome.status}: {outcome.reason}")
+            return
+        traces = sorted(folder.glob(f"{config.profiling.save_traces_folder}/*/rank0_trace.json"))[1:]
+        step = mean_of(break_down(trace) for trace in traces)
+        self.report["profiles"].append(
+            {
+                "name": row.name,
+                "recipe": row.recipe,
+                "wall_s": step.wall_s,
+                "step_time_s": done[row.name]["step_time_s"],
+                "share_pct": step.share_pct,
+            }
         )
 
 
-def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: int) -> SaveCost:
-    """The cost of saving `mib` MiB of state a rank into `folder`: each kind of save in turn, `rounds` times. A
-    collective call."""
-    world_size = dist.get_world_size()
-    layers = max(1, round(mib * 2**20 / (3 * 4 * WIDTH**2)))  # a weight and its two moments, in fp32
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * world_size, bias=False) for _ in range(layers))).to(device)
-    fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    sync, background = (
-        Checkpointer(
-            model,
-            optimizer,
-            CheckpointConfig(enable=True, keep_latest_k=1, async_mode=mode),
-            folder=folder / mode,
-            device=device,
-            mesh={},
-            model_args={},
-            config_toml="",
-        )
-        for mode in ("disabled", "async_with_pinned_mem")
-    )
-    tensors = training_state(model, optimizer).values()
-    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    copies = [torch.empty_like(part, device="cpu", pin_memory=device.type == "cuda") for part in parts]
-    steps = itertools.count(1)
-
-    def copy() -> None:
-        for target, part in zip(copies, parts, strict=True):
-            target.copy_(part, non_blocking=True)
-        _wait(device)
-
-    def save(checkpointer: Checkpointer) -> None:
-        checkpointer.save(Progress(next(steps), samples=0, tokens=0, data={}), random_state(device))
-
-    kinds: dict[str, tuple[Callable[[], None], bool]] = {
-        "copy": (copy, True),
-        "sync": (lambda: save(sync), True),
-        "async": (lambda: save(background), True),
-        "async unhashed": (lambda: save(background), False),
+def describe(row: Row, expected: Forecast) -> dict[str, Any]:
+    """What a row is, and what it should come to, in plain values."""
+    return {
+        "name": row.name,
+        "shape": row.shape.name,
+        "layers": row.layers,
+        "all_layers": row.shape.args.n_layers,
+        "seq_len": row.shape.seq_len,
+        "local_batch_size": row.batch,
+        "activation_checkpoint": row.checkpoint,
+        "compile": row.compiled,
+        "recipe": row.recipe,
+        "warmup_steps": row.warmup_steps,
+        "flops_per_token": dict(expected.flops_by_precision),
+        "predicted_tps": expected.tps,
+        "predicted_memory_gib": expected.memory_gib,
     }
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(rounds):
-        for kind, (action, hashed) in kinds.items():
-            with contextlib.nullcontext() if hashed else mock.patch.object(checkpointer, "hash_file", _size_only):
-                dist.barrier()
-                _wait(device)
-                began = time.perf_counter()
-                action()
-                seconds[kind].append(time.perf_counter() - began)
-                background.wait()
-    return SaveCost(sum(part.nbytes for part in parts) / 2**20, seconds)
 
 
-def _size_only(path: Path) -> FileEntry:
-    """In place of `hash_file`: it hashes none of the files that hold tensors."""
-    return FileEntry(path.stat().st_size, "") if path.suffix == TENSORS_SUFFIX else hash_file(path)
+def make_plan(device: Device, *, quick: bool, only: str = "") -> dict[str, Any]:
+    """What a benchmark on `device`, which need not be there, would run within its budget, in plain values."""
+    kind = "CPU" if device.on_cpu else "GPU"
+    left_s = budget_s = BUDGET_S[f"quick {kind}" if quick else kind]
+    left_s -= END_S
+    rows, skipped = plan_rows(device, quick=quick, only=only)
+    reasons = dict(skipped)
+    planned = []
+    for row in rows:
+        expected = forecast(row, device)
+        seconds = expected.overhead_s + row.steps * expected.step_s
+        if seconds > left_s:
+            reasons[row.name] = NO_TIME
+            continue
+        left_s -= seconds
+        planned.append(describe(row, expected) | {"expected_s": seconds})
+    return {
+        "device": device.name,
+        "layers_policy": LAYERS_POLICY,
+        "budget_s": budget_s,
+        "rows": planned,
+        "skipped": [{"name": name, "reason": why} for name, why in reasons.items()],
+    }
+
+
+def run_benchmark(options: Options, *, baseline: Mapping[str, Any] | None, baseline_path: str) -> dict[str, Any]:
+    """The report of a benchmark. Raises ConfigError, before any row runs, if the baseline is of another device, and
+    RunError if the device cannot be measured."""
+    began = time.monotonic()
+    stop = Stop()
+    with TemporaryDirectory(prefix="torchtitan_lite_bench_", ignore_cleanup_errors=True) as folder:
+        benchmark = Benchmark(options, stop=stop, folder=Path(folder), began=began)
+        if baseline is not None:
+            report.check_comparable(benchmark.device.name, baseline, path=baseline_path)
+        logger.info(f"{benchmark.device.name}: {len(benchmark.rows)} rows at most, within {benchmark.budget_s:.0f} s")
+        benchmark.run()
+    return benchmark.report
+
+
+def read_baseline(path: Path) -> dict[str, Any]:
+    """The report of an earlier benchmark. Raises ConfigError for a file that is none."""
+    try:
+        baseline = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--check {path} cannot be read: {error}; name a file that --out wrote.") from error
+    if not isinstance(baseline, dict) or not {"device", "rows"} <= baseline.keys():
+        raise ConfigError(f"--check {path} is no report of a benchmark; name a file that --out wrote.")
+    return baseline
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """What a run has logged."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def progress_line(result: Mapping[str, Any]) -> str:
+    """A row that has ended, in a line."""
+    if result["status"] != report.DONE:
+        return f"{result['name']}: {result['status']}: {result['reason']}"
+    ratio = f", {result['bf16_ratio']:.3f} x {BF16}" if result["bf16_ratio"] else ""
+    return f"{result['name']}: {result['tps']:,.0f} tps{ratio} ({result['seconds']:.0f} s)"
+
+
+def versions() -> dict[str, str | None]:
+    """Of what decides how fast a run is."""
+    try:
+        own = version("torchtitan-lite")
+    except PackageNotFoundError:  # run from its folder
+        own = None
+    return {
+        "torchtitan_lite": own,
+        "torch": torch.__version__,
+        "torchao": torchao.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def tolerance_of(device: str, given: float | None) -> float:
+    """Percent by which a ratio on `device` may be below the baseline's. Raises ConfigError if the one given is none."""
+    if given is None:
+        return CPU_TOLERANCE_PCT if device.startswith("CPU") else GPU_TOLERANCE_PCT
+    if not (math.isfinite(given) and 0 <= given < 100):
+        raise ConfigError(f"--tolerance {given} must be from 0 to below 100")
+    return given

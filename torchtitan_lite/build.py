@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,10 +33,10 @@ from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import OUTPUT, LinearChoice, format_choices
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import build_meta_model, device_rates, predict_step
+from torchtitan_lite.meta import build_meta_model, device_rates, predict_step, resolve_checkpointing
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.metrics.hardware import resolve_peaks, total_memory_gib
+from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
 from torchtitan_lite.metrics.metrics import MetricsProcessor
 from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
@@ -184,16 +185,24 @@ def build_model(
     attention = attention_backend(args, tp_degree=tp, dtype=dtype, device=device)
     spec = lookup_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     rates = device_rates(spec, config.metrics)
-    meta = build_meta_model(
-        config,
-        args,
+    degrees = resolve_degrees(config.parallelism, world_size=mesh.size())
+    build = partial(
+        build_meta_model,
+        args=args,
         tp_degree=tp,
         emulate=float8.enable_float8_linear and resolve_emulate(float8, device=device),
         fused_attention=attention != "MATH",
         rates=rates,
     )
+    config, meta = resolve_checkpointing(
+        config,
+        args,
+        build,
+        degrees=degrees,
+        memory_gib=total_memory_gib(device) or host_memory_gib() / mesh.size(),
+        on_cpu=device.type == "cpu",
+    )
     model, ledger = meta.model, meta.ledger
-    degrees = resolve_degrees(config.parallelism, world_size=mesh.size())
     asked = asked_of_step(config, meta.choices, degrees=degrees, ledger=ledger)
     logger.info(
         f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "

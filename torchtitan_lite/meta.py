@@ -1,12 +1,13 @@
 """A run's model on meta, converted to float8 and counted, without a device: what training and planning share. A hub."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
-from torchtitan_lite.config import Config, MetricsConfig, ParallelDegrees, resolve_batch
+from torchtitan_lite.config import ActivationCheckpointConfig, Config, MetricsConfig, ParallelDegrees, resolve_batch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
@@ -21,11 +22,14 @@ from torchtitan_lite.float8.roofline import (
     predict,
 )
 from torchtitan_lite.float8.selection import AUTO, OUTPUT, LinearChoice, select_linears, size_multiple
+from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
+from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_memory
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
 
@@ -57,6 +61,10 @@ def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRat
     if device is None or not {"bf16", "fp8"} <= peaks.keys():
         return None
     return DeviceRates(peaks["bf16"] * 1e12, peaks["fp8"] * 1e12, device.bandwidth_tb_s * 1e12)
+
+
+CHEAPEST_FIRST: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+"""Modes of activation checkpointing, by what they compute again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +170,60 @@ def build_meta_model(
         high_precision=getattr(torch, training.mixed_precision_param),
         convention=config.metrics.flops_convention,
         recomputed=recomputed,
+        recompute_is_known=ac.mode != "memory_budget",  # by which the compiler decides
     )
     return MetaModel(model, choices, ledger, recomputed)
+
+
+def estimate_memory(
+    config: Config, args: ModelArgs, choices: Iterable[LinearChoice], *, degrees: ParallelDegrees, on_cpu: bool = False
+) -> list[Moment]:
+    """What a rank holds at the moments of a step of `config` at which memory can peak, its linears as chosen."""
+    return step_memory(
+        Rank(
+            model=args,
+            degrees=degrees,
+            training=config.training,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            optimizer=config.optimizer,
+            float8=config.float8,
+            # The group of `output` is estimated in high precision, which is a little more than it takes in float8.
+            float8_linears={choice.kind for choice in choices if choice.converted and choice.name != OUTPUT},
+            grad_accum_steps=resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps,
+            chunk_logits=CHUNK_LOGITS,
+            piece_logits=PIECE_LOGITS,
+            on_cpu=on_cpu,
+        )
+    )
+
+
+def resolve_checkpointing(
+    config: Config,
+    args: ModelArgs,
+    build: Callable[[Config], MetaModel],
+    *,
+    degrees: ParallelDegrees,
+    memory_gib: float,
+    on_cpu: bool = False,
+) -> tuple[Config, MetaModel]:
+    """`config`, and what `build` makes of it, with activation_checkpoint.mode = "auto" replaced by the cheapest mode
+    whose step should fit `memory_gib`; by "full" if none does."""
+    if config.activation_checkpoint.mode != "auto":
+        return config, build(config)
+    for mode in CHEAPEST_FIRST:
+        tried = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
+        meta = build(tried)
+        moments = estimate_memory(tried, args, meta.choices, degrees=degrees, on_cpu=on_cpu)
+        reserved_gib = RESERVED_RATIO * max(moment.total for moment in moments) / 2**30
+        if reserved_gib <= memory_gib:
+            break
+    fits = "the cheapest that fits" if reserved_gib <= memory_gib else "and even that may not fit"
+    logger.info(
+        f'[activation_checkpoint] mode = "auto" is "{mode}" here, {fits}: {reserved_gib:.1f} GiB of {memory_gib:.1f}'
+    )
+    return tried, meta
 
 
 def predict_step(

@@ -10,13 +10,15 @@ from torchtitan_lite.config import BatchSizes, Config, ParallelDegrees, resolve_
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.roofline import DeviceRates, added_ratio, time_linears
-from torchtitan_lite.float8.selection import AUTO, OUTPUT, LinearChoice, size_multiple
+from torchtitan_lite.float8.selection import AUTO, LinearChoice, size_multiple
 from torchtitan_lite.meta import (
     MetaModel,
     build_meta_model,
     device_rates,
+    estimate_memory,
     float8_scheme,
     predict_step,
+    resolve_checkpointing,
     resolve_model_args,
     roofline_linears,
 )
@@ -24,11 +26,10 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.formulas import list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import MOMENT_WIDTHS, RESERVED_RATIO, Rank, step_memory
+from torchtitan_lite.metrics.memory import MOMENT_WIDTHS, RESERVED_RATIO
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
 
 SECONDS_PER_DAY = 86_400
 
@@ -98,7 +99,10 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
         peaks=Peaks(device.name, published=published_peaks(device), given=given_peaks(config.metrics)),
         rates=device_rates(device, config.metrics),
     )
-    meta = request.build(config)
+    config, meta = resolve_checkpointing(
+        config, request.args, request.build, degrees=degrees, memory_gib=device.memory_gib
+    )
+    request = dataclasses.replace(request, config=config)
     in_float8 = meta
     if not config.float8.enable_float8_linear and request.rates is not None:
         in_float8 = request.build(_with_float8(config))
@@ -278,26 +282,7 @@ def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
 
 
 def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
-    config = request.config
-    # The group of `output` is estimated in high precision, which is a little more than it takes in float8.
-    kinds = {choice.kind for choice in meta.choices if choice.converted and choice.name != OUTPUT}
-    moments = step_memory(
-        Rank(
-            model=request.args,
-            degrees=request.degrees,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            optimizer=config.optimizer,
-            float8=config.float8,
-            float8_linears=kinds,
-            grad_accum_steps=request.batch.grad_accum_steps,
-            chunk_logits=CHUNK_LOGITS,
-            piece_logits=PIECE_LOGITS,
-            on_cpu=False,
-        )
-    )
+    moments = estimate_memory(request.config, request.args, meta.choices, degrees=request.degrees)
     peak, device_bytes = max(moments, key=lambda moment: moment.total), round(request.device.memory_gib * 2**30)
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},

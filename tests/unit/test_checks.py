@@ -320,6 +320,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"activation_checkpoint": {"mode": "memory_budget"}},
+            '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] enable = true, with '
+            '"model" among its components, or the mode to "selective"',
+        ),
+        (
+            1,
             {"optimizer": {"state_dtype": "int8", "implementation": "foreach"}},
             '[optimizer] implementation = "foreach" keeps its moments in float32, and state_dtype = "int8"; set '
             'implementation to "fused", or state_dtype to "float32"',

@@ -211,6 +211,21 @@ def test_peak_of_a_compiled_step(args: ModelArgs, tp: int, checkpoint: Activatio
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
 
 
+def test_kept_by_a_memory_budget() -> None:
+    """The compiler takes no more than its budget, and the estimate is of all of it."""
+    kept = []
+    for budget in (0.2, 0.6):
+        torch._dynamo.reset()
+        checkpoint = ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget)
+        rank = build_rank(DEEP, 2, activation_checkpoint=checkpoint, **COMPILED)
+        at_loss = step_memory(rank)[0]
+        copied_from = 2 * rank.model.dim * (rank.model.vocab_size + 1)
+        kept.append((at_loss.total - at_loss.logits - copied_from, measure(rank)[0]))
+    (low, measured_low), (high, measured_high) = kept
+    assert measured_low < measured_high
+    assert 0.8 * low < measured_low < 1.02 * low and 0.8 * high < measured_high < 1.02 * high
+
+
 def recipe(name: str) -> Float8Config:
     return Float8Config.model_validate({"enable_float8_linear": True, "recipe_name": name})
 

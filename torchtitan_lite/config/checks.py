@@ -130,6 +130,7 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("lr_scheduler", "training"), check_decay(c.lr_scheduler, steps=c.training.steps)),
         (("optimizer",), _check_optimizer(c.optimizer)),
         (("compile",), _check_compile(c.compile)),
+        (("compile", "activation_checkpoint"), _check_memory_budget(c.compile, c.activation_checkpoint)),
         (("compile", "parallelism"), _check_async_tensor_parallel(c.compile, c.parallelism)),
         (("float8",), _check_float8(c.float8)),
         (("float8", "training"), _check_float8_training(c.float8, c.training)),
@@ -226,6 +227,14 @@ def _check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
 def _check_compile(compile: CompileConfig) -> Iterator[str]:
     if compile.enable and not compile.components:
         yield '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set enable to false'
+
+
+def _check_memory_budget(compile: CompileConfig, activation_checkpoint: ActivationCheckpointConfig) -> Iterator[str]:
+    if activation_checkpoint.mode == "memory_budget" and not compile.covers("model"):
+        yield (
+            '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] enable = true, with '
+            '"model" among its components, or the mode to "selective"'
+        )
 
 
 def _check_async_tensor_parallel(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[str]:

@@ -152,10 +152,12 @@ class ParallelismConfig(Section):
 
 
 class ActivationCheckpointConfig(Section):
-    mode: Literal["selective", "full", "none"] = "selective"
-    """What is recomputed in the backward pass: by selective_ac_option, every block, or nothing."""
+    mode: Literal["selective", "full", "none", "memory_budget", "auto"] = "selective"
+    """Recomputed: by selective_ac_option, all, nothing, by memory_budget; auto: nothing, "op" or all, as it fits."""
     selective_ac_option: Name = "op"
     """Under selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block, "3" every 3rd."""
+    memory_budget: Fraction = 0.5
+    """Under memory_budget: share of the activations that the compiler keeps, those dearest to compute again."""
 
     @property
     def keeps_by_op(self) -> bool:
@@ -163,8 +165,8 @@ class ActivationCheckpointConfig(Section):
         return self.mode == "selective" and self.selective_ac_option == "op"
 
     def checkpointed_layers(self, n_layers: int) -> range:
-        """The numbers of the blocks, out of `n_layers`, that recompute something."""
-        if self.mode == "none":
+        """The numbers of the blocks, out of `n_layers`, that recompute something, but for what the compiler does."""
+        if self.mode in ("none", "memory_budget"):
             return range(0)
         by_number = self.mode == "selective" and not self.keeps_by_op
         return range(0, n_layers, int(self.selective_ac_option) if by_number else 1)

@@ -50,6 +50,8 @@ class FlopsLedger:
     """Scores and values that the backward pass computes again."""
     high_precision: Precision
     """Of attention, and of the linears that are not converted."""
+    recompute_is_known: bool = True
+    """Whether `recompute` is all that is computed again."""
     fp8_runs_in: Precision = "fp8"
     """What the fp8 matmuls are computed in, and count as in `by_precision` and `recompute`: another where emulated."""
 
@@ -106,12 +108,14 @@ def count_flops(
     high_precision: torch.dtype,
     convention: FlopsConvention = "palm",
     recomputed: Collection[str] = (),
+    recompute_is_known: bool = True,
 ) -> FlopsLedger:
     """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes, not how much.
 
     Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token (PaLM, arXiv
     2204.02311, appendix B): two matmuls forward and four backward; or by the causal convention as half of that.
-    `recomputed` names the linears and the `attention` modules whose forward the backward pass runs again."""
+    `recomputed` names the linears and the `attention` modules whose forward the backward pass runs again; there are
+    others unless `recompute_is_known`."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     precision = _PRECISION_OF[high_precision]
     layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
@@ -123,6 +127,7 @@ def count_flops(
         attention=6 * n_layers * layer_matmul,
         recomputed_attention=2 * layer_matmul * sum(name.endswith(".attention") for name in recomputed),
         high_precision=precision,
+        recompute_is_known=recompute_is_known,
         fp8_runs_in=_fp8_runs_in(linears.values(), high_precision=precision),
     )
 

@@ -1,5 +1,6 @@
 """What the device could do at best, and how much of its memory the run has taken."""
 
+import os
 import resource
 import statistics
 import time
@@ -118,6 +119,11 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # Linux reports KiB
     return torch.cuda.max_memory_reserved(device) / _GIB
+
+
+def host_memory_gib() -> float:
+    """The memory of this host, GiB."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
 
 
 def total_memory_gib(device: torch.device) -> float | None:

@@ -247,6 +247,9 @@ def _block(rank: Rank, index: int) -> Group:
         kept = {"input": rank.residual} | (_kept_by_op(rank, tensors) if checkpoint.keeps_by_op else {})
     else:
         kept = {name: size for name, size in tensors.items() if name not in _recomputed_by_compiler(rank)}
+        if checkpoint.mode == "memory_budget":  # of what is more than the input, which a block keeps at the least
+            more = sum(kept.values()) - rank.residual
+            kept = {"input": rank.residual, "budget": round(checkpoint.memory_budget * more)}
     # SwiGLU's backward is the height: the gradients of its two factors, and the residual stream's.
     working = sum((tensors | kept).values()) + 2 * tensors["w1"] + rank.residual
     weights, in_float8 = _block_weights(rank)

@@ -37,7 +37,7 @@ class Rates:
     mfu_achievable: float | None
     """As mfu, of the rates that matmuls reached on this device; None where they were not measured."""
     hfu: float | None
-    """As mfu, with the matmuls that are computed again."""
+    """As mfu, with the matmuls that are computed again; None where the compiler decides which."""
 
 
 def ideal_seconds(flops: Mapping[Precision, int], tflops: Mapping[Precision, float]) -> float | None:
@@ -72,7 +72,7 @@ def compute_rates(*, tokens: float, seconds: float, n_devices: int, ledger: Flop
         mfu_bf16_peak=utilisation(ideal_seconds({"bf16": ledger.total}, known)),
         mfu_fp8_peak=None if ledger.emulated else utilisation(ideal_seconds({"fp8": ledger.total}, known)),
         mfu_achievable=utilisation(ideal_seconds(flops, peaks.measured)),
-        hfu=utilisation(ideal_seconds(with_recompute, known)),
+        hfu=utilisation(ideal_seconds(with_recompute, known)) if ledger.recompute_is_known else None,
     )
 
 

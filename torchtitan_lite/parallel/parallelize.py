@@ -17,9 +17,11 @@ from .fsdp import apply_fsdp
 from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
-def apply_compile(model: nn.Module, mesh: DeviceMesh, compile: CompileConfig) -> None:
-    """Compile each block of `model` in place, as one full graph that equal blocks share, and set the compiler up for
-    ranks that share its cache."""
+def apply_compile(
+    model: nn.Module, mesh: DeviceMesh, compile: CompileConfig, activation_checkpoint: ActivationCheckpointConfig
+) -> None:
+    """Compile each block of `model` in place, as one full graph that equal blocks share, and set the compiler up: for
+    ranks that share its cache, and for a share of the activations that it is to keep."""
     if not compile.enable:
         return
     if mesh["tp"].size() > 1:
@@ -34,6 +36,8 @@ def apply_compile(model: nn.Module, mesh: DeviceMesh, compile: CompileConfig) ->
         partitioners.has_recomputable_rng_ops = lambda fx_g: False
         # What a block keeps for its backward may be a scale of MXFP8, the float8 type that the compiler cannot name.
         DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
+    budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
+    torch._functorch.config.activation_memory_budget = budget
     if compile.covers("model"):
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
@@ -54,5 +58,5 @@ def parallelize(
     if parallelism.enable_async_tensor_parallel:
         enable_async_tensor_parallel(mesh["tp"])
     apply_activation_checkpointing(model, activation_checkpoint)
-    apply_compile(model, mesh, compile)
+    apply_compile(model, mesh, compile, activation_checkpoint)
     apply_fsdp(model, mesh, training=training, reshard_after_forward=parallelism.fsdp_reshard_after_forward)
