@@ -12,7 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HUBS = {"train", "trainer", "plan", "bench", "bench_child", "bench_costs", "bench_plan", "build", "meta", "convert_hf"}
+HUBS = {
+    "train",
+    "trainer",
+    "plan",
+    "bench",
+    "bench_child",
+    "bench_costs",
+    "bench_passes",
+    "bench_plan",
+    "build",
+    "meta",
+    "convert_hf",
+}
 COMMON = {"config", "errors", "logger", "files", "collectives"}
 OURS = {  # what a part of the package may import of it, besides itself
     "config": {"errors", "logger", "models.flavors"},

@@ -16,7 +16,6 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import (
     Transformer,
     apply_rope,
-    attention_backend,
     document_mask,
     document_starts,
     rope_frequencies,
@@ -150,15 +149,6 @@ def test_a_token_sees_none_after_it() -> None:
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[0, :12], after[0, :12], rtol=0, atol=0)
     assert not torch.equal(before[0, 12], after[0, 12])
-
-
-@pytest.mark.parametrize(
-    ("bos_id", "device", "expected"),
-    [(None, "cpu", "FLASH_ATTENTION"), (0, "cpu", "FLASH_ATTENTION"), (0, "cuda", "FLEX_ATTENTION")],
-)
-def test_the_attention_backend_is_named(bos_id: int | None, device: str, expected: str) -> None:
-    args = small_args(document_bos_id=bos_id)
-    assert attention_backend(args, tp_degree=2, dtype=torch.bfloat16, device=torch.device(device)) == expected
 
 
 def test_a_document_starts_at_its_bos_or_before_the_window() -> None:

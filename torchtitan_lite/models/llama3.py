@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from .flavors import ModelArgs
@@ -44,9 +43,10 @@ def rope_table(args: ModelArgs) -> tuple[Tensor, Tensor]:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's angles, computed in
     float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2] or [B, S, Q/2]."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # [B, S, H, Q/2] each
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [S, 1, Q/2] or [B, S, 1, Q/2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+    pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
+    cos, sin = cos[..., None, :, None], torch.stack((-sin, sin), dim=-1).unsqueeze(-3)  # [(B,) S, 1, Q/2, 1 or 2]
+    # A compiler fuses this into one pass; from two halves of each pair it would first put the pairs together.
+    return (pairs * cos + pairs.flip(-1) * sin).flatten(-2).to(x.dtype)
 
 
 def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
@@ -165,17 +165,3 @@ class Transformer(nn.Module):
             x = layer(x, cos, sin, mask)
         x = self.norm(x)
         return self.output(x) if head is None else self.output(x, head)  # only an Output takes one
-
-
-def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device) -> str:
-    """What computes this rank's attention: FLEX_ATTENTION, or the SDPA backend that PyTorch chooses, such as
-    FLASH_ATTENTION."""
-    masked = args.document_bos_id is not None
-    if masked and device.type == "cuda":
-        return "FLEX_ATTENTION"
-    mask = torch.ones(1, 1, args.max_seq_len, args.max_seq_len, dtype=torch.bool, device=device) if masked else None
-    q, k = (
-        torch.empty(1, heads // tp_degree, args.max_seq_len, args.head_dim, dtype=dtype, device=device).requires_grad_()
-        for heads in (args.n_heads, args.n_kv_heads)
-    )
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, attn_mask=mask, is_causal=mask is None, enable_gqa=True)).name

@@ -1,0 +1,73 @@
+"""Which kernel computes attention: PyTorch's own choice, and the fastest that the device offers, found by trying.
+
+Shapes: B batch, S seq_len, H heads, K key-value heads, Q head_dim. Under tensor parallelism H and K are this rank's
+share.
+"""
+
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .flavors import ModelArgs
+
+FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Kernels of SDPA that never have S x S values in memory. Which of them can share a key-value head among query heads
+without repeating it, on what device, trying tells."""
+TRIALS = 5
+
+
+def attention_inputs(
+    args: ModelArgs, *, batch_size: int, tp_degree: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, S, Q], keys and values [B, K, S, Q] of a rank, that require gradients."""
+    q, k, v = (
+        torch.empty(batch_size, heads // tp_degree, args.max_seq_len, args.head_dim, dtype=dtype, device=device)
+        .normal_()
+        .requires_grad_()
+        for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
+    )
+    return q, k, v
+
+
+def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device) -> str:
+    """What computes this rank's attention: FLEX_ATTENTION, or the SDPA backend that PyTorch chooses, such as
+    FLASH_ATTENTION."""
+    masked = args.document_bos_id is not None
+    if masked and device.type == "cuda":
+        return "FLEX_ATTENTION"
+    mask = torch.ones(1, 1, args.max_seq_len, args.max_seq_len, dtype=torch.bool, device=device) if masked else None
+    q, k, v = attention_inputs(args, batch_size=1, tp_degree=tp_degree, dtype=dtype, device=device)
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)).name
+
+
+def time_backends(q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
+    """Median seconds of causal attention, forward and backward, by each of the FUSED backends that can."""
+    seconds = {}
+    for backend in FUSED:
+        try:
+            with sdpa_kernel(backend):
+                _time(q, k, v)  # the first call may build a plan
+                seconds[backend.name] = statistics.median(_time(q, k, v) for _ in range(TRIALS))
+        except RuntimeError:  # no such kernel for them, on this device
+            continue
+    return seconds
+
+
+def _time(q: Tensor, k: Tensor, v: Tensor) -> float:
+    began = time.perf_counter()
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+    if q.is_cuda:
+        torch.cuda.synchronize(q.device)
+    return time.perf_counter() - began
+
+
+def prefer_backend(name: str) -> None:
+    """Have PyTorch take the backend called `name` before others, from now on in this process, where it can."""
+    chosen = getattr(SDPBackend, name)
+    order = [chosen, *(other for other in (*FUSED, SDPBackend.MATH) if other != chosen)]
+    torch._C._set_sdp_priority_order([int(backend.value) for backend in order])
