@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.bench import Options, make_plan, read_baseline, run_benchmark, tolerance_of
-from torchtitan_lite.bench_plan import planned_device
-from torchtitan_lite.bench_report import DONE, find_regressions, format_plan, format_report
+from torchtitan_lite.benchmarks.report import DONE, find_regressions, format_plan, format_report
+from torchtitan_lite.benchmarks.rows import planned_device
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.plan import resolve_device

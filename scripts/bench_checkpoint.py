@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from torchtitan_lite.bench_costs import measure_save_cost
+from torchtitan_lite.benchmarks.costs import measure_save_cost
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.errors import ConfigError, run_script

@@ -11,7 +11,7 @@ much longer the former take. Checkpoints and validation are off.
 import argparse
 import os
 
-from torchtitan_lite.bench_costs import measure_logging_cost
+from torchtitan_lite.benchmarks.costs import measure_logging_cost
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger, logger

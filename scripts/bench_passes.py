@@ -1,7 +1,7 @@
 """What the compiler makes of a block besides matmuls and attention, in bf16 and in each float8 recipe: python
 scripts/bench_passes.py. It compiles, and needs no GPU; docs/performance.md tells how to read it."""
 
-from torchtitan_lite.bench_passes import format_passes
+from torchtitan_lite.benchmarks.passes import format_passes
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
 

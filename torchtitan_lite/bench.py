@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torchao
 
-from torchtitan_lite import bench_report as report
-from torchtitan_lite.bench_child import Outcome, Stop, probe, run_child, train
-from torchtitan_lite.bench_kernels import break_down, mean_of
-from torchtitan_lite.bench_plan import BF16, Device, Forecast, Row, forecast, plan_rows, profiled, profiled_rows
+from torchtitan_lite.benchmarks import report
+from torchtitan_lite.benchmarks.child import Outcome, Stop, probe, run_child, train
+from torchtitan_lite.benchmarks.kernels import break_down, mean_of
+from torchtitan_lite.benchmarks.rows import BF16, Device, Forecast, Row, forecast, plan_rows, profiled, profiled_rows
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
 from torchtitan_lite.files import replace_file

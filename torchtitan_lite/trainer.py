@@ -204,10 +204,11 @@ class Trainer:
             losses.append(self.loss(tokens, labels, scale=scale))
         loss = torch.stack(losses).sum()
         self.watchdog.at(step, "optimizer")
+        gathered = [torch.empty_like(loss) for _ in range(self.dp_mesh.size())]
+        gathering = dist.all_gather(gathered, loss, group=self.dp_mesh.get_group(), async_op=True)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        gathered = [torch.empty_like(loss) for _ in range(self.dp_mesh.size())]
-        dist.all_gather(gathered, loss, group=self.dp_mesh.get_group())
+        gathering.wait()
         rank_losses = torch.stack(gathered)
         mean_loss = rank_losses.mean()
         found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
@@ -271,6 +272,7 @@ class Trainer:
                     self.report_progress()
                 raise
         self.checkpointer.wait()
+        gc.unfreeze()
         self.finish(stopped_by=stopped_by)
         return STOPPED_EXIT_CODE if stopped_by else 0
 
@@ -298,8 +300,10 @@ class Trainer:
         if saves:
             self.save()
         if step % config.training.gc_freq == 0:
-            gc.collect(1)
+            gc.collect()
         if step == self.first_step:
+            gc.collect()
+            gc.freeze()  # what stays for the whole run is not looked at again
             set_timeouts(config.comm.train_timeout_seconds, but_of=self.checkpointer.group)
             self.watchdog.timeout_s = config.comm.train_timeout_seconds
         if saves or last or (logged and time.monotonic() - self.reported_at > STATUS_SECONDS):

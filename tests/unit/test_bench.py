@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from test_docs import key_paths
 
-from torchtitan_lite import bench, bench_child
+from torchtitan_lite import bench
 from torchtitan_lite.bench import Benchmark, Options, make_plan, read_baseline, tolerance_of
-from torchtitan_lite.bench_child import Outcome, Stop, run_child
-from torchtitan_lite.bench_plan import Device, planned_device
-from torchtitan_lite.bench_report import (
+from torchtitan_lite.benchmarks import child as bench_child
+from torchtitan_lite.benchmarks.child import Outcome, Stop, run_child
+from torchtitan_lite.benchmarks.report import (
     add_ratios,
     check_comparable,
     find_regressions,
@@ -27,6 +27,7 @@ from torchtitan_lite.bench_report import (
     format_report,
     measure,
 )
+from torchtitan_lite.benchmarks.rows import Device, planned_device
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError, RunError, StorageError
 from torchtitan_lite.plan import resolve_device

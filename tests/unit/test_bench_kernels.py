@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.bench_kernels import GROUPS, Breakdown, break_down, covered, group_of, mean_of
+from torchtitan_lite.benchmarks.kernels import GROUPS, Breakdown, break_down, covered, group_of, mean_of
 
 CUTLASS = "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal"
 TILE = "tilesize128x128x128_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas"

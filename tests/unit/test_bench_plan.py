@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite import bench_plan
-from torchtitan_lite.bench_plan import (
+from torchtitan_lite.benchmarks import rows as bench_plan
+from torchtitan_lite.benchmarks.rows import (
     BF16,
     DEBUG,
     LLAMA_8B,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch._inductor import config
 
-from torchtitan_lite.bench_passes import ARGS, least_float8, measure_passes
+from torchtitan_lite.benchmarks.passes import ARGS, least_float8, measure_passes
 from torchtitan_lite.float8.shared_casts import keep_shared_casts
 
 SMALL = replace(ARGS, max_seq_len=64)

@@ -3,8 +3,10 @@
 Nothing here waits for the device only to log. What a step leaves is copied to the host behind the step's own work, and
 becomes a record once the copy has arrived, which is later than the call that asked for it: one step, as a rule."""
 
+import math
 import statistics
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +179,7 @@ class MetricsProcessor:
         self._last_record: Record | None = None
         self.skips = Skips()
         """The longest run of steps without an update, as far as the host knows."""
-        self._steady: list[Rates] = []
+        self._steady_tps, self._steady_mfu = array("d"), array("d")  # of each record, for the run's medians: 16 bytes
         self._times: dict[str, float] = {"training": 0.0, "data": 0.0, "compile": 0.0}
         self._tokens = start_tokens
         self._interval = _Interval()
@@ -309,7 +311,8 @@ class MetricsProcessor:
             time=ended.time,
         )
         if self._last_record is not None:
-            self._steady.append(rates)
+            self._steady_tps.append(rates.tps)
+            self._steady_mfu.append(math.nan if rates.mfu is None else rates.mfu)
         self._last_record, self._tokens = record, values.tokens
         self._times["training"] += training_s
         self._times["data"] += data_s
@@ -326,8 +329,8 @@ class MetricsProcessor:
             step=record.step,
             tokens=record.tokens,
             loss=record.loss,
-            tps=_median(rates.tps for rates in self._steady),
-            mfu=_median(rates.mfu for rates in self._steady),
+            tps=_median(self._steady_tps),
+            mfu=_median(self._steady_mfu),
             memory_gib=record.memory_gib,
             times_s=dict(self._times),
         )
@@ -364,7 +367,7 @@ def summary_lines(summary: Summary, *, unigram_entropy: float) -> list[str]:
     ]
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    """The median of the known ones among `values`; None if there is none."""
-    known = [value for value in values if value is not None]
+def _median(values: Iterable[float]) -> float | None:
+    """The median of those among `values` that are not NaN; None if there is none."""
+    known = [value for value in values if not math.isnan(value)]
     return statistics.median(known) if known else None

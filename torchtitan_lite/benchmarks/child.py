@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.bench_report import DONE
+from torchtitan_lite.benchmarks.report import DONE
 from torchtitan_lite.config import Config, check_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
@@ -79,7 +79,7 @@ def run_child(
     if method == "forkserver":
         # By NVML, not CUDA: a process that has asked CUDA for its devices cannot fork others that use them.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        context.set_forkserver_preload(["torchtitan_lite.bench_child"])
+        context.set_forkserver_preload(["torchtitan_lite.benchmarks.child"])
     process = context.Process(target=_child, args=(task, arguments, folder))
     log_file, result = folder / "log.txt", folder / RESULT_FILE
     process.start()

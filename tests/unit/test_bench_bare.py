@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_lite.benchmarks.bare import BareCost, check_comparable, plain_loss, warm_up_steps
+from torchtitan_lite.benchmarks.estimates import Ratios
+from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.errors import ConfigError
+
+DEBUG_MODEL = Path(__file__).parents[2] / "train_configs/debug_model.toml"
+
+
+def load(*words: str, world_size: int = 2) -> Config:
+    return load_config(["--job.config_file", str(DEBUG_MODEL), *words], world_size=world_size)
+
+
+def test_the_debug_model_can_be_compared() -> None:
+    check_comparable(load(), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--parallelism.tensor_parallel_degree=2", "tensor_parallel_degree = 2: the bare loop is FSDP2 alone"),
+        ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree = 2: the bare loop is"),
+        ("--activation_checkpoint.mode=auto", 'mode = "auto": the bare loop has not that; set it to "selective"'),
+        ("--optimizer.state_dtype=int8", 'state_dtype = "int8": the bare loop has only "float32"'),
+        ("--training.enable_cpu_offload", "enable_cpu_offload = true: the bare loop offloads nothing"),
+        ("--training.global_batch_size=32", "global_batch_size = 32: a step has 2 microbatches a rank, and the bare"),
+    ],
+)
+def test_what_the_bare_loop_has_not_is_refused(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_comparable(load(word), world_size=2)
+
+
+def test_the_plain_loss_is_the_mean_over_all_positions() -> None:
+    logits, labels = torch.zeros(2, 3, 5, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64)
+    logits[1, 2, 0] = 1.0
+    uniform, other = torch.tensor(5.0).log(), (1 + 4 * torch.tensor(-1.0).exp()).log()
+    assert plain_loss(logits, labels) == pytest.approx(((5 * uniform + other) / 6).item())
+
+
+def test_a_loop_is_warm_before_a_block_is_timed() -> None:
+    assert (warm_up_steps(1), warm_up_steps(5)) == (3, 5)
+
+
+def test_the_cost_in_words() -> None:
+    cost = BareCost(Ratios((0.98, 0.99, 1.0)), step_s=0.25, loss_gap=1.5e-6)
+    assert str(cost) == (
+        "the trainer's tokens/s over the bare loop's: 0.990, standard error 0.005, quartiles 0.985 to 0.995, from 3 "
+        "pairs\na step of the bare loop takes 0.2500 s; the losses of the two differ by 1.5e-06 at most, relative"
+    )
