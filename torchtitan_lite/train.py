@@ -1,6 +1,11 @@
 """The main job: joins the other processes, opens the run folder, trains, and says how it ended. Started by torchrun on
 every process."""
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # else it looks, again and again, at what the imports make, which is there to stay
+
 import contextlib
 import errno
 import os
@@ -36,6 +41,8 @@ NOT_TRIED_AGAIN = {
     *(cause.exit_code for cause in (ConfigError, DataError, CheckpointError, NumericError)),
 }
 """Exit codes after which a start by torchrun's --max-restarts ends at once: more of the same, or not wished for."""
+CACHED_CODE = "torch._inductor.runtime.compile_tasks."
+"""How the names begin of modules that are loaded from the compiler's cache."""
 
 
 def run_entries(config: Config) -> list[str]:
@@ -84,10 +91,26 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
     return folder, resume
 
 
+def explain_compiler(error: Exception) -> RunError | None:
+    """What to do about the compiler's cache, which outlives the run, where `error` is about a file of it; else None."""
+    while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # the compiler wraps what it meets
+        error = inner
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by the compiler where it was not
+    if folder is None or not any(name in str(error) for name in (folder, CACHED_CODE)):
+        return None
+    return RunError(
+        "torch.compile failed, and a file of its cache may be why, which breaks where a machine goes down or a disk is "
+        f"full: remove the folder {folder} and start again, or set TORCHINDUCTOR_CACHE_DIR to another. It said: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
 def explain(error: Exception, *, config: Config, watchdog: Watchdog) -> RunError | None:
     """What `error` comes to for a user; None if it was not expected."""
     if isinstance(error, RunError):
         return error
+    if (broken := explain_compiler(error)) is not None:
+        return broken
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
         folder = config.job.dump_folder
         return StorageError(f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.')
@@ -154,4 +177,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # for good: later collections look at what came after the imports only
+    gc.enable()
     main()

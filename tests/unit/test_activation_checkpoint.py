@@ -196,7 +196,7 @@ def test_a_compiled_block_keeps_flex_attention_under_op(
 def test_an_eager_block_keeps_attention_that_alone_is_compiled_under_op(
     mode: str, recomputed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert llama3._flex_attention.get_compiler_config()["wrap_inductor_compiled_regions"]
+    assert llama3._compiled_flex_attention().get_compiler_config()["wrap_inductor_compiled_regions"]
     # In place of FlexAttention, whose backward pass needs a GPU.
     attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
     compiled = torch.compile(attend, options={"wrap_inductor_compiled_regions": True})

@@ -137,3 +137,21 @@ def test_the_config_is_checked_without_torch() -> None:
     code = "import sys, torchtitan_lite.config; print({'torch', 'torchao'} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
+
+
+def test_training_loads_the_compiler_and_tensorboard_where_they_are_used_only() -> None:
+    heavy = {"torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx", "tensorboard", "wandb"}
+    code = f"import sys, torchtitan_lite.train; print({heavy} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
+
+
+def test_the_main_job_is_imported_without_the_garbage_collector_which_is_on_afterwards() -> None:
+    code = (
+        "import gc, runpy, sys; seen = []; sys.addaudithook(lambda event, args: event == 'import' and "
+        "args[0] == 'torch.distributed' and seen.append(gc.isenabled())); sys.argv = ['train', '--help']; "
+        "runpy.run_module('torchtitan_lite.train', run_name='__main__'); "
+        "print(seen[0], gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False True True"

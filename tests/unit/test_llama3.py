@@ -227,7 +227,7 @@ def test_compiled_blocks_take_any_mask_without_another_compilation() -> None:
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention as CUDA runs it, but uncompiled, and with the backward pass that it refuses on CPU."""
     monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)
-    monkeypatch.setattr(llama3, "_flex_attention", flex_attention.flex_attention)
+    monkeypatch.setattr(llama3, "_compiled_flex_attention", lambda: flex_attention.flex_attention)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
 
 

@@ -4,9 +4,11 @@ import errno
 from typing import Any
 
 import pytest
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import CppCompileError, InductorError
 
 from torchtitan_lite.config import Config, JobConfig, MetricsConfig
-from torchtitan_lite.errors import DataError, RankLostError, StorageError
+from torchtitan_lite.errors import DataError, RankLostError, RunError, StorageError
 from torchtitan_lite.train import explain, run_entries
 
 
@@ -43,3 +45,38 @@ def test_an_error_for_users_is_what_it_is_and_others_are_none(arguments: dict[st
     assert explain(error, **arguments) is error
     for other in (OSError(errno.ECONNRESET, "reset"), ValueError("no"), RuntimeError("shapes differ")):
         assert explain(other, **arguments) is None
+
+
+@pytest.mark.parametrize(
+    ("inner", "told"),
+    [
+        (ImportError("/cache/ab/cab.main.so: file too short"), "ImportError: /cache/ab/cab.main.so: file too short"),
+        (CppCompileError(["g++", "/cache/ab/cab.main.cpp"], "no at::vec"), "CppCompileError: C++ compile error"),
+        (
+            AttributeError("module 'torch._inductor.runtime.compile_tasks.cab' has no attribute 'call'"),
+            "AttributeError",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device", "/cache/ab"), "OSError: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_broken_file_of_the_compilers_cache_is_told_with_its_folder(
+    inner: Exception, told: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+    for error in (
+        inner,
+        InductorError(inner, None),
+        BackendCompilerFailed("inductor", InductorError(inner, None), None),
+    ):
+        explained = explain(error, **arguments)
+        assert isinstance(explained, RunError) and explained.exit_code == 1
+        assert "remove the folder /cache and start again, or set TORCHINDUCTOR_CACHE_DIR" in str(explained)
+        assert f"It said: {told}" in str(explained)
+
+
+def test_other_failures_of_the_compiler_are_none(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = InductorError(NotImplementedError("no such operator"), None)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert explain(failed, **arguments) is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+    assert explain(failed, **arguments) is None

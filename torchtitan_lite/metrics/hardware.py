@@ -20,7 +20,7 @@ from .flops import Precision
 # several. On a GPU, one matmul of its size keeps all of the device busy for around a millisecond.
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 _MATMULS_TIMED_TOGETHER = {"cpu": 1, "cuda": 10}
-_MEASURE_SECONDS = 0.3
+_MEASURE_SECONDS = 0.15
 _GIB = 2**30
 
 

@@ -5,10 +5,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboard.compat.proto.summary_pb2 import Summary as Points
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams as hparam_summaries
-
 from .records import Numerics, Record, Summary, numerics_scalars
 
 TAGS = {
@@ -87,6 +83,10 @@ class TensorBoardWriter:
         numerics: bool,
     ) -> None:
         """Runs are compared by `hparams`, of which each should have the same names; `numerics` of casts may come."""
+        # Loaded on the one rank that writes.
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams as hparam_summaries
+
         begun = any(folder.glob("events.out.tfevents.*"))
         # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
         self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
@@ -113,6 +113,8 @@ class TensorBoardWriter:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a point to each of their curves, and have it with the operating system."""
+        from tensorboard.compat.proto.summary_pb2 import Summary as Points  # loaded with SummaryWriter
+
         # As one event, which takes a fifth of the time that one for each curve does.
         points = [Points.Value(tag=tag, simple_value=y) for name, y in scalars.items() for tag in _tags(name)]
         self._file.add_summary(Points(value=points), step)

@@ -6,6 +6,7 @@ parallelism H, K and F are this rank's share.
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +15,17 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from .flavors import ModelArgs
 
-# Compiled also where blocks are not: eager, each computes S x S values. Wrapped, attention is one operator that
-# activation checkpointing can keep.
-_flex_attention = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
-_create_block_mask = torch.compile(create_block_mask)
+
+# Compiled also where blocks are not: eager, each computes S x S values. The compiler is loaded at first use.
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    # Wrapped, attention is one operator that activation checkpointing can keep.
+    return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
+
+
+@cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)
 
 
 def rope_frequencies(args: ModelArgs) -> Tensor:
@@ -64,14 +72,16 @@ def document_mask(starts: Tensor) -> Tensor | BlockMask:
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (starts[b, query] <= key) & (key <= query)
 
-    create = _create_block_mask if starts.is_cuda else create_mask
+    create = _compiled_create_block_mask() if starts.is_cuda else create_mask
     return create(sees, batch_size, None, seq_len, seq_len, device=starts.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Attention's output [B, H, S, Q] for `q` [B, H, S, Q], `k` and `v` [B, K, S, Q]; causal if `mask` is None."""
     if isinstance(mask, BlockMask):
-        return _flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        if torch.compiler.is_compiling():  # with the whole block
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
 

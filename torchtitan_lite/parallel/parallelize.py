@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch._functorch import partitioners
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config import (
@@ -29,7 +28,9 @@ def apply_compile(
         # for another's part of the vocabulary, and train on a wrong loss.
         torch.compiler.config.cache_key_tag += f" rank {mesh.get_rank()} of {mesh.size()}"
     if mesh.device_type == "cpu":
-        from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP  # a second to load
+        # The compiler takes a second to load.
+        from torch._functorch import partitioners
+        from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 
         # Attention may draw random numbers, so that where it is recomputed the compiler saves their state: on CPU in
         # the place where it looks for DTensor's mesh (torch 2.13). Ours draws none.

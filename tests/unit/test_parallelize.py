@@ -1,0 +1,45 @@
+"""That the blocks of a model are compiled, and how often."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torchtitan_lite.config import CompileConfig, Float8Config
+from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.parallelize import apply_compile
+
+ARGS = ModelArgs(dim=32, n_layers=6, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=48, max_seq_len=16)
+MESH: Any = type("Mesh", (dict,), {"device_type": "cuda"})(tp=SimpleNamespace(size=lambda: 1))
+"""Of one rank; on a device for which the compiler is left as it is."""
+
+
+def frames(n_layers: int, *, recipe: str | None) -> int:
+    """How often the compiler was called in two steps of a model of that many layers, set up to be compiled."""
+    with torch.device("meta"):
+        model = Transformer(replace(ARGS, n_layers=n_layers))
+    if recipe is not None:
+        choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=32)
+        convert_linears(model, choices, float8=Float8Config(recipe_name=recipe), emulate=True)
+    apply_compile(model, MESH, CompileConfig(enable=True))
+    model.to_empty(device="cpu")
+    init_weights(model, seed=0, buffer_device=torch.device("cpu"))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.compiler.set_stance("default", force_backend=counter):
+        for _ in range(2):
+            model(torch.zeros(2, 16, dtype=torch.long)).sum().backward()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+def test_blocks_that_are_equal_are_compiled_once_however_many_they_are(recipe: str | None) -> None:
+    assert frames(6, recipe=recipe) == 1
+    assert frames(32, recipe=recipe) == 1
