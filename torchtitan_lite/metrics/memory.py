@@ -212,8 +212,8 @@ def _output_weights(rank: Rank) -> int:
 
 def _loss_working(rank: Rank) -> int:
     """Held at the height of the loss, with what is saved for the backward. Its gradient takes the place of the logits;
-    eager, a piece of them is in float32 meanwhile, three times, and compared with the labels."""
-    in_float32 = 0 if rank.compile.covers("loss") else (3 * FLOAT32 + 1) * min(rank.piece_logits, rank.logits)
+    eager, a piece of them is in float32 meanwhile."""
+    in_float32 = 0 if rank.compile.covers("loss") else FLOAT32 * min(rank.piece_logits, rank.logits)
     if not rank.fuses_loss:
         return 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
     # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy; until then there is room

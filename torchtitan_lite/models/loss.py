@@ -23,24 +23,21 @@ IGNORED = -100
 CHUNK_LOGITS = 2**30
 """Logits that a chunk of tokens has at most: 2 GiB in bfloat16. More chunks take less memory, but each but the first
 costs a pass over the weight's gradient in float32."""
-PIECE_LOGITS = 2**23
-"""Logits that are in float32 at once where the kernels are not compiled: 32 MiB. Compiled, none are."""
+PIECE_LOGITS = 2**24
+"""Logits that are in float32 at once where the kernels are not compiled: 64 MiB. Compiled, none are."""
 
 
-def _label_scores(logits: Tensor, ids: Tensor) -> Tensor:
-    """Of each token the log-sum-exp of its logits [N, V] and the logit of its label, which is 0 where `ids` [N] is not
-    among the V: [2, N] float32."""
-    scores = logits.float()
-    known = (ids >= 0) & (ids < logits.shape[-1])
-    picked = scores.gather(-1, torch.where(known, ids, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.stack((scores.logsumexp(-1), torch.where(known, picked, 0)))
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """That of each token's logits [N, V], [N] float32."""
+    largest = logits.amax(-1, keepdim=True).float()
+    scores = logits.to(torch.float32, copy=True)
+    return scores.sub_(largest).exp_().sum(-1).log_() + largest.squeeze(-1)
 
 
-def _to_gradient(logits: Tensor, ids: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
-    """Overwrite `logits` [N, V] by `scale` [N] times their gradient: the softmax, less 1 at the label."""
-    softmax = (logits.float() - log_sum_exp.unsqueeze(-1)).exp()
-    at_label = torch.arange(logits.shape[-1], device=logits.device) == ids.unsqueeze(-1)
-    logits.copy_(torch.where(at_label, softmax - 1, softmax) * scale.unsqueeze(-1))
+def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
+    """Overwrite `logits` [N, V] by `scale` [N] times their softmax."""
+    scores = logits.to(torch.float32, copy=True)
+    logits.copy_(scores.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)))
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,9 @@ class CrossEntropy:
     not count. The backward pass can run once."""
 
     def __init__(self, *, compiled: bool) -> None:
-        kernels: tuple[Callable[..., Any], ...] = (_label_scores, _to_gradient)
+        kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax)
         self._compiled = compiled
-        self._label_scores, self._to_gradient = map(torch.compile, kernels) if compiled else kernels
+        self._log_sum_exp, self._to_softmax = map(torch.compile, kernels) if compiled else kernels
 
     def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
         """The loss of `labels` [B, S] under `logits` [B, S, V], which may be a DTensor split over the vocabulary."""
@@ -89,18 +86,25 @@ class CrossEntropy:
     ) -> Tensor:
         """The loss of `labels` [N] under `logits` [N, V], which are overwritten by their gradient if that is wanted."""
         size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
-        pieces, ids = logits.split(size), (labels - vocabulary.start).split(size)
-        scores = torch.cat([self._label_scores(*each) for each in zip(pieces, ids, strict=True)], dim=-1)  # [2, N]
+        pieces = logits.split(size)
+        log_sum_exp = torch.cat([self._log_sum_exp(piece) for piece in pieces])  # [N]
+        ids = labels - vocabulary.start
+        here = (ids >= 0) & (ids < logits.shape[-1])  # whether this rank has the logit of the label
+        at_label = torch.arange(len(ids), device=ids.device), torch.where(here, ids, 0)
+        picked = torch.where(here, logits[at_label].float(), 0)
         if vocabulary.group is not None:
+            scores = torch.stack((log_sum_exp, picked))  # [2, N]
             of_ranks = [torch.empty_like(scores) for _ in range(vocabulary.group.size())]
             dist.all_gather(of_ranks, scores, group=vocabulary.group)
-            partial = torch.stack(of_ranks)  # [ranks, 2, N]
-            scores = torch.stack((partial[:, 0].logsumexp(0), partial[:, 1].sum(0)))
-        log_sum_exp, picked = scores
+            log_sums, parts = torch.stack(of_ranks, dim=1)  # [ranks, N] each
+            log_sum_exp, picked = log_sums.logsumexp(0), parts.sum(0)
         scales = scale * (labels != IGNORED)
         if to_gradient:
-            for each in zip(pieces, ids, log_sum_exp.split(size), scales.split(size), strict=True):
-                self._to_gradient(*each)
+            for each in zip(pieces, log_sum_exp.split(size), scales.split(size), strict=True):
+                self._to_softmax(*each)
+            # The gradient is the softmax, less 1 at the label.
+            gradient = ((picked - log_sum_exp).exp() - 1) * scales
+            logits[at_label] = torch.where(here, gradient.to(logits.dtype), logits[at_label])
         return ((log_sum_exp - picked) * scales).sum()
 
 
