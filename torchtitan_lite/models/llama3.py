@@ -52,9 +52,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's angles, computed in
     float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2] or [B, S, Q/2]."""
     pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
-    cos, sin = cos[..., None, :, None], torch.stack((-sin, sin), dim=-1).unsqueeze(-3)  # [(B,) S, 1, Q/2, 1 or 2]
-    # A compiler fuses this into one pass; from two halves of each pair it would first put the pairs together.
-    return (pairs * cos + pairs.flip(-1) * sin).flatten(-2).to(x.dtype)
+    if torch.compiler.is_compiling():
+        # The compiler knows no complex numbers. This it fuses into one pass; from two halves of each pair it would
+        # first put the pairs together.
+        cos, sin = cos[..., None, :, None], torch.stack((-sin, sin), dim=-1).unsqueeze(-3)  # [(B,) S, 1, Q/2, 1 or 2]
+        rotated = pairs * cos + pairs.flip(-1) * sin
+    else:
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin).unsqueeze(-2))
+    return rotated.flatten(-2).to(x.dtype)
 
 
 def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
