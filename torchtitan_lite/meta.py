@@ -28,7 +28,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
 from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_memory
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM, Transformer
 from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
@@ -194,6 +194,7 @@ def estimate_memory(
             grad_accum_steps=resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps,
             chunk_logits=CHUNK_LOGITS,
             piece_logits=PIECE_LOGITS,
+            float32_attention=on_cpu and args.head_dim <= CPU_FLOAT32_HEAD_DIM,
             on_cpu=on_cpu,
         )
     )

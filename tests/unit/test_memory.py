@@ -30,7 +30,7 @@ from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_me
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
 from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM, Transformer
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -64,6 +64,7 @@ def build_rank(args: ModelArgs, dp_shard: int = 1, tp: int = 1, *, batch: int = 
         "grad_accum_steps": 1,
         "chunk_logits": loss.CHUNK_LOGITS,
         "piece_logits": loss.PIECE_LOGITS,
+        "float32_attention": changes.get("on_cpu", True) and args.head_dim <= CPU_FLOAT32_HEAD_DIM,
         "on_cpu": True,
     }
     return Rank(model=args, **(defaults | changes))

@@ -57,6 +57,8 @@ class Rank:
     """Logits that the loss makes at once, at most, where it is fused with the projection to the vocabulary."""
     piece_logits: int
     """Logits that it has in float32 at once where it is not compiled."""
+    float32_attention: bool = False
+    """Whether attention computes in float32, and its output is cast."""
     on_cpu: bool
 
     @property
@@ -276,14 +278,16 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
     kv_heads = rank.tokens * model.n_kv_heads * model.head_dim // tp
     hidden = rank.tokens * model.ffn_dim // tp
     norm_input = rank.norm_input(compiled=rank.compiled)
+    attention_width = FLOAT32 if rank.float32_attention else width
     input_widths = {name: 1 if rank.gathers_float8(linears) else width for name, linears in LINEAR_INPUTS.items()}
     return {
         "input" if norm_input == rank.residual else "input in float32": norm_input,
         "attention_norm": whole * input_widths["attention_norm"],
-        "q": heads * width,
-        "k": kv_heads * width,
-        "v": kv_heads * width,
-        "attention": heads * width,
+        "q": heads * attention_width,
+        "k": kv_heads * attention_width,
+        "v": kv_heads * attention_width,
+        "attention": heads * attention_width,
+        "attention cast": 0 if attention_width == width or rank.gathers_float8(("attention.wo",)) else heads * width,
         "log_sum_exp": FLOAT32 * rank.tokens * model.n_heads // tp,
         "attention in float8": heads if rank.gathers_float8(("attention.wo",)) else 0,
         "residual": norm_input,
@@ -300,15 +304,20 @@ def _recomputed_by_compiler(rank: Rank) -> set[str]:
     float8, unless tensor parallelism gathered it."""
     if not rank.compiled:
         return set()
-    if rank.degrees.tp > 1 or rank.float8.recipe_name == "rowwise_with_gw_hp":
+    if rank.float8.recipe_name == "rowwise_with_gw_hp":
         return {"silu"}
-    return {"silu"} | {name for name, linears in LINEAR_INPUTS.items() if set(linears) <= set(rank.float8_linears)}
+    cheap = {"silu", "attention cast"}
+    if rank.degrees.tp > 1:
+        return cheap
+    return cheap | {name for name, linears in LINEAR_INPUTS.items() if set(linears) <= set(rank.float8_linears)}
 
 
 def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
     """What the "op" policy keeps: attention, every second matmul, and the sums that tensor parallelism scatters. Of w2
     it is kept in vain, as no recomputation needs it; the compiler sees that."""
-    kept = {name: tensors[name] for name in ("q", "v", "attention", "log_sum_exp", "w1")}  # wq's output for q
+    kept = {name: tensors[name] for name in ("attention", "log_sum_exp", "w1")}
+    for name in ("q", "v"):  # the outputs of wq and wv
+        kept[name] = tensors[name] * rank.width // FLOAT32 if rank.float32_attention else tensors[name]
     scattered = rank.residual if rank.degrees.tp > 1 else 0
     kept["wo scattered"] = scattered
     if not rank.compiled:
