@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchtitan_lite.config import CompileConfig, Float8Config
+from torchtitan_lite.config import ActivationCheckpointConfig, CompileConfig, Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import ModelArgs
@@ -28,7 +28,7 @@ def frames(n_layers: int, *, recipe: str | None) -> int:
     if recipe is not None:
         choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=32)
         convert_linears(model, choices, float8=Float8Config(recipe_name=recipe), emulate=True)
-    apply_compile(model, MESH, CompileConfig(enable=True))
+    apply_compile(model, MESH, CompileConfig(enable=True), ActivationCheckpointConfig(mode="none"))
     model.to_empty(device="cpu")
     init_weights(model, seed=0, buffer_device=torch.device("cpu"))
     torch._dynamo.reset()

@@ -61,7 +61,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = cos[..., None, :, None], torch.stack((-sin, sin), dim=-1).unsqueeze(-3)  # [(B,) S, 1, Q/2, 1 or 2]
         rotated = pairs * cos + pairs.flip(-1) * sin
     else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin).unsqueeze(-2))
+        turns = torch.complex(cos.float(), sin.float()).unsqueeze(-2)  # [(B,) S, 1, Q/2]
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * turns)
     return rotated.flatten(-2).to(x.dtype)
 
 
