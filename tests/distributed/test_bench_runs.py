@@ -39,7 +39,7 @@ def test_quick_rows_are_trained_measured_and_taken_apart(tmp_path: Path) -> None
     assert report["ended_by"] == "done" and report["emulated"] and "float8 is emulated" in result.stdout
     bf16, float8 = (profile["share_pct"] for profile in report["profiles"])
     assert float8["GEMM fp8"] > 1 > bf16["GEMM fp8"] and bf16["GEMM bf16"] > 1
-    assert bf16["loss"] > 1
+    assert bf16["loss"] > 0
     assert sum(float8.values()) == pytest.approx(100, abs=2)
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
