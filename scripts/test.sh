@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # test.sh [PYTEST ARGUMENTS]: set up on first use, then lint, type-check and test: with arguments what these say, relative
-# to the project; else everything, two at a time but for tests of time-outs.
+# to the project; else everything, two at a time, and tests of time-outs only beside each other.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(scripts/setup.sh dev)
@@ -12,4 +12,4 @@ if (($#)); then exec "$python" -m pytest "$@"; fi
 "$python" -m pytest tests/unit --numprocesses 2
 timed=tests/distributed/test_faults_ranks.py
 "$python" -m pytest tests/distributed --ignore "$timed" --numprocesses 2 --dist loadfile
-exec "$python" -m pytest "$timed" tests/gpu
+exec "$python" -m pytest "$timed" tests/gpu --numprocesses 2

@@ -10,6 +10,7 @@ from launching import train
 SETTINGS = [
     "--training.steps=4",
     "--training.global_batch_size=4",
+    "--training.mixed_precision_param=float32",  # in bf16 sums over ranks are rounded otherwise, by 0.1 dB
     "--optimizer.lr=1e-12",  # which changes no weight
     "--float8.enable_float8_linear",
     "--float8.enable_fsdp_float8_all_gather",
@@ -37,9 +38,9 @@ def test_four_processes_lose_what_one_does(tmp_path: Path) -> None:
             assert list(roles) == ["weight", "grad_output"] if gathered else ["input", "weight", "grad_output"]
             for role, figures in roles.items():
                 expected = alone["kinds"][kind][role]
-                assert figures["sqnr_db"] == pytest.approx(expected["sqnr_db"], abs=1e-3 if role == "weight" else 0.1)
+                assert figures["sqnr_db"] == pytest.approx(expected["sqnr_db"], abs=1e-3 if role == "weight" else 0.01)
                 assert figures["underflow"] == pytest.approx(expected["underflow"], abs=1e-3)
                 assert figures["saturation"] == expected["saturation"] == 0
                 # The loss of a rank is a mean over its own tokens, so that its gradients are twice as large on two.
                 amax = expected["amax"] * (2 if role == "grad_output" else 1)
-                assert figures["amax"] == (amax if role == "weight" else pytest.approx(amax, rel=0.05))
+                assert figures["amax"] == (amax if role == "weight" else pytest.approx(amax, rel=0.01))

@@ -90,10 +90,13 @@ def test_an_error_of_the_reader_stays_itself_and_ends_the_processes():
     assert children() == before
 
 
+@pytest.mark.timeout(60)
 def test_a_process_that_is_killed_is_told_of():
     def batches() -> Iterator[list[Row]]:
         yield from ([text_row(b"text", line=7)] for _ in range(2))
-        for pid in children() - before:
+        while not (started := children() - before):
+            time.sleep(0.001)
+        for pid in started:
             os.kill(int(pid), signal.SIGKILL)
         yield from ([text_row(b"text", line=9)] for _ in range(100))
 

@@ -176,7 +176,7 @@ def test_test_sh_alone_tests_everything(project: Project) -> None:
     assert calls[-3:] == [
         "-m pytest tests/unit --numprocesses 2",
         f"-m pytest tests/distributed --ignore {timed} --numprocesses 2 --dist loadfile",
-        f"-m pytest {timed} tests/gpu",
+        f"-m pytest {timed} tests/gpu --numprocesses 2",
     ]
 
 
