@@ -12,22 +12,14 @@ ratios of their tokens/s. Checkpoints and validation are off.
   overrides               any other key of the config, as in training
 """
 
-import argparse
-
 from torchtitan_lite.benchmarks.bare import check_comparable, measure_bare_cost, warm_up_steps
+from torchtitan_lite.benchmarks.paired import STEPS_ALONE, pairs_parser, read_options, started_trainer
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError, run_script
+from torchtitan_lite.errors import run_script
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
-from torchtitan_lite.parallel.signals import StopSignal
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.train import open_folder
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.parallel.distributed import end_process, read_rank
 
-SETTINGS = [
-    *("--training.epochs=", "--checkpoint.enable=false", "--validation.enable=false", "--float8.log_numerics_freq=0"),
-    *("--metrics.log_freq=1", "--metrics.enable_tensorboard"),
-]
+SETTINGS = (*STEPS_ALONE, "--float8.log_numerics_freq=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard")
 
 
 def main(argv: list[str]) -> None:
@@ -35,26 +27,15 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/bench_bare.py", usage=__doc__, add_help=False, allow_abbrev=False)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--block-steps", type=int, default=5)
+    parser = pairs_parser(__file__, __doc__, pairs=20)
     parser.add_argument("--bare-loss", choices=("plain", "ours"), default="plain")
-    options, words = parser.parse_known_args(argv)
-    if options.pairs < 2 or options.block_steps < 1:
-        raise ConfigError(
-            f"--pairs {options.pairs} must be at least 2, and --block-steps {options.block_steps} at least 1"
-        )
-    rank, world_size = read_rank()
+    options, overrides = read_options(parser, argv)
     steps = options.pairs * options.block_steps + warm_up_steps(options.block_steps)
-    config = load_config([*words, f"--training.steps={steps}", *SETTINGS], world_size=world_size)
+    _, world_size = read_rank()
+    config = load_config([*overrides, f"--training.steps={steps}", *SETTINGS], world_size=world_size)
     check_comparable(config, world_size=world_size)
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
-    device = init_distributed(config.comm)
-    run_folder, _ = open_folder(config)
-    trainer = Trainer(config, device=device, run_folder=run_folder, resume=None, watchdog=watchdog)
-    trainer.report_progress()
-    cost = measure_bare_cost(trainer, loss=options.bare_loss, pairs=options.pairs, block_steps=options.block_steps)
-    trainer.finish(stopped_by=None)
+    with started_trainer(config) as trainer:
+        cost = measure_bare_cost(trainer, loss=options.bare_loss, pairs=options.pairs, block_steps=options.block_steps)
     logger.info(f"{cost}")
     end_process(0)
 

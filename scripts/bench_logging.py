@@ -8,18 +8,12 @@ much longer the former take. Checkpoints and validation are off.
   overrides         any other key of the config, as in training
 """
 
-import argparse
-import os
-
 from torchtitan_lite.benchmarks.costs import measure_logging_cost
+from torchtitan_lite.benchmarks.paired import STEPS_ALONE, pairs_parser, read_options, started_trainer
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError, run_script
+from torchtitan_lite.errors import run_script
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
-from torchtitan_lite.parallel.signals import StopSignal
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.train import open_folder
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.parallel.distributed import end_process, read_rank
 
 
 def main(argv: list[str]) -> None:
@@ -27,25 +21,12 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/bench_logging.py", usage=__doc__, add_help=False, allow_abbrev=False)
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--block-steps", type=int, default=5)
-    options, words = parser.parse_known_args(argv)
-    if options.pairs < 2 or options.block_steps < 1:
-        raise ConfigError(
-            f"--pairs {options.pairs} must be at least 2, and --block-steps {options.block_steps} at least 1"
-        )
+    options, overrides = read_options(pairs_parser(__file__, __doc__, pairs=40), argv)
     steps = (2 * options.pairs + 1) * options.block_steps
-    off = ["--training.epochs=", "--checkpoint.enable=false", "--validation.enable=false"]
-    config = load_config([*words, f"--training.steps={steps}", *off], world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    rank, world_size = read_rank()
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
-    device = init_distributed(config.comm)
-    run_folder, _ = open_folder(config)
-    trainer = Trainer(config, device=device, run_folder=run_folder, resume=None, watchdog=watchdog)
-    trainer.report_progress()
-    cost = measure_logging_cost(trainer, pairs=options.pairs, block_steps=options.block_steps)
-    trainer.finish(stopped_by=None)
+    _, world_size = read_rank()
+    config = load_config([*overrides, f"--training.steps={steps}", *STEPS_ALONE], world_size=world_size)
+    with started_trainer(config) as trainer:
+        cost = measure_logging_cost(trainer, pairs=options.pairs, block_steps=options.block_steps)
     logger.info(f"{cost}")
     end_process(0)
 

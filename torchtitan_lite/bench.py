@@ -18,6 +18,7 @@ import torchao
 from torchtitan_lite.benchmarks import report
 from torchtitan_lite.benchmarks.child import Outcome, Stop, probe, run_child, train
 from torchtitan_lite.benchmarks.kernels import break_down, mean_of
+from torchtitan_lite.benchmarks.processes import read_records
 from torchtitan_lite.benchmarks.rows import BF16, Device, Forecast, Row, forecast, plan_rows, profiled, profiled_rows
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
@@ -269,11 +270,6 @@ def read_baseline(path: Path) -> dict[str, Any]:
     if not isinstance(baseline, dict) or not {"device", "rows"} <= baseline.keys():
         raise ConfigError(f"--check {path} is no report of a benchmark; name a file that --out wrote.")
     return baseline
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """What a run has logged."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def progress_line(result: Mapping[str, Any]) -> str:

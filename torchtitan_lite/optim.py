@@ -57,27 +57,34 @@ class LowBitAdamW(torch.optim.Optimizer):
         """`state_dtype` is "bfloat16", "int8" or "float8"; `settings` are lr, betas, eps and weight_decay."""
         super().__init__(parameters, {**settings, "fused": True})
         self._state_dtype = state_dtype
-        device = self.param_groups[0]["params"][0].device
-        self._maps = {name: torch.tensor(values, device=device) for name, values in MAPS.items()}
-        self._update: Callable[..., None] = torch.compile(_update, dynamic=False) if device.type == "cuda" else _update
+        self._device = self.param_groups[0]["params"][0].device
+        # What the codes of a moment in int8 stand for, as shares of their block's largest.
+        maps = {name: create_dynamic_map(signed=signed) for name, signed in MOMENTS.items()}
+        self._maps = {name: torch.tensor(values, device=self._device) for name, values in maps.items()}
+        self._never = torch.zeros((), device=self._device)
+        on_gpu = self._device.type == "cuda"
+        self._update: Callable[..., None] = torch.compile(_update, dynamic=False) if on_gpu else _update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is computed again
         """Update each parameter that has a gradient."""
         assert closure is None, "the loss is computed once a step"
+        skip = self._never if self.found_inf is None else self.found_inf
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
+            lr = torch.full((), group["lr"], device=self._device)  # as a number it would be compiled anew for each
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 if not self.state[parameter]:
-                    self.state[parameter] = {"step": torch.zeros((), device=parameter.device)}
+                    self.state[parameter] = {"step": torch.zeros((), device=self._device)}
                     self.state[parameter] |= _empty_moments(parameter, self._state_dtype)
                 self._update(
                     _local(parameter.detach()),
                     _local(parameter.grad),
                     {name: _local(tensor) for name, tensor in self.state[parameter].items()},
                     self._maps,
-                    skip=torch.zeros((), device=parameter.device) if self.found_inf is None else self.found_inf,
-                    lr=torch.full((), group["lr"], device=parameter.device),  # else compiled anew for each
+                    skip=skip,
+                    lr=lr,
                     betas=group["betas"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
@@ -92,17 +99,14 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's two, and whether each has a sign."""
 FLOAT8 = {"exp_avg": torch.float8_e4m3fn, "exp_avg_sq": torch.float8_e5m2}
 """Their types as float8."""
-MAPS = {name: create_dynamic_map(signed=signed) for name, signed in MOMENTS.items()}
-"""What the codes of a moment in int8 stand for, as shares of their block's largest."""
 
 
 def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
     """The moments of `parameter` before its first step, and the scales of those in 8 bits, distributed as it is."""
-    in_blocks = parameter.ndim == 2 and _local(parameter).shape[-1] % BLOCK == 0
-    if state_dtype != "bfloat16" and not in_blocks:
-        return {name: torch.zeros_like(parameter) for name in MOMENTS}
     if state_dtype == "bfloat16":
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
+    if parameter.ndim != 2 or _local(parameter).shape[-1] % BLOCK:
+        return {name: torch.zeros_like(parameter) for name in MOMENTS}
     dtypes = FLOAT8 if state_dtype == "float8" else dict.fromkeys(MOMENTS, torch.uint8)
     moments = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
     return moments | {f"{name}_scale": _scales_like(parameter) for name in MOMENTS}

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchtitan_lite.tables import format_columns
+
 GIB = 2**30
 
 
@@ -24,19 +26,8 @@ def format_plan(plan: Mapping[str, Any]) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; all but the first and the last are aligned to the right."""
-    table = [header, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    last = len(header) - 1
-
-    def line(row: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join(map(line, table))
+    """All columns but the first and the last are aligned to the right."""
+    return format_columns([header, *rows], right=range(1, len(header) - 1))
 
 
 def _number(value: float | None, form: str = ",.2f") -> str:

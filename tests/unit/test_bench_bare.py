@@ -1,9 +1,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from torchtitan_lite.benchmarks.bare import BareCost, check_comparable, plain_loss, warm_up_steps
+from torchtitan_lite.benchmarks.bare import BareCost, check_comparable, warm_up_steps
 from torchtitan_lite.benchmarks.estimates import Ratios
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.errors import ConfigError
@@ -33,13 +32,6 @@ def test_the_debug_model_can_be_compared() -> None:
 def test_what_the_bare_loop_has_not_is_refused(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_comparable(load(word), world_size=2)
-
-
-def test_the_plain_loss_is_the_mean_over_all_positions() -> None:
-    logits, labels = torch.zeros(2, 3, 5, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64)
-    logits[1, 2, 0] = 1.0
-    uniform, other = torch.tensor(5.0).log(), (1 + 4 * torch.tensor(-1.0).exp()).log()
-    assert plain_loss(logits, labels) == pytest.approx(((5 * uniform + other) / 6).item())
 
 
 def test_a_loop_is_warm_before_a_block_is_timed() -> None:

@@ -1,8 +1,16 @@
 """The benchmark of the loss, small: every kind computes the same."""
 
 import pytest
+import torch
 
-from torchtitan_lite.benchmarks.loss import LossCost, format_costs, measure_loss
+from torchtitan_lite.benchmarks.loss import LossCost, format_costs, measure_loss, plain_loss
+
+
+def test_the_plain_loss_is_the_mean_over_all_positions() -> None:
+    logits, labels = torch.zeros(2, 3, 5, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64)
+    logits[1, 2, 0] = 1.0
+    uniform, other = torch.tensor(5.0).log(), (1 + 4 * torch.tensor(-1.0).exp()).log()
+    assert plain_loss(logits, labels) == pytest.approx(((5 * uniform + other) / 6).item())
 
 
 def test_all_kinds_compute_one_loss() -> None:

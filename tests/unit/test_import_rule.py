@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HUBS = {"train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives"}
+COMMON = {"config", "errors", "logger", "files", "collectives", "tables"}
 OURS = {  # what a part of the package may import of it, besides itself
     "config": {"errors", "logger", "models.flavors"},
     "errors": set(),
     "logger": set(),
     "files": set(),
+    "tables": set(),
     "collectives": {"errors"},
     "models": set(),
 }
@@ -27,6 +28,7 @@ THIRD_PARTIES = {  # what it may import of others, where that is not left open
     "errors": set(),
     "logger": set(),
     "files": set(),
+    "tables": set(),
     "collectives": {"torch"},
     "models": {"torch"},
     "models.flavors": set(),

@@ -3,9 +3,7 @@ nothing else. A hub."""
 
 import copy
 import gc
-import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +11,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan_lite.benchmarks.estimates import Ratios, alternating
+from torchtitan_lite.benchmarks.loss import plain_loss
+from torchtitan_lite.benchmarks.paired import time_steps
+from torchtitan_lite.benchmarks.processes import read_records
 from torchtitan_lite.build import build_batches
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.collectives import on_rank0
@@ -69,11 +69,6 @@ def check_comparable(config: Config, *, world_size: int) -> None:
             f"[training] global_batch_size = {config.training.global_batch_size}: a step has {accum_steps} "
             "microbatches a rank, and the bare loop one; set it to -1."
         )
-
-
-def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nat of `labels` [B, S] under `logits` [B, S, V], as anyone would write it."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def build_bare_model(config: Config, args: ModelArgs, *, device: torch.device) -> Transformer:
@@ -209,24 +204,16 @@ def measure_bare_cost(trainer: Trainer, *, loss: BareLoss, pairs: int, block_ste
     gc.disable()  # of both alike, as the trainer does; its own collections, now and then, are in its time
     steps = iter(range(trainer.first_step, trainer.last_step + 1))
 
-    def time_block(step: Callable[[], None], count: int = block_steps) -> float:
-        """Seconds of `count` steps, from idle devices to idle devices of all ranks."""
-        _meet(trainer.device)
-        began = time.perf_counter()
-        for _ in range(count):
-            step()
-        _meet(trainer.device)
-        return time.perf_counter() - began
-
     def ours() -> None:
         trainer.advance(next(steps))
 
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for step in (ours, bare.step):
-        time_block(step, warm_up_steps(block_steps))
+        time_steps(step, warm_up_steps(block_steps), device=trainer.device)
     for order in alternating(pairs):
         for is_ours in order:
-            seconds[is_ours].append(time_block(ours if is_ours else bare.step))
+            step = ours if is_ours else bare.step
+            seconds[is_ours].append(time_steps(step, block_steps, device=trainer.device))
     trainer.metrics.settle()
     bare.batches.close()
     losses = bare.mean_losses()
@@ -244,13 +231,5 @@ def warm_up_steps(block_steps: int) -> int:
 
 def _loss_gap(trainer: Trainer, losses: list[float]) -> float:
     """The largest relative difference of `losses` to those that the trainer has logged."""
-    lines = (trainer.path / "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line)["loss"] for line in lines]
+    logged = [record["loss"] for record in read_records(trainer.path)]
     return max(abs(ours / bare - 1) for ours, bare in zip(logged, losses, strict=True))
-
-
-def _meet(device: torch.device) -> None:
-    """Return once all ranks' devices are idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier()

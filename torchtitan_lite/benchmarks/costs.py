@@ -2,10 +2,9 @@
 
 import contextlib
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -17,11 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.benchmarks.estimates import Ratios, alternating
+from torchtitan_lite.benchmarks.paired import time_steps
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import TENSORS_SUFFIX, FileEntry, Progress, hash_file
 from torchtitan_lite.checkpoint.state import random_state, training_state
 from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.metrics.hardware import synchronize
 from torchtitan_lite.trainer import Trainer
 
 UNLOGGED = 1000
@@ -36,51 +38,31 @@ class LoggingCost:
 
     step_s: float
     """Median seconds of a step at log_freq UNLOGGED."""
-    ratios: tuple[float, ...]
-    """Of each pair of equally long blocks of steps: seconds at log_freq 1 over seconds at log_freq UNLOGGED."""
+    ratios: Ratios
+    """Seconds at log_freq 1 over seconds at log_freq UNLOGGED."""
 
     def __str__(self) -> str:
         """The figures, in a line."""
-        low, middle, high = statistics.quantiles(self.ratios, n=4)
-        error = 1.25 * statistics.stdev(self.ratios) / math.sqrt(len(self.ratios))  # of a median, if normal
         return (
-            f"log_freq 1 over {UNLOGGED}: {100 * (middle - 1):+.2f} % of the step time, standard error "
-            f"{100 * error:.2f}, quartiles {100 * (low - 1):+.2f} to {100 * (high - 1):+.2f}, from {len(self.ratios)} "
-            f"pairs; an unlogged step takes {self.step_s:.4f} s"
+            f"seconds at log_freq 1 over those at {UNLOGGED}: {self.ratios}; an unlogged step takes {self.step_s:.4f} s"
         )
 
 
 def measure_logging_cost(trainer: Trainer, *, pairs: int, block_steps: int) -> LoggingCost:
-    """The cost of `trainer`'s logging from `pairs` pairs of blocks, in alternating order, after a block of warm-up."""
+    """The cost of `trainer`'s logging from `pairs` pairs of blocks, in alternating order, after a block of warm-up. A
+    collective call."""
     steps = iter(range(trainer.first_step, trainer.last_step + 1))
 
     def time_block(log_freq: int) -> float:
         trainer.metrics.log_freq = log_freq
-        return _time_steps(trainer, steps, count=block_steps)
+        return time_steps(lambda: trainer.advance(next(steps)), block_steps, device=trainer.device)
 
     time_block(1)
-    logged: list[float] = []
-    unlogged: list[float] = []
-    for pair in range(pairs):
-        for log_freq, seconds in ((1, logged), (UNLOGGED, unlogged))[:: 1 if pair % 2 else -1]:
-            seconds.append(time_block(log_freq))
-    ratios = tuple(one / other for one, other in zip(logged, unlogged, strict=True))
-    return LoggingCost(statistics.median(unlogged) / block_steps, ratios)
-
-
-def _time_steps(trainer: Trainer, steps: Iterator[int], *, count: int) -> float:
-    """Seconds of the next `count` steps, from an idle device to an idle device."""
-    _wait(trainer.device)
-    began = time.perf_counter()
-    for _ in range(count):
-        trainer.advance(next(steps))
-    _wait(trainer.device)
-    return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for order in alternating(pairs):
+        for logged in order:
+            seconds[logged].append(time_block(1 if logged else UNLOGGED))
+    return LoggingCost(statistics.median(seconds[False]) / block_steps, Ratios.of(seconds[True], seconds[False]))
 
 
 @dataclass(frozen=True)
@@ -136,7 +118,7 @@ def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: i
     def copy() -> None:
         for target, part in zip(copies, parts, strict=True):
             target.copy_(part, non_blocking=True)
-        _wait(device)
+        synchronize(device)
 
     def save(checkpointer: Checkpointer) -> None:
         checkpointer.save(Progress(next(steps), samples=0, tokens=0, data={}), random_state(device))
@@ -152,7 +134,7 @@ def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: i
         for kind, (action, hashed) in kinds.items():
             with contextlib.nullcontext() if hashed else mock.patch.object(checkpointer, "hash_file", _size_only):
                 dist.barrier()
-                _wait(device)
+                synchronize(device)
                 began = time.perf_counter()
                 action()
                 seconds[kind].append(time.perf_counter() - began)

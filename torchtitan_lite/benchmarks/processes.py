@@ -1,5 +1,6 @@
-"""A command run to its end, watched from outside: when it printed what, and the memory it took. Linux."""
+"""A command run to its end, watched from outside: when it printed what, its memory, and what it logged. Linux."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.errors import RunError
 
@@ -79,6 +81,11 @@ def watch(
 def tail(lines: Sequence[tuple[float, str]]) -> str:
     """The last of `lines`."""
     return "\n".join(line for _, line in lines[-TAIL_LINES:])
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """What the run of a folder has logged."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def resident_kib(pid: int) -> int:

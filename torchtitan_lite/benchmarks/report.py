@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tables import format_columns
 
 RATIOS = {"bf16_ratio": "tps over the bf16 row's", "compile_ratio": "tps over the eager row's"}
 """The figures of a row that tell of the code and not of the moment."""
@@ -155,7 +156,8 @@ def _format_profiles(profiles: Sequence[Mapping[str, Any]]) -> str:
     headings = ["% of the step", *(profile["recipe"] for profile in profiles)]
     rows = [[group, *(f"{profile['share_pct'][group]:.1f}" for profile in profiles)] for group in groups]
     rows.append(["step under the profiler, s", *(f"{profile['wall_s']:.4f}" for profile in profiles)])
-    return f"where the time of {profiles[-1]['name']} goes:\n" + _align([headings, *rows], left=1)
+    table = format_columns([headings, *rows], right=range(1, len(headings)))
+    return f"where the time of {profiles[-1]['name']} goes:\n{table}"
 
 
 def _table(rows: Sequence[Mapping[str, Any]], figures: Sequence[tuple[str, str, str]]) -> str:
@@ -163,20 +165,8 @@ def _table(rows: Sequence[Mapping[str, Any]], figures: Sequence[tuple[str, str, 
     cells = [
         [cell(row) for _, cell in COLUMNS] + [_show(row.get(name), form) for _, name, form in figures] for row in rows
     ]
-    return _align([headings, *cells], left=1)
+    return format_columns([headings, *cells], right=range(1, len(headings)))
 
 
 def _show(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _align(table: Sequence[Sequence[str]], *, left: int) -> str:
-    """The cells in columns, the first `left` of them to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    )

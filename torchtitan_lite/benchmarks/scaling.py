@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.benchmarks.estimates import Line, Ratios, block_medians
-from torchtitan_lite.benchmarks.processes import environment, resident_kib, torchrun, watch
+from torchtitan_lite.benchmarks.processes import environment, read_records, resident_kib, torchrun, watch
 
 STEPS = 12
 """Of a run that is a point."""
@@ -219,8 +219,7 @@ def train(
         options = ["--job.config_file", str(config), "--job.dump_folder", str(run), *words]
         command = torchrun(sys.executable, *module, *options, processes=ranks)
         watch(command, env=environment(NO_COLOR="1"), cwd=Path(folder), timeout_s=TIMEOUT_S, on_line=read_memory)
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], resident
+        return read_records(run), resident
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import tomli
 from torchtitan_lite.checkpoint.folders import STEP, find_problems, named_steps, step_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST, BrokenCheckpoint, Manifest, read_manifest
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.tables import format_columns
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,8 @@ def _float8_recipe(manifest: Manifest) -> str | None:
 
 def format_rows(rows: list[Row]) -> str:
     """The rows as a table, a line each."""
-    cells = [("step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state"), *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-    return "\n".join(line.rstrip() for line in lines)
+    header = ("step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state")
+    return format_columns([header, *map(_cells, rows)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.tables import format_columns
 
 MULTIPLE = 16
 """cuBLAS and CUTLASS float8 matmuls take rows of 16-byte multiples only (torch._scaled_mm)."""
@@ -190,6 +191,4 @@ def format_choices(choices: Sequence[LinearChoice]) -> str:
         row = (choice.kind, shape, local, "float8" if choice.converted else "high precision", choice.kept_because)
         rows[row] = rows.get(row, 0) + 1
     header = ("linear", "count", "out x in", "per rank", "trained in", "why")
-    table = [header] + [(row[0], str(count), *row[1:]) for row, count in rows.items()]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+    return format_columns([header, *((row[0], str(count), *row[1:]) for row, count in rows.items())])

@@ -99,17 +99,18 @@ def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
     together = _MATMULS_TIMED_TOGETHER[device.type]
     seconds: list[float] = []
     matmul()  # the first call builds the kernel
-    _wait(device)
+    synchronize(device)
     while sum(seconds) < _MEASURE_SECONDS:
         began = time.perf_counter()
         for _ in range(together):
             matmul()
-        _wait(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - began)
     return together * 2 * _MATMUL_SIZE[device.type] ** 3 / statistics.median(seconds) / 1e12
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Return once `device` has done all that it was asked to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

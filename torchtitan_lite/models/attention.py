@@ -23,11 +23,10 @@ TRIALS = 5
 def attention_inputs(
     args: ModelArgs, *, batch_size: int, tp_degree: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, S, Q], keys and values [B, K, S, Q] of a rank, that require gradients."""
+    """Queries [B, H, S, Q], keys and values [B, K, S, Q] of a rank, that require gradients; no values are set."""
+    length, width = args.max_seq_len, args.head_dim
     q, k, v = (
-        torch.empty(batch_size, heads // tp_degree, args.max_seq_len, args.head_dim, dtype=dtype, device=device)
-        .normal_()
-        .requires_grad_()
+        torch.empty(batch_size, heads // tp_degree, length, width, dtype=dtype, device=device, requires_grad=True)
         for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
     )
     return q, k, v
@@ -45,7 +44,12 @@ def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, de
 
 
 def time_backends(q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
-    """Median seconds of causal attention, forward and backward, by each of the FUSED backends that can."""
+    """Median seconds of causal attention, forward and backward, by each of the FUSED backends that can. The inputs are
+    set to random values, on which a GPU's speed depends."""
+    generator = torch.Generator(q.device).manual_seed(0)
+    with torch.no_grad():
+        for tensor in (q, k, v):
+            tensor.normal_(generator=generator)
     seconds = {}
     for backend in FUSED:
         try:
