@@ -7,6 +7,7 @@ import torch
 
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.parallel import distributed
 from torchtitan_lite.parallel.distributed import init_distributed
 
 
@@ -33,3 +34,24 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpu(monkeypatch: p
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
     with pytest.raises(ConfigError, match=r"has NVIDIA GPUs that PyTorch .* cannot use.*CUDA_VISIBLE_DEVICES="):
         init_distributed(CommConfig())
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_memory_of_a_gpu_is_taken_in_segments_that_grow_unless_told_otherwise(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "connect_store", lambda timeout: 1 / 0)  # no more of it is of interest
+    with pytest.raises(ZeroDivisionError):
+        init_distributed(CommConfig())
+    assert asked == ([] if variable else ["expandable_segments:True"])

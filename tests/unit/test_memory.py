@@ -268,11 +268,10 @@ def test_8b_on_8_gpus() -> None:
     assert moments["optimizer step"] == Moment("optimizer step", shards, shards, 2 * shards)
     # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head its norm's input,
     # and the gradients of its output and of the projection's weight, which the loss made from the logits in bf16 and
-    # that output; FSDP has gathered the head, and
-    # holds what it copied it from.
+    # that output; FSDP has gathered the last block and the head, and holds what it copied the head from.
     kept = 32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32) + 2 * tokens * 2 * 4096 + 2 * 128256 * 4096
     working = 2 * tokens * 128256 + 2 * tokens * 4096
-    assert moments["loss"] == Moment("loss", shards, 0, 2 * shards, kept, working, 2 * 2 * output)
+    assert moments["loss"] == Moment("loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output)
     # At the end of a block's backward: its weights, the next block's, its gradients, and the float32 ones in flight.
     assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
@@ -345,7 +344,9 @@ def test_gpus_reserve_more(
 
 def torchtitan_peak(rank: Rank) -> int:
     """Bytes at the height of a step whose loss is not fused. It holds for each logit, eager, the log-probability, its
-    gradient and the logit's, in float32; compiled, the logit and its gradient; split, copies of its own besides."""
+    gradient and the logit's, in float32; compiled, the logit and its gradient; split, copies of its own besides. The
+    last block is freed as the others are."""
+    rank = dataclasses.replace(rank, parallelism=ParallelismConfig(fsdp_reshard_after_forward="always"))
     if rank.compile.covers("loss"):
         per_logit = 2 + 2 * 4 if rank.degrees.tp > 1 else 2 * 2
     else:

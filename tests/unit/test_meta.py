@@ -50,10 +50,10 @@ def test_auto_needs_a_known_device():
 @pytest.mark.parametrize(
     ("memory_gib", "mode", "says"),
     [
-        (200, "none", "the cheapest that fits: 96.7 GiB of 200.0"),
-        (80, "selective", "the cheapest that fits: 45.0 GiB of 80.0"),
-        (40, "full", "the cheapest that fits: 16.0 GiB of 40.0"),
-        (10, "full", "and even that may not fit: 16.0 GiB of 10.0"),
+        (200, "none", "the cheapest that fits: 97.2 GiB of 200.0"),
+        (80, "selective", "the cheapest that fits: 45.5 GiB of 80.0"),
+        (40, "full", "the cheapest that fits: 16.5 GiB of 40.0"),
+        (10, "full", "and even that may not fit: 16.5 GiB of 10.0"),
     ],
 )
 def test_auto_checkpointing_is_the_cheapest_that_fits(

@@ -138,7 +138,7 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: AllOrCount = -1
     """Ranks that share one copy of the parameters (FSDP2); -1: all that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered parameters after its forward; default: always."""
+    """Free a block's gathered parameters after its forward; default: those of all blocks but the last."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False

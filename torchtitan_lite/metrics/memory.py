@@ -155,7 +155,10 @@ def step_memory(rank: Rank) -> list[Moment]:
     groups = [_embedding(rank), *(_block(rank, i) for i in range(rank.model.n_layers)), _head(rank)]
     # Earlier microbatches' gradients add up unsharded: only the last one's backward scatters.
     accumulated_width = rank.reduce_width if rank.grad_accum_steps > 1 else 0
-    never_freed = rank.parallelism.fsdp_reshard_after_forward == "never"
+    # Of the groups, the first one that is not freed after its forward.
+    kept_from = {"never": 0, "default": len(groups) - 2, "always": len(groups)}[
+        rank.parallelism.fsdp_reshard_after_forward
+    ]
 
     def weights(of: list[Group]) -> int:
         return sum(group.weights for group in of)
@@ -176,7 +179,7 @@ def step_memory(rank: Rank) -> list[Moment]:
             **parts,
         )
 
-    kept, buffers = sum(group.saved for group in groups), gathered(groups if never_freed else groups[-1:])
+    kept, buffers = sum(group.saved for group in groups), gathered(groups[min(kept_from, len(groups) - 1) :])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += gathered(groups[-1:])  # what FSDP copied the head's weights from, until it gathers others
     logits = _loss_working(rank)
@@ -184,8 +187,8 @@ def step_memory(rank: Rank) -> list[Moment]:
     for i, group in reversed(list(enumerate(groups))):
         kept -= group.saved
         # Meanwhile FSDP gathers what the backward needs next, and scatters the gradients that it made before.
-        next_up = groups[max(i - 1, 0) : i] if rank.degrees.dp_shard > 1 else []
-        ahead = gathered(groups[:i] if never_freed else next_up)
+        next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
+        ahead = gathered(groups[min(kept_from, next_up) : i])
         scattering = rank.reduce_width * weights(groups[i + 1 : i + 2])
         height = moment(
             f"backward of {group.name}",

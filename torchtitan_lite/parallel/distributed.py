@@ -42,6 +42,7 @@ def init_distributed(comm: CommConfig) -> torch.device:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        _let_segments_grow()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))  # its name before torch 2.12
         backend = "cpu:gloo,cuda:nccl"
@@ -58,6 +59,13 @@ def init_distributed(comm: CommConfig) -> torch.device:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     set_timeouts(timeout)
     return device
+
+
+def _let_segments_grow() -> None:
+    """Have the GPU's memory taken in segments that grow, so that less of it lies idle in gaps that nothing fits; unless
+    the environment says how the allocator is to work."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> None:

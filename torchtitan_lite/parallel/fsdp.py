@@ -18,8 +18,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
     """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate: a group each for the embedding,
     every block, and the last norm with the output projection.
 
-    `reshard_after_forward` is "default", "always" or "never"; by default all but the last group, which the backward
-    needs first, are freed after their forward."""
+    `reshard_after_forward` is "default", "always" or "never": which groups are freed after their forward. By default
+    all are but the last block and what follows it. The backward needs those first, and would wait for them: as the loss
+    has its gradient computed in the forward pass, too little is left of the last group's backward to gather a block
+    behind."""
     # Floating inputs of a block are the residual stream, which already has the compute type, and the rotary tables,
     # which stay float32.
     precision = MixedPrecisionPolicy(
@@ -36,12 +38,13 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
         fully_shard(modules, mesh=dp_mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
 
     _scale_whole_weights(model, mesh)
-    reshard = reshard_after_forward != "never"
+    reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
+    *blocks, last_block = model.get_submodule("layers").children()
     shard(model.get_submodule("tok_embeddings"), reshard=reshard)
-    for block in model.get_submodule("layers").children():
+    for block in blocks:
         shard(block, reshard=reshard)
-    last = [model.get_submodule("norm"), model.get_submodule("output")]
-    shard(last, reshard=reshard_after_forward == "always")
+    shard(last_block, reshard=reshard_last)
+    shard([model.get_submodule("norm"), model.get_submodule("output")], reshard=reshard_last)
     shard(model, reshard=reshard)
 
 
