@@ -120,7 +120,7 @@ class Group:
     weights: int
     """Elements, once gathered: this rank's share under tensor parallelism."""
     gathered: int
-    """The gathered weights."""
+    """The weights gathered for the loss or the backward."""
     saved: int
     """Kept from the forward to the backward."""
     working: int
@@ -233,7 +233,9 @@ def _loss_working(rank: Rank) -> int:
 def _embedding(rank: Rank) -> Group:
     weights = _output_weights(rank)  # as many
     gradient = rank.width * rank.tokens * rank.model.dim
-    return Group("tok_embeddings", weights, rank.width * weights, saved=0, working=gradient)
+    # For its backward pass FSDP gathers nothing.
+    gathered = rank.width * weights if rank.parallelism.fsdp_reshard_after_forward == "never" else 0
+    return Group("tok_embeddings", weights, gathered, saved=0, working=gradient)
 
 
 def _head(rank: Rank) -> Group:

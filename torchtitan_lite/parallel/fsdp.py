@@ -1,11 +1,11 @@
 """FSDP2, always applied, also on one process: float32 weights and gradients, lower precision in between."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -40,7 +40,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
     _scale_whole_weights(model, mesh)
     reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
     *blocks, last_block = model.get_submodule("layers").children()
-    shard(model.get_submodule("tok_embeddings"), reshard=reshard)
+    embeddings = model.get_submodule("tok_embeddings")
+    shard(embeddings, reshard=reshard)
+    cast(FSDPModule, embeddings).set_unshard_in_backward(False)  # a row's gradient does not depend on the row
     for block in blocks:
         shard(block, reshard=reshard)
     shard(last_block, reshard=reshard_last)
@@ -57,7 +59,7 @@ def _scale_whole_weights(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     shards = mesh["dp_shard", "tp"]._flatten("dp_shard_tp")
 
-    def cast(weight: WeightWithDynamicFloat8CastTensor, mesh: DeviceMesh) -> Any:  # FSDP2 counts the parameters
+    def cast_shard(weight: WeightWithDynamicFloat8CastTensor, mesh: DeviceMesh) -> Any:  # FSDP2 counts the parameters
         return _cast_shard(weight, shards)
 
-    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast_shard
