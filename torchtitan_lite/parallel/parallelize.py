@@ -1,4 +1,7 @@
-"""The order in which a model is made parallel, and nothing else."""
+"""The order in which a model is made parallel, and how the compiler is set up."""
+
+import os
+import subprocess
 
 import torch
 from torch import nn
@@ -37,11 +40,32 @@ def apply_compile(
         partitioners.has_recomputable_rng_ops = lambda fx_g: False
         # What a block keeps for its backward may be a scale of MXFP8, the float8 type that the compiler cannot name.
         DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
+        trust_instruction_set()
     budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
     if compile.covers("model"):
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
+
+
+def trust_instruction_set() -> None:
+    """Have the compiler use the CPU's best instruction set if PyTorch itself does and the C++ compiler knows it. By
+    itself it builds a program for each of the CPU's, which takes seconds, and then takes the best; as it does where one
+    of the two is not so."""
+    from torch._inductor import config, cpp_builder, cpu_vec_isa
+
+    if config.cpp.vec_isa_ok is not None:  # decided before, or by the environment
+        return
+    with config.patch("cpp.vec_isa_ok", True):
+        best = cpu_vec_isa.pick_vec_isa()
+    asked = [cpp_builder.get_cpp_compiler(), *best.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
+    if (
+        torch.backends.cpu.get_cpu_capability().lower() in str(best)
+        and subprocess.run(asked, capture_output=True).returncode == 0
+    ):
+        config.cpp.vec_isa_ok = True
+    else:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()  # it holds what was not tried
 
 
 def parallelize(
