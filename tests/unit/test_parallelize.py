@@ -1,6 +1,7 @@
 """That the blocks of a model are compiled, how often, and for which instruction set."""
 
-from collections.abc import Iterator
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor import config, cpu_vec_isa
-from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor import config
 
 from torchtitan_lite.config import ActivationCheckpointConfig, CompileConfig, Float8Config
 from torchtitan_lite.float8.convert import convert_linears
@@ -48,49 +48,25 @@ def test_blocks_that_are_equal_are_compiled_once_however_many_they_are(recipe: s
     assert frames(32, recipe=recipe) == 1
 
 
-def build_no_program(isa: VecISA, code: str) -> bool:
-    raise AssertionError(f"a program was built for {isa}")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
+def test_the_best_instruction_set_is_used_without_a_program_for_each() -> None:
+    code = (
+        "from torch._inductor import cpu_vec_isa; "
+        "from torchtitan_lite.parallel.parallelize import trust_instruction_set; "
+        "build = cpu_vec_isa.VecISA.check_build; built = []; cpu_vec_isa.VecISA.check_build = "
+        "lambda isa, code: built.append('ATen' in code) or build(isa, code); "
+        "trust_instruction_set(); print(cpu_vec_isa.pick_vec_isa(), any(built))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    *found, built = result.stdout.split()
+    assert found[0] == torch.backends.cpu.get_cpu_capability().lower() and built == "False"
 
 
-def forget_what_was_tried() -> None:
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    VecISA._VecISA__bool__impl.cache_clear()
-
-
-@pytest.fixture
-def undecided() -> Iterator[None]:
-    """The compiler knows of no instruction set whether it can be used."""
+def test_an_instruction_set_that_pytorch_does_not_use_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with config.patch({"cpp.vec_isa_ok": None}):
-        forget_what_was_tried()
-        yield
-    forget_what_was_tried()
-
-
-@pytest.mark.skipif(not cpu_vec_isa.x86_isa_checker(), reason="a CPU without AVX")
-def test_the_best_instruction_set_is_used_without_a_program_for_each(
-    undecided: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = cpu_vec_isa.pick_vec_isa()  # by such programs
-    forget_what_was_tried()
-    monkeypatch.setattr(VecISA, "check_build", build_no_program)
-    trust_instruction_set()
-    assert expected and cpu_vec_isa.pick_vec_isa() == expected
-
-
-@pytest.mark.skipif(not cpu_vec_isa.x86_isa_checker(), reason="a CPU without AVX")
-@pytest.mark.parametrize(
-    ("target", "name", "value"),
-    [(VecISA, "build_arch_flags", "-mno-such-set"), (torch.backends.cpu, "get_cpu_capability", "NO SUCH SET")],
-    ids=["the C++ compiler knows it", "PyTorch uses it"],
-)
-def test_instruction_sets_are_tried_unless(
-    target: Any, name: str, value: str, undecided: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target, name, lambda *isa: value)
-    trust_instruction_set()
-    tried: list[VecISA] = []
-    monkeypatch.setattr(VecISA, "check_build", lambda isa, code: tried.append(isa))
-    assert not cpu_vec_isa.pick_vec_isa() and tried
+        trust_instruction_set()
+        assert config.cpp.vec_isa_ok is None
 
 
 def test_what_the_environment_says_of_instruction_sets_stays() -> None:

@@ -40,6 +40,13 @@ def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
     logits.copy_(scores.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)))
 
 
+def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
+    """The same, and the log-sum-exp [N] that they had: compiled, one kernel for both."""
+    log_sum_exp = _log_sum_exp(logits)
+    _to_softmax(logits, log_sum_exp, scale)
+    return log_sum_exp
+
+
 @dataclass(frozen=True)
 class _Vocabulary:
     """The part of a vocabulary that this rank has the logits of."""
@@ -55,9 +62,11 @@ class CrossEntropy:
     not count. The backward pass can run once."""
 
     def __init__(self, *, compiled: bool) -> None:
-        kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax)
+        kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax, _turn_to_softmax)
         self._compiled = compiled
-        self._log_sum_exp, self._to_softmax = map(torch.compile, kernels) if compiled else kernels
+        self._log_sum_exp, self._to_softmax, self._turn_to_softmax = (
+            map(torch.compile, kernels) if compiled else kernels
+        )
 
     def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
         """The loss of `labels` [B, S] under `logits` [B, S, V], which may be a DTensor split over the vocabulary."""
@@ -86,22 +95,26 @@ class CrossEntropy:
     ) -> Tensor:
         """The loss of `labels` [N] under `logits` [N, V], which are overwritten by their gradient if that is wanted."""
         size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
-        pieces = logits.split(size)
-        log_sum_exp = torch.cat([self._log_sum_exp(piece) for piece in pieces])  # [N]
         ids = labels - vocabulary.start
         here = (ids >= 0) & (ids < logits.shape[-1])  # whether this rank has the logit of the label
         at_label = torch.arange(len(ids), device=ids.device), torch.where(here, ids, 0)
         picked = torch.where(here, logits[at_label].float(), 0)
+        scales = scale * (labels != IGNORED)
+        pieces, scales_of_pieces = logits.split(size), scales.split(size)
+        if to_gradient and vocabulary.group is None:
+            log_sum_exp = torch.cat(list(map(self._turn_to_softmax, pieces, scales_of_pieces)))  # [N]
+        else:
+            log_sum_exp = torch.cat(list(map(self._log_sum_exp, pieces)))
         if vocabulary.group is not None:
             scores = torch.stack((log_sum_exp, picked))  # [2, N]
             of_ranks = [torch.empty_like(scores) for _ in range(vocabulary.group.size())]
             dist.all_gather(of_ranks, scores, group=vocabulary.group)
             log_sums, parts = torch.stack(of_ranks, dim=1)  # [ranks, N] each
             log_sum_exp, picked = log_sums.logsumexp(0), parts.sum(0)
-        scales = scale * (labels != IGNORED)
+            if to_gradient:
+                for each in zip(pieces, log_sum_exp.split(size), scales_of_pieces, strict=True):
+                    self._to_softmax(*each)
         if to_gradient:
-            for each in zip(pieces, log_sum_exp.split(size), scales.split(size), strict=True):
-                self._to_softmax(*each)
             # The gradient is the softmax, less 1 at the label.
             gradient = ((picked - log_sum_exp).exp() - 1) * scales
             logits[at_label] = torch.where(here, gradient.to(logits.dtype), logits[at_label])

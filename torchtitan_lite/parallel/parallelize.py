@@ -1,8 +1,5 @@
 """The order in which a model is made parallel, and how the compiler is set up."""
 
-import os
-import subprocess
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,23 +46,13 @@ def apply_compile(
 
 
 def trust_instruction_set() -> None:
-    """Have the compiler use the CPU's best instruction set if PyTorch itself does and the C++ compiler knows it. By
-    itself it builds a program for each of the CPU's, which takes seconds, and then takes the best; as it does where one
-    of the two is not so."""
-    from torch._inductor import config, cpp_builder, cpu_vec_isa
+    """Have the compiler use the CPU's best instruction set where PyTorch itself does. Else it builds a program with
+    PyTorch's headers for each that the CPU has, which takes seconds, to learn whether it could."""
+    from torch._inductor import config
 
-    if config.cpp.vec_isa_ok is not None:  # decided before, or by the environment
-        return
-    with config.patch("cpp.vec_isa_ok", True):
-        best = cpu_vec_isa.pick_vec_isa()
-    asked = [cpp_builder.get_cpp_compiler(), *best.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
-    if (
-        torch.backends.cpu.get_cpu_capability().lower() in str(best)
-        and subprocess.run(asked, capture_output=True).returncode == 0
-    ):
+    best = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
+    if config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == best:
         config.cpp.vec_isa_ok = True
-    else:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()  # it holds what was not tried
 
 
 def parallelize(
