@@ -22,12 +22,12 @@ RECIPES = {
 }
 TP = "--parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
-TWO = "--training.local_batch_size=2"  # microbatches a step, where all ranks share them
+TWO = "--training.local_batch_size=2"  # of the four sequences: fewer microbatches, which cost most under TP
 LAYOUTS = {
     "FSDP": {1: (), 2: (), 4: ()},
     "HSDP": {2: (HSDP,), 4: (HSDP,)},
     "TP": {2: (f"{TP}=2", TWO), 4: (f"{TP}=4", TWO)},
-    "FSDP x TP": {4: (f"{TP}=2",)},
+    "FSDP x TP": {4: (f"{TP}=2", TWO)},
 }
 """Overrides by the number of processes."""
 AC = "--activation_checkpoint.mode"

@@ -25,7 +25,7 @@ from matrix import (
 )
 
 pytestmark = pytest.mark.timeout(1800)
-STEPS = 6
+STEPS = 5
 MATRIX = pairwise([cell for cell in matrix_cells(steps=STEPS) if cell.processes == USUAL[cell.factors[1]]])
 # From the compiler's cache, which ranks share, and where each must find its own code: else the loss is off by 5 %.
 AGAIN = [replace(cell, factors=(*cell.factors, "again")) for cell in MATRIX if {"TP", "compile"} <= {*cell.factors}]
