@@ -41,10 +41,12 @@ def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
 
 
 def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
-    """The same, and the log-sum-exp [N] that they had: compiled, one kernel for both."""
-    log_sum_exp = _log_sum_exp(logits)
-    _to_softmax(logits, log_sum_exp, scale)
-    return log_sum_exp
+    """The same, and the log-sum-exp [N] that they had: with one exponential for both, and compiled in one kernel."""
+    largest = logits.amax(-1, keepdim=True).float()
+    scores = logits.to(torch.float32, copy=True).sub_(largest).exp_()
+    total = scores.sum(-1, keepdim=True)
+    logits.copy_(scores.mul_(scale.unsqueeze(-1) / total))
+    return (total.log() + largest).squeeze(-1)
 
 
 @dataclass(frozen=True)
