@@ -42,6 +42,10 @@ def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
 
 def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
     """The same, and the log-sum-exp [N] that they had: with one exponential for both, and compiled in one kernel."""
+    if torch.compiler.is_compiling():  # it would keep the exponentials, in float32, for the second use
+        log_sum_exp = _log_sum_exp(logits)
+        _to_softmax(logits, log_sum_exp, scale)
+        return log_sum_exp
     largest = logits.amax(-1, keepdim=True).float()
     scores = logits.to(torch.float32, copy=True).sub_(largest).exp_()
     total = scores.sum(-1, keepdim=True)
