@@ -18,6 +18,10 @@ SETTINGS = [
     "--float8.log_numerics_freq=2",
 ]
 
+# Sums over ranks are rounded otherwise, so that a gradient near a tie of float8 goes the other way, and all before it
+# in the backward are moved: 0.025 dB were seen, on one kind of CPU.
+SQNR_DB_APART = {"weight": 1e-3, "input": 0.01, "grad_output": 0.1}
+
 
 def measured(folder: Path, *overrides: str, processes: int) -> list[dict[str, Any]]:
     """The lines of numerics.jsonl."""
@@ -38,7 +42,7 @@ def test_four_processes_lose_what_one_does(tmp_path: Path) -> None:
             assert list(roles) == ["weight", "grad_output"] if gathered else ["input", "weight", "grad_output"]
             for role, figures in roles.items():
                 expected = alone["kinds"][kind][role]
-                assert figures["sqnr_db"] == pytest.approx(expected["sqnr_db"], abs=1e-3 if role == "weight" else 0.01)
+                assert figures["sqnr_db"] == pytest.approx(expected["sqnr_db"], abs=SQNR_DB_APART[role])
                 assert figures["underflow"] == pytest.approx(expected["underflow"], abs=1e-3)
                 assert figures["saturation"] == expected["saturation"] == 0
                 # The loss of a rank is a mean over its own tokens, so that its gradients are twice as large on two.

@@ -92,8 +92,16 @@ def test_a_long_run_that_leaks_and_slows_down() -> None:
     run = long_run(seconds, {step: 1000 + 3 * step for step in range(1, steps + 1)})
     assert run.ratios.median == 2.0
     assert run.growth.slope == pytest.approx(3)
-    assert "the last 200 steps over the first 200, seconds: 2.000" in str(run)
+    assert "of the last 200 steps over the first 200, by the fastest 10% of each 20: 2.000" in str(run)
     assert run.as_json()["growth_kib_per_step"] == pytest.approx(3)
+
+
+def test_neighbours_that_slow_most_steps_of_the_second_half_down() -> None:
+    half = 20 * BLOCKS
+    run = long_run(
+        [0.01] * half + [0.01 if step % 5 == 0 else 0.03 for step in range(half)], dict.fromkeys(range(2 * half), 1)
+    )
+    assert (run.ratios.median, run.median_ratio) == pytest.approx((1.0, 3.0))
 
 
 def test_memory_of_the_first_half_does_not_count() -> None:

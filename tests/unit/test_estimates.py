@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from torchtitan_lite.benchmarks.estimates import Line, Ratios, alternating, block_medians
+from torchtitan_lite.benchmarks.estimates import Line, Ratios, alternating, block_quantiles
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:
@@ -54,6 +54,7 @@ def test_two_points_tell_no_error() -> None:
     assert math.isnan(Line.through([0, 1], [0, 1]).slope_error)
 
 
-def test_block_medians_leave_out_the_rest() -> None:
-    values = [1.0, 2.0, 30.0, 4.0, 5.0, 6.0, 7.0]
-    assert block_medians(values, blocks=2) == [statistics.median([1, 2, 30]), 5.0]
+def test_quantiles_of_blocks_leave_out_the_rest() -> None:
+    values = [1.0, 2.0, 30.0, 6.0, 5.0, 4.0, 7.0]
+    assert block_quantiles(values, blocks=2) == [statistics.median([1, 2, 30]), 5.0]
+    assert block_quantiles(values, blocks=2, quantile=0.1) == [1.0, 4.0]

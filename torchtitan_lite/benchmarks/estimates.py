@@ -80,8 +80,9 @@ class Line:
         return self.intercept + self.slope * x
 
 
-def block_medians(values: Sequence[float], *, blocks: int) -> list[float]:
-    """The medians of `blocks` equally long blocks of consecutive values; what is left over at the end is left out.
-    Unlike the values they hardly depend on each other, and a rare long one does not count."""
+def block_quantiles(values: Sequence[float], *, blocks: int, quantile: float = 0.5) -> list[float]:
+    """The medians, or another quantile, of `blocks` equally long blocks of consecutive values; what is left over at the
+    end is left out. Unlike the values they hardly depend on each other, and a rare long one does not count."""
     size = len(values) // blocks
-    return [statistics.median(values[start : start + size]) for start in range(0, size * blocks, size)]
+    starts = range(0, size * blocks, size)
+    return [sorted(values[start : start + size])[int(quantile * size)] for start in starts]
