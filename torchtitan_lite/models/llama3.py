@@ -56,10 +56,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2] or [B, S, Q/2]."""
     pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
     if torch.compiler.is_compiling():
-        # The compiler knows no complex numbers. This it fuses into one pass; from two halves of each pair it would
-        # first put the pairs together.
-        cos, sin = cos[..., None, :, None], torch.stack((-sin, sin), dim=-1).unsqueeze(-3)  # [(B,) S, 1, Q/2, 1 or 2]
-        rotated = pairs * cos + pairs.flip(-1) * sin
+        # The compiler knows no complex numbers. This it fuses into one pass; what is put together of two halves, pairs
+        # or signed sines, it would write first.
+        cos, sin = (table[..., None, :, None] for table in (cos, sin))  # [(B,) S, 1, Q/2, 1]
+        rotated = pairs * cos + pairs.flip(-1) * (sin * torch.arange(-1, 2, 2, device=x.device))
     else:
         turns = torch.complex(cos.float(), sin.float()).unsqueeze(-2)  # [(B,) S, 1, Q/2]
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * turns)

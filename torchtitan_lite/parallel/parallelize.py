@@ -46,13 +46,20 @@ def apply_compile(
 
 
 def trust_instruction_set() -> None:
-    """Have the compiler use the CPU's best instruction set where PyTorch itself does. Else it builds a program with
-    PyTorch's headers for each that the CPU has, which takes seconds, to learn whether it could."""
+    """Have the compiler use the CPU's best instruction set where PyTorch itself does. Else it builds a program for each
+    that the CPU has, some of them with PyTorch's headers, which takes seconds, to learn whether it could. For AMX it
+    still does: compilers that PyTorch supports may not know its instructions."""
     from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import VecISA
 
     best = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
     if config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == best:
-        config.cpp.vec_isa_ok = True
+        build = VecISA.check_build
+
+        def check_build(isa: VecISA, code: str) -> bool:
+            return "amx" not in isa.build_arch_flags() or build(isa, code)
+
+        VecISA.check_build = check_build  # type: ignore[assignment, method-assign]
 
 
 def parallelize(
