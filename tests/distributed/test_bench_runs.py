@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from launching import ENV, ROOT
 
-SCRIPT = [sys.executable, "scripts/bench.py"]
-QUICK = [*SCRIPT, "--quick", "--only", "eager"]
+SCRIPT = "scripts/bench.py"
+QUICK = [SCRIPT, "--quick", "--only", "eager"]
 
 pytestmark = pytest.mark.timeout(240)
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200)
+    return warm.python(words, cwd=ROOT, env=ENV, timeout=200)
 
 
 def figures(row: dict[str, Any]) -> list[Any]:
@@ -55,7 +56,8 @@ def test_a_baseline_of_another_device_is_refused_before_any_row(tmp_path: Path) 
 
 def test_sigterm_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    process = subprocess.Popen([*QUICK, "--out", str(out)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, *QUICK, "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
     try:
         while not (out.exists() and json.loads(out.read_text())["rows"]):
             assert process.poll() is None
@@ -71,12 +73,12 @@ def test_sigterm_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 def test_the_plan_needs_no_gpu() -> None:
-    result = bench(*SCRIPT, "--dry-run", "--device", "H100 SXM")
+    result = bench(SCRIPT, "--dry-run", "--device", "H100 SXM")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("plan for H100 SXM\n")
     for words, message in (
         (["--device", "H200"], '--device "H200" is for --dry-run'),
         (["--tolerance", "3"], "--tolerance 3.0 is for --check"),
     ):
-        refused = bench(*SCRIPT, *words)
+        refused = bench(SCRIPT, *words)
         assert refused.returncode == 2 and message in refused.stderr

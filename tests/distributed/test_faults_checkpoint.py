@@ -38,6 +38,7 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS, INTERVAL, ASYNC = "--training.steps", "--checkpoint.interval", "--checkpoint.async_mode=async"
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
+KILLS = 4  # of a run, half of them in a save; kill_runs.py does as many as it is told
 VALIDATION = ["--validation.enable", "--validation.dataset_path=torchtitan_lite/models/init.py", "--validation.freq=3"]
 NOTE: Fault = {"do": "note_samples", "at": "start"}
 DROP_OUT: Fault = {"do": "drop_out", "at": "start"}
@@ -98,8 +99,8 @@ def test_kills_at_any_moment_cost_steps_and_nothing_else(tmp_path: Path, monkeyp
     monkeypatch.setattr(kill_runs, "LONGEST_S", 3.0)
     monkeypatch.setattr(kill_runs, "SAVE_S", 0.05)
     settings = [f"{INTERVAL}=2", "--checkpoint.keep_latest_k=3", "--lr_scheduler.total_steps=1000"]
-    kills, same = kill_runs.kill_runs(lambda folder: command(folder, *settings), folder=tmp_path, kills=6, seed=0)
-    assert [kill.broken for kill in kills] == [[]] * 6
+    kills, same = kill_runs.kill_runs(lambda folder: command(folder, *settings), folder=tmp_path, kills=KILLS, seed=0)
+    assert [kill.broken for kill in kills] == [[]] * KILLS
     assert sum(kill.in_save for kill in kills) >= 1
     assert max(kill.trained - kill.newest for kill in kills) <= 2
     assert kills[-1].newest > kills[0].newest
