@@ -44,6 +44,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device")
     words = parser.parse_args(argv)
     if words.dry_run:
+        given = {"--out": words.out, "--profile": words.profile, "--check": words.check, "--tolerance": words.tolerance}
+        if unused := [name for name, value in given.items() if value not in (None, False)]:
+            raise ConfigError(f"{', '.join(unused)}: --dry-run runs and writes nothing; leave it out.")
         name = words.device or (None if torch.cuda.is_available() else "H200")
         print(format_plan(make_plan(planned_device(resolve_device(name)), quick=words.quick, only=words.only)))
         return

@@ -5,7 +5,8 @@ state, each in turn; prints for how long training would stand still, as ratios o
 
   --mib N       MiB of state a rank (default: 256)
   --rounds N    of each kind (default: 8)
-  --folder DIR  where to save; removed at the end (default: a new one in the system's folder for temporary files)
+  --folder DIR  where to make a folder for what is saved, which is removed at the end (default: the system's for
+                temporary files)
 """
 
 import argparse

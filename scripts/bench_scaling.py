@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.benchmarks.report import check_out
 from torchtitan_lite.benchmarks.scaling import BLOCKS, SWEEPS, measure_long_run, measure_sweep
 from torchtitan_lite.errors import ConfigError, run_script
 
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+    check_out(options.out)
     known = [*SWEEPS, LONG_RUN]
     if unknown := [part for part in options.parts if part not in known]:
         raise ConfigError(f"{', '.join(unknown)}: no such part; there are {', '.join(known)}")

@@ -16,6 +16,7 @@ import argparse
 import json
 from pathlib import Path
 
+from torchtitan_lite.benchmarks.report import check_out
 from torchtitan_lite.benchmarks.torchtitan import Rival
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, run_script
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--shard-one", action="store_true")
     parser.add_argument("--out", type=Path)
     options, words = parser.parse_known_args(argv)
+    check_out(options.out)
     if options.pairs < 2 or options.processes < 1:
         raise ConfigError(f"--pairs {options.pairs} must be at least 2, and --processes {options.processes} at least 1")
     results = {}

@@ -26,8 +26,10 @@ from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.metrics import ideal_seconds
 
-BUDGET_S = {"GPU": 525.0, "CPU": 180.0, "quick GPU": 150.0, "quick CPU": 80.0}
+BUDGET_S = {"GPU": 525.0, "CPU": 180.0, "quick GPU": 240.0, "quick CPU": 80.0}
 """Seconds from the start that a benchmark may take."""
+START_S = 15.0
+"""Of the budget, that a plan leaves to what comes before the first row."""
 PROBE_S = 120.0
 """Seconds that the probe of the device may take."""
 OVERRUN = 3.0
@@ -62,13 +64,11 @@ class Benchmark:
         """Find out what the device is. `folder` is for the runs' files; the budget counts from `began`, a moment of
         time.monotonic. Raises RunError if that fails."""
         self.options, self._stop, self._folder, self._began = options, stop, folder, began
-        if options.out is not None and not options.out.absolute().parent.is_dir():
-            raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}; make it first.")
+        report.check_out(options.out)
         self._children = 0
         self._method = "forkserver"
         self.device = self._probe()
-        kind = "CPU" if self.device.on_cpu else "GPU"
-        self.budget_s = BUDGET_S[f"quick {kind}" if options.quick else kind]
+        self.budget_s = budget_of(self.device, quick=options.quick)
         self._overheads: dict[tuple[str, bool], float] = {}
         self.rows, skipped = plan_rows(self.device, quick=options.quick, only=options.only)
         self.forecasts = {row.name: forecast(row, self.device) for row in self.rows}
@@ -88,6 +88,11 @@ class Benchmark:
             "skipped": [{"name": name, "reason": why} for name, why in skipped.items()],
             "profiles": [],
         }
+
+    @property
+    def _done(self) -> dict[str, dict[str, Any]]:
+        """What the rows that are done came to, by their names."""
+        return {result["name"]: result for result in self.report["rows"] if result["status"] == report.DONE}
 
     @property
     def _left_s(self) -> float:
@@ -126,17 +131,19 @@ class Benchmark:
         """Measure all rows that the budget allows for, and take some apart where that is asked for."""
         self.save()
         to_profile = profiled_rows(self.rows) if self.options.profile else []
-        reserved_s = sum(map(self.expected_s, to_profile))
-        for row in self.rows:
+        for number, row in enumerate(self.rows):
+            ahead = {each.name for each in self.rows[number:]} | self._done.keys()
+            left_s = self._left_s - sum(self.expected_s(each) for each in to_profile if each.name in ahead)
             if self._stop.received:
                 self._skip(row.name, f"stopped by {self._stop.received}")
-            elif self.expected_s(row) > (left_s := self._left_s - reserved_s):
+            elif self.expected_s(row) > left_s:
                 self._skip(row.name, NO_TIME)
             else:
                 self._measure(row, left_s=left_s)
                 self.save()
         for row in to_profile:
-            self._profile(row)
+            if row.name in self._done and not self._stop.received:
+                self._profile(row)
         cut = any(skipped["reason"] == NO_TIME for skipped in self.report["skipped"])
         self.report["ended_by"] = self._stop.received or ("the budget" if cut else report.DONE)
         self.save()
@@ -180,27 +187,35 @@ class Benchmark:
         return row.config(str(folder), peak_tflops_bf16=given)
 
     def _profile(self, row: Row) -> None:
-        """Add where the time of `row`, if it is done, goes: the mean of the last two steps traced."""
-        done = {result["name"]: result for result in self.report["rows"] if result["status"] == report.DONE}
-        if row.name not in done or self._stop.received:
-            return
+        """Add where the time of `row`, which is done, goes: the mean of the last two steps traced."""
         folder = self._new_folder()
         config, names_kernels = profiled(self._config(row, folder)), self.device.on_cpu
         outcome = self._call(train, config, row.args, names_kernels, timeout_s=self._left_s, folder=folder)
         if outcome.status != report.DONE:
-            self._skip(f"profile of {row.name}", f"{outcome.status}: {outcome.reason}")
+            timed_out = outcome.status == "timed out"
+            self._skip(f"profile of {row.name}", NO_TIME if timed_out else f"{outcome.status}: {outcome.reason}")
             return
         traces = sorted(folder.glob(f"{config.profiling.save_traces_folder}/*/rank0_trace.json"))[1:]
-        step = mean_of(break_down(trace) for trace in traces)
+        try:
+            step = mean_of(break_down(trace, on_cpu=self.device.on_cpu) for trace in traces)
+        except RunError as error:
+            self._skip(f"profile of {row.name}", str(error))
+            return
         self.report["profiles"].append(
             {
                 "name": row.name,
                 "recipe": row.recipe,
                 "wall_s": step.wall_s,
-                "step_time_s": done[row.name]["step_time_s"],
+                "step_time_s": self._done[row.name]["step_time_s"],
                 "share_pct": step.share_pct,
             }
         )
+
+
+def budget_of(device: Device, *, quick: bool) -> float:
+    """Seconds that a benchmark on `device` may take."""
+    kind = "CPU" if device.on_cpu else "GPU"
+    return BUDGET_S[f"quick {kind}" if quick else kind]
 
 
 def describe(row: Row, expected: Forecast) -> dict[str, Any]:
@@ -224,9 +239,8 @@ def describe(row: Row, expected: Forecast) -> dict[str, Any]:
 
 def make_plan(device: Device, *, quick: bool, only: str = "") -> dict[str, Any]:
     """What a benchmark on `device`, which need not be there, would run within its budget, in plain values."""
-    kind = "CPU" if device.on_cpu else "GPU"
-    left_s = budget_s = BUDGET_S[f"quick {kind}" if quick else kind]
-    left_s -= END_S
+    budget_s = budget_of(device, quick=quick)
+    left_s = budget_s - START_S - END_S
     rows, skipped = plan_rows(device, quick=quick, only=only)
     reasons = dict(skipped)
     planned = []

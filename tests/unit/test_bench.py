@@ -19,6 +19,7 @@ from torchtitan_lite import bench
 from torchtitan_lite.bench import Benchmark, Options, make_plan, read_baseline, tolerance_of
 from torchtitan_lite.benchmarks import child as bench_child
 from torchtitan_lite.benchmarks.child import Outcome, Stop, run_child
+from torchtitan_lite.benchmarks.kernels import break_down
 from torchtitan_lite.benchmarks.report import (
     add_ratios,
     check_comparable,
@@ -206,12 +207,30 @@ def test_the_report_is_on_file_and_every_key_of_it_is_explained(
 
 def test_what_does_not_fit_the_budget_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FakeRuns(seconds=30.0)  # of 80; the first two are taken to need less
+    began = runs.now
     found = run(tmp_path, runs, monkeypatch)
     assert [row["name"].split(" ", 5)[-1] for row in found["rows"]] == ["eager bf16", "eager tensorwise"]
     assert {row["reason"] for row in found["skipped"]} == {"no time was left"} and len(found["skipped"]) == 2
     assert found["ended_by"] == "the budget"
-    assert runs.now < 80 + time.monotonic() and max(runs.timeouts) <= 80
+    assert runs.now - began < 80 and max(runs.timeouts) <= 80
     assert "debug 4L seq128 b1 none compiled bf16, tensorwise: no time was left" in format_report(found)
+
+
+def test_no_time_is_kept_for_the_profile_of_a_row_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Benchmark, "expected_s", lambda benchmark, row: 18.0)  # of 80
+    kept = run(tmp_path, FakeRuns(seconds=14.0), monkeypatch, profile=True)
+    assert len(kept["rows"]) == len(kept["skipped"]) == len(kept["profiles"]) == 2
+    failures = FakeRuns(dict.fromkeys(SPEEDS, Outcome("failed", "for a reason")), seconds=14.0)
+    (tmp_path / "other").mkdir()
+    assert len(run(tmp_path / "other", failures, monkeypatch, profile=True)["rows"]) == 4
+
+
+def test_a_profile_that_shows_nothing_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "break_down", lambda trace, on_cpu: break_down(trace, on_cpu=False))
+    found = run(tmp_path, FakeRuns(), monkeypatch, only="eager bf16", profile=True)
+    assert found["profiles"] == [] and found["ended_by"] == "done"
+    (skipped,) = found["skipped"]
+    assert skipped["name"].startswith("profile of debug") and "saw no events of the kind kernel" in skipped["reason"]
 
 
 def test_a_row_that_the_budget_cut_off_counts_as_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +299,7 @@ def test_the_plan_of_a_gpu_fits_the_budget_and_needs_none() -> None:
     table = format_plan(plan)
     assert table.startswith("plan for H200\nlayers: the most with which bf16")
     assert re.search(r"^8B +\d+/32 +8192 +1 +op +on +tensorwise +[\d,]+ +\d+\.\d +\d+$", table, flags=re.MULTILINE)
-    quick = make_plan(Device("CPU: test", None, False, {"bf16": 0.4, "fp32": 0.1}), quick=True)
+    quick = make_plan(Device("CPU: test", None, False, {"bf16": 4.0, "fp32": 1.0}), quick=True)
     assert len(quick["rows"]) == 4 and "  -  " in format_plan(quick)
 
 

@@ -21,11 +21,25 @@ def test_the_debug_model_can_be_compared() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--parallelism.tensor_parallel_degree=2", "tensor_parallel_degree = 2: the bare loop is FSDP2 alone"),
-        ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree = 2: the bare loop is"),
-        ("--activation_checkpoint.mode=auto", 'mode = "auto": the bare loop has not that; set it to "selective"'),
-        ("--optimizer.state_dtype=int8", 'state_dtype = "int8": the bare loop has only "float32"'),
-        ("--training.enable_cpu_offload", "enable_cpu_offload = true: the bare loop offloads nothing"),
+        (
+            "--parallelism.tensor_parallel_degree=2",
+            "tensor_parallel_degree = 2: the bare loop has not that; set it to 1.",
+        ),
+        ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree = 2: the bare loop has"),
+        (
+            "--activation_checkpoint.mode=auto",
+            'mode = "auto": the bare loop has not that; set it to "none" or "selective"',
+        ),
+        ("--optimizer.state_dtype=int8", 'state_dtype = "int8": the bare loop has not that; set it to "float32"'),
+        ("--training.enable_cpu_offload", "enable_cpu_offload = true: the bare loop has not that; set it to false"),
+        (
+            "--optimizer.implementation=foreach",
+            'implementation = "foreach": the bare loop has not that; set it to "fused"',
+        ),
+        (
+            "--parallelism.fsdp_reshard_after_forward=always",
+            'after_forward = "always": the bare loop has not that; set it to "default"',
+        ),
         ("--training.global_batch_size=32", "global_batch_size = 32: a step has 2 microbatches a rank, and the bare"),
     ],
 )

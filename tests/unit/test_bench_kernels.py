@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.benchmarks.kernels import GROUPS, Breakdown, break_down, covered, group_of, mean_of
+from torchtitan_lite.errors import RunError
 
 CUTLASS = "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal"
 TILE = "tilesize128x128x128_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas"
@@ -39,6 +40,8 @@ NAMES = {
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<CollectiveMainloopFwdSm90>>>",
         "triton_tem_fused_flex_attention_backward_2",
+        "void cudnn::fusion::compute_dot_do_o<cudnn_bfloat16, 128>",
+        "void cudnn::fusion::convert_dq_to_16bits<true, 128, cudnn_bfloat16>",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     ],
     "casts and amax": [
@@ -72,6 +75,7 @@ NAMES = {
         f"void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::{ADAM}>>",
         "void multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float, NormType::L2, float, 1, 1, 0>>",
         "aten::_fused_adamw_",
+        "triton_poi_fused__to_copy_add_copy__div_eq_lerp_mul_pow_sqrt_sub_where_0",
         "aten::linalg_vector_norm",
     ],
     "communication": [
@@ -115,7 +119,7 @@ def test_a_gpus_step_is_its_kernels_and_the_gaps_between_them(tmp_path: Path) ->
         event("aten::mm", "cpu_op", 20, 30),
         event("Memset (Device)", "gpu_memset", 100, 10),
     )
-    step = break_down(trace)
+    step = break_down(trace, on_cpu=False)
     assert step.wall_s == pytest.approx(100e-6)
     share = {group: pct for group, pct in step.share_pct.items() if pct}
     assert share == pytest.approx(
@@ -134,13 +138,26 @@ def test_a_cpus_step_is_the_own_time_of_its_operators(tmp_path: Path) -> None:
         event("aten::empty", "cpu_op", 50, 10),
         event("aten::mm", "cpu_op", 120, 40, args=float32),  # of the next step
     )
-    share = {group: pct for group, pct in break_down(trace).share_pct.items() if pct}
+    share = {group: pct for group, pct in break_down(trace, on_cpu=True).share_pct.items() if pct}
     assert share == pytest.approx({"GEMM bf16": 30, "GEMM fp8": 30, "other": 10, "idle": 30})
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_trace_of_nothing_that_is_asked_for_is_an_error(on_cpu: bool, tmp_path: Path) -> None:
+    wanted, other = ("cpu_op", "kernel") if on_cpu else ("kernel", "cpu_op")
+    trace = write_trace(tmp_path, event("mm", other, 0, 1))
+    with pytest.raises(RunError, match=f"the profiler saw no events of the kind {wanted}"):
+        break_down(trace, on_cpu=on_cpu)
 
 
 def test_the_union_of_intervals() -> None:
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
     assert covered([]) == 0
+
+
+def test_the_mean_of_no_steps_is_an_error() -> None:
+    with pytest.raises(RunError, match="wrote no trace"):
+        mean_of([])
 
 
 def test_the_mean_of_steps() -> None:

@@ -71,21 +71,33 @@ def test_the_feed_forward_is_as_wide(flavor: str) -> None:
 
 
 def test_torchtitan_is_asked_for_the_same_run() -> None:
-    options = torchtitan_options(load("--training.seq_len=128", "--compile.enable"))
+    schedule = ["--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.decay_type=cosine"]
+    options = torchtitan_options(load("--training.seq_len=128", "--compile.enable", *schedule))
     assert {
         "--training.seq_len=128", "--training.local_batch_size=8", "--training.steps=30", "--optimizer.lr=0.003",
         "--lr_scheduler.warmup_steps=3", "--activation_checkpoint.mode=none", "--metrics.log_freq=1",
         "--training.mixed_precision_param=bfloat16", "--optimizer.implementation=fused",
     } <= set(options)  # fmt: skip
     assert {"--compile.enable", "--compile.components=model,loss"} <= set(options)
-    assert "--compile.enable" not in torchtitan_options(load())
+    assert {*schedule, "--lr_scheduler.min_lr_factor=0.0"} <= set(options)
+    usual = torchtitan_options(load())
+    assert "--compile.enable" not in usual and not any("total_steps" in option for option in usual)  # unset there too
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("--training.steps=9", "steps = 9: a rate is of the steps after the first 5; train 10 at least"),
-        ("--float8.enable_float8_linear=true", "enable_float8_linear = true: torchtitan does not emulate float8"),
+        (
+            "--float8.enable_float8_linear=true",
+            "enable_float8_linear = true: torchtitan on CPU has not that; set it to false",
+        ),
+        (
+            "--parallelism.tensor_parallel_degree=2",
+            "tensor_parallel_degree = 2: torchtitan on CPU has not that; set it to 1",
+        ),
+        ("--training.document_mask", "document_mask = true: torchtitan on CPU has not that; set it to false"),
+        ("--optimizer.state_dtype=int8", 'state_dtype = "int8": torchtitan on CPU has not that; set it to "float32"'),
     ],
 )
 def test_what_would_not_be_the_same_is_refused(word: str, message: str) -> None:
@@ -135,4 +147,6 @@ def test_ratios_are_of_the_medians_and_pair_by_pair() -> None:
     told = versus.as_json()
     assert told["ratio_of_medians"] == pytest.approx({"tps": 1.1, "first_step_s": 0.5, "peak_mib": 0.9})
     assert told["median_of_ratios"] == pytest.approx({"tps": 1.1, "first_step_s": 0.5, "peak_mib": 0.9})
-    assert "launch to end of step 1, s                4.0         8.0    0.50   0.50, quartiles 0.50 to" in str(versus)
+    assert "launch to end of step 1, s                4.0         8.0    0.50   0.500, standard error 0.000, q" in str(
+        versus
+    )

@@ -1,9 +1,10 @@
+import itertools
 import math
 import statistics
 
 import pytest
 
-from torchtitan_lite.benchmarks.estimates import Line, Ratios, alternating, block_quantiles
+from torchtitan_lite.benchmarks.estimates import Line, Ratios, block_quantiles, measure_pairs
 
 
 def test_ratios_are_taken_pair_by_pair() -> None:
@@ -33,7 +34,11 @@ def test_a_drift_of_the_machine_is_in_no_ratio() -> None:
 
 
 def test_neither_of_a_pair_always_comes_first() -> None:
-    assert list(alternating(3)) == [(True, False), (False, True), (True, False)]
+    turns = itertools.count()
+    assert measure_pairs(lambda: ("one", next(turns)), lambda: ("other", next(turns)), pairs=3) == (
+        [("one", 0), ("one", 3), ("one", 4)],
+        [("other", 1), ("other", 2), ("other", 5)],
+    )
 
 
 def test_the_line_through_points_on_one() -> None:

@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from torchtitan_lite.errors import RunError
 
 
 def run(code: str, **options: object) -> Watched:
-    options = {"env": os.environ, "cwd": Path.cwd(), "timeout_s": 30.0, **options}
+    options = {"env": os.environ, "timeout_s": 30.0, **options}
     return watch([sys.executable, "-c", code], **options)  # type: ignore[arg-type]
 
 
@@ -27,8 +26,8 @@ def test_the_peak_is_that_of_the_largest_process() -> None:
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     # Linux counts to a process what the one had that forked it: tests have imported torch, the script has not.
     watcher = (
-        "import os, sys; from pathlib import Path; from torchtitan_lite.benchmarks.processes import watch; "
-        f"print(watch([sys.executable, '-c', {command!r}], env=os.environ, cwd=Path.cwd(), timeout_s=30.0).peak_mib)"
+        "import os, sys; from torchtitan_lite.benchmarks.processes import watch; "
+        f"print(watch([sys.executable, '-c', {command!r}], env=os.environ, timeout_s=30.0).peak_mib)"
     )
     result = subprocess.run([sys.executable, "-c", watcher], capture_output=True, text=True, check=True, timeout=40)
     assert 300 < float(result.stdout) < 400
@@ -104,7 +103,7 @@ def test_a_process_without_children_has_no_resident_child() -> None:
 
 def test_one_thread_a_process_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert environment(A="1").items() >= {"OMP_NUM_THREADS": "1", "A": "1"}.items()
+    assert environment(A="1").items() >= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "A": "1"}.items()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert environment()["OMP_NUM_THREADS"] == "2"
 

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torchtitan_lite.benchmarks.estimates import Ratios, alternating
+from torchtitan_lite.benchmarks.comparable import FSDP_ALONE, check_only
+from torchtitan_lite.benchmarks.estimates import Ratios, measure_pairs
 from torchtitan_lite.benchmarks.loss import plain_loss
 from torchtitan_lite.benchmarks.paired import time_steps
 from torchtitan_lite.benchmarks.processes import read_records
 from torchtitan_lite.build import build_batches
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.collectives import on_rank0
-from torchtitan_lite.config import Config, resolve_batch, resolve_degrees
+from torchtitan_lite.config import Config, resolve_batch
 from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
@@ -39,31 +40,19 @@ from torchtitan_lite.trainer import Trainer
 
 BareLoss = Literal["plain", "ours"]
 """The loss of the bare loop: as anyone would write it, or the trainer's."""
+BARE = {
+    "optimizer.implementation": ("fused",),
+    "parallelism.fsdp_reshard_after_forward": ("default",),
+}
+"""Values, by key, of what the bare loop has not."""
 WARM_UP_STEPS = 3
 """At least, of each loop, before a block is timed: they compile, and fill what is allocated once."""
 
 
 def check_comparable(config: Config, *, world_size: int) -> None:
     """Raise ConfigError for what the bare loop has not: it shards, and that is all."""
-    degrees = resolve_degrees(config.parallelism, world_size=world_size)
-    for key, degree in (
-        ("tensor_parallel_degree", degrees.tp),
-        ("data_parallel_replicate_degree", degrees.dp_replicate),
-    ):
-        if degree > 1:
-            raise ConfigError(f"[parallelism] {key} = {degree}: the bare loop is FSDP2 alone; set it to 1.")
-    mode, state_dtype = config.activation_checkpoint.mode, config.optimizer.state_dtype
-    if mode in ("auto", "memory_budget"):
-        raise ConfigError(
-            f'[activation_checkpoint] mode = "{mode}": the bare loop has not that; set it to "selective".'
-        )
-    if state_dtype != "float32":
-        raise ConfigError(
-            f'[optimizer] state_dtype = "{state_dtype}": the bare loop has only "float32"; set it to that.'
-        )
-    if config.training.enable_cpu_offload:
-        raise ConfigError("[training] enable_cpu_offload = true: the bare loop offloads nothing; set it to false.")
-    accum_steps = resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps
+    check_only(config, {**FSDP_ALONE, **BARE}, other="the bare loop")
+    accum_steps = resolve_batch(config.training, dp_degree=world_size).grad_accum_steps
     if accum_steps > 1:
         raise ConfigError(
             f"[training] global_batch_size = {config.training.global_batch_size}: a step has {accum_steps} "
@@ -207,19 +196,18 @@ def measure_bare_cost(trainer: Trainer, *, loss: BareLoss, pairs: int, block_ste
     def ours() -> None:
         trainer.advance(next(steps))
 
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    timed = partial(time_steps, device=trainer.device)
     for step in (ours, bare.step):
-        time_steps(step, warm_up_steps(block_steps), device=trainer.device)
-    for order in alternating(pairs):
-        for is_ours in order:
-            step = ours if is_ours else bare.step
-            seconds[is_ours].append(time_steps(step, block_steps, device=trainer.device))
+        timed(step, warm_up_steps(block_steps))
+    ours_s, bare_s = measure_pairs(
+        partial(timed, ours, block_steps), partial(timed, bare.step, block_steps), pairs=pairs
+    )
     trainer.metrics.settle()
     bare.batches.close()
     losses = bare.mean_losses()
     return BareCost(
-        Ratios.of(seconds[False], seconds[True]),
-        statistics.median(seconds[False]) / block_steps,
+        Ratios.of(bare_s, ours_s),
+        statistics.median(bare_s) / block_steps,
         on_rank0(lambda: _loss_gap(trainer, losses)),
     )
 

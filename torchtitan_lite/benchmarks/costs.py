@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.benchmarks.estimates import Ratios, alternating
+from torchtitan_lite.benchmarks.estimates import Ratios, measure_pairs
 from torchtitan_lite.benchmarks.paired import time_steps
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
@@ -58,11 +59,8 @@ def measure_logging_cost(trainer: Trainer, *, pairs: int, block_steps: int) -> L
         return time_steps(lambda: trainer.advance(next(steps)), block_steps, device=trainer.device)
 
     time_block(1)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for order in alternating(pairs):
-        for logged in order:
-            seconds[logged].append(time_block(1 if logged else UNLOGGED))
-    return LoggingCost(statistics.median(seconds[False]) / block_steps, Ratios.of(seconds[True], seconds[False]))
+    logged_s, unlogged_s = measure_pairs(partial(time_block, 1), partial(time_block, UNLOGGED), pairs=pairs)
+    return LoggingCost(statistics.median(unlogged_s) / block_steps, Ratios.of(logged_s, unlogged_s))
 
 
 @dataclass(frozen=True)

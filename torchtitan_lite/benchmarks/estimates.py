@@ -3,8 +3,9 @@ lines."""
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)
 """Standard error of a median over that of a mean, of values that are normally distributed."""
@@ -50,10 +51,21 @@ class Ratios:
         )
 
 
-def alternating(pairs: int) -> Iterator[tuple[bool, bool]]:
-    """The order within each of `pairs` pairs, True for the first of the two: turned about from pair to pair, so that
+Measurement = TypeVar("Measurement")
+
+
+def measure_pairs(
+    one: Callable[[], Measurement], other: Callable[[], Measurement], *, pairs: int
+) -> tuple[list[Measurement], list[Measurement]]:
+    """What `one` and `other` have measured in `pairs` pairs, whose order is turned about from pair to pair, so that
     neither always comes after the other."""
-    return ((pair % 2 == 0, pair % 2 == 1) for pair in range(pairs))
+    ones: list[Measurement] = []
+    others: list[Measurement] = []
+    for pair in range(pairs):
+        turns = [(one, ones), (other, others)]
+        for measure, into in turns[:: -1 if pair % 2 else 1]:
+            into.append(measure())
+    return ones, others
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.errors import RunError
+
 FP8_GEMM, BF16_GEMM = "GEMM fp8", "GEMM bf16"
 GROUPS = (
     FP8_GEMM,
@@ -43,6 +45,8 @@ LOSS_FUNCTION = re.compile(r"_Of(?:Linear|Logits)")
 """What autograd calls the loss, with its gradient, in models/loss.py; eager, its operators are those of others too."""
 LOSS = re.compile(r"nll_loss|cross_entropy|log_?soft_?max|logsumexp|soft_?max_?(?:warp|forward|backward)")
 SOFTMAX_GRADIENT = re.compile(r"(?=.*(?<![a-z])exp(?![a-z]))(?=.*(?<![a-z])(?:eq|where|sub)(?![a-z]))")
+OPTIMIZER = re.compile(r"foreach|adam|lerp.*sqrt")
+"""The last is AdamW's update with moments in few bits, in optim.py."""
 AMAX = re.compile(r"(?<![a-z])(?:abs|amax|max|clamp|reciprocal)(?![a-z])")
 NORM = re.compile(r"(?<![a-z])(?:rsqrt|silu|sigmoid|pow|mean|sum|add|stack|cat|neg)(?![a-z])")
 MERE_COPY = re.compile(
@@ -53,7 +57,7 @@ RULES = (
     ("communication", re.compile(r"nccl|c10d|gloo|fsdp|all_?gather|reduce_?scatter|all_?reduce|chunk_cat")),
     ("communication", re.compile(r"split_with_sizes_copy|foreach_copy|multi_tensor_apply.*copy")),
     ("optimizer", re.compile(r"multi_tensor_apply|adam|foreach|lpnorm|vector_norm|found_inf")),
-    ("attention", re.compile(r"flash|fmha|sdpa|attention|attn|dot_do_o")),
+    ("attention", re.compile(r"flash|fmha|sdpa|attention|attn|dot_do_o|cudnn::fusion")),
     ("loss", LOSS),
 )
 """The first that a name in lower case matches decides; then come GEMMs and the rest."""
@@ -91,7 +95,7 @@ def _multiplies_float8(name: str) -> bool:
 
 def _group_of_generated(operators: str) -> str:
     """The group of a kernel that Inductor made of `operators`, joined by underscores."""
-    if "foreach" in operators or "adam" in operators:
+    if OPTIMIZER.search(operators):
         return "optimizer"
     if LOSS.search(operators) or SOFTMAX_GRADIENT.match(operators):
         return "loss"
@@ -118,22 +122,24 @@ class Breakdown:
         return {group: 100 * seconds / self.wall_s for group, seconds in self.group_s.items()}
 
 
-def break_down(trace: Path) -> Breakdown:
-    """The step of a trace that torch.profiler exported, which holds one step."""
+def break_down(trace: Path, *, on_cpu: bool) -> Breakdown:
+    """The step of a trace that torch.profiler exported, which holds one step, of a CPU's operators or a GPU's kernels.
+    Raises RunError where there are none."""
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    wanted = ("cpu_op",) if on_cpu else ("kernel", "gpu_memcpy", "gpu_memset")
+    found = [event for event in events if event.get("cat") in wanted]
+    if not found:
+        raise RunError(f"the profiler saw no events of the kind {' or '.join(wanted)}")
+    began, ended = _step_span(events, "user_annotation" if on_cpu else "gpu_user_annotation") or _span(found)
     parts: Iterable[tuple[str, float]]
-    if kernels:
-        began, ended = _step_span(events, "gpu_user_annotation") or _span(kernels)
-        timed = [(str(event["name"]), *_clip(event, began, ended)) for event in kernels]
-        parts = ((name, stop - start) for name, start, stop in timed if stop > start)
-        busy = [(start, stop) for _, start, stop in timed if stop > start]
-    else:
-        operators = [event for event in events if event.get("cat") == "cpu_op"]
-        began, ended = _step_span(events, "user_annotation") or _span(operators)
-        operators = [event for event in operators if began <= event["ts"] < ended]
+    if on_cpu:
+        operators = [event for event in found if began <= event["ts"] < ended]
         parts = _own_times(operators)
         busy = [_clip(event, began, ended) for event in operators]
+    else:
+        timed = [(str(event["name"]), *_clip(event, began, ended)) for event in found]
+        parts = ((name, stop - start) for name, start, stop in timed if stop > start)
+        busy = [(start, stop) for _, start, stop in timed if stop > start]
     group_us = dict.fromkeys(GROUPS, 0.0)
     for name, microseconds in parts:
         group_us[group_of(name)] += microseconds
@@ -142,8 +148,10 @@ def break_down(trace: Path) -> Breakdown:
 
 
 def mean_of(breakdowns: Iterable[Breakdown]) -> Breakdown:
-    """A step like the mean of some."""
+    """A step like the mean of some. Raises RunError if there are none."""
     steps = list(breakdowns)
+    if not steps:
+        raise RunError("the profiler wrote no trace")
     return Breakdown(
         sum(step.wall_s for step in steps) / len(steps),
         {group: sum(step.group_s[group] for step in steps) / len(steps) for group in GROUPS},

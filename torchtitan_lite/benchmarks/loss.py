@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lite.metrics.hardware import peak_memory_gib
+from torchtitan_lite.metrics.hardware import peak_memory_gib, synchronize
 from torchtitan_lite.models.loss import CrossEntropy
 
 KINDS = ("plain", "ours, eager", "ours, compiled")
@@ -23,9 +23,10 @@ class LossCost:
 
     kind: str
     mib: float
-    """Peak memory, above what the process held before; with the loss's gradients."""
+    """Peak memory, above what the process held before; with the loss's gradients. Resident on a CPU, allocated on a
+    GPU."""
     seconds: float
-    """Of forward and backward."""
+    """Of forward and backward, the second time."""
     loss: float
     grad_norms: tuple[float, float]
     """Of the projection's input and its weight."""
@@ -50,10 +51,13 @@ def measure_loss(kind: str, *, tokens: int, vocab_size: int, dim: int) -> LossCo
     labels = torch.randint(vocab_size, (1, tokens), device=device)
     ours = CrossEntropy(compiled=kind == "ours, compiled")
     loss = _plain if kind == "plain" else partial(ours.of_linear, scale=1 / tokens)
-    before = peak_memory_gib(device)
-    if kind == "ours, compiled":  # first it compiles
-        loss(x, weight, labels=labels).backward()
-        x.grad = weight.grad = None
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 2**30 * peak_memory_gib(device)
+    loss(x, weight, labels=labels).backward()  # some compile, and a GPU's libraries start
+    x.grad = weight.grad = None
+    synchronize(device)
     began = time.perf_counter()
     total = loss(x, weight, labels=labels)
     total.backward()
@@ -61,7 +65,8 @@ def measure_loss(kind: str, *, tokens: int, vocab_size: int, dim: int) -> LossCo
     seconds = time.perf_counter() - began
     assert x.grad is not None and weight.grad is not None, "both require gradients"
     norms = (x.grad.float().norm().item(), weight.grad.float().norm().item())
-    return LossCost(kind, 1024 * (peak_memory_gib(device) - before), seconds, value, norms)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 2**30 * peak_memory_gib(device)
+    return LossCost(kind, (peak - before) / 2**20, seconds, value, norms)
 
 
 def measure_losses(*, tokens: int, vocab_size: int, dim: int) -> list[LossCost]:

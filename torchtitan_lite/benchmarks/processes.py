@@ -40,23 +40,22 @@ def torchrun(python: str, *words: str, processes: int) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with `changes`, and one thread a process unless it says otherwise."""
-    return {"OMP_NUM_THREADS": "1", **os.environ, **changes}
+    """This process's environment with `changes`, one thread a process unless it says otherwise, and no GPU."""
+    return {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
 def watch(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
-    cwd: Path,
     timeout_s: float,
     on_line: Callable[[int, str], None] = lambda pid, line: None,
 ) -> Watched:
-    """`command`, run in `cwd` to its end. `on_line` is called with its process id and each line when that arrives.
+    """`command`, run to its end. `on_line` is called with its process id and each line when that arrives.
     Raises RunError where it fails, or is ended after `timeout_s`."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env), cwd=cwd
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)
     )
     assert process.stdout is not None, "it is a pipe"
     timer = threading.Timer(timeout_s, process.terminate)

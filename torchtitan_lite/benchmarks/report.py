@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.errors import ConfigError
@@ -11,6 +12,12 @@ RATIOS = {"bf16_ratio": "tps over the bf16 row's", "compile_ratio": "tps over th
 """The figures of a row that tell of the code and not of the moment."""
 DONE = "done"
 Result = dict[str, Any]
+
+
+def check_out(path: Path | None) -> None:
+    """Raise ConfigError, before any work is done, if the file of --out, where one is asked for, is in no folder."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out {path}: there is no folder {path.parent}; make it first.")
 
 
 def measure(records: Sequence[Mapping[str, Any]], *, warmup_steps: int) -> Result:

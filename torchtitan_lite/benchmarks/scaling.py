@@ -220,7 +220,7 @@ def train(
         module = ["-m", "torchtitan_lite.benchmarks.scaling_run", json.dumps(dimensions)]
         options = ["--job.config_file", str(config), "--job.dump_folder", str(run), *words]
         command = torchrun(sys.executable, *module, *options, processes=ranks)
-        watch(command, env=environment(NO_COLOR="1"), cwd=Path(folder), timeout_s=TIMEOUT_S, on_line=read_memory)
+        watch(command, env=environment(NO_COLOR="1"), timeout_s=TIMEOUT_S, on_line=read_memory)
         return read_records(run), resident
 
 

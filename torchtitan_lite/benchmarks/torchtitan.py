@@ -8,9 +8,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
-from torchtitan_lite.benchmarks.estimates import Ratios, alternating
+from torchtitan_lite.benchmarks.comparable import FSDP_ALONE, check_only
+from torchtitan_lite.benchmarks.estimates import Ratios, measure_pairs
 from torchtitan_lite.benchmarks.processes import Watched, environment, torchrun, watch
 from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.data.tokenizer import build_tokenizer
@@ -27,6 +29,8 @@ LEAST_STEPS = 2 * WARM_UP_STEPS
 """Of a run."""
 TIMEOUT_S = 900.0
 """For one run."""
+THEIRS = {"float8.enable_float8_linear": (False,), "training.document_mask": (False,)}
+"""Values, by key, of what torchtitan has not on CPU."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,7 @@ def check_comparable(config: Config) -> None:
             f"[training] steps = {config.training.steps}: a rate is of the steps after the first {WARM_UP_STEPS}; "
             f"train {LEAST_STEPS} at least."
         )
-    if config.float8.enable_float8_linear:
-        raise ConfigError(
-            "[float8] enable_float8_linear = true: torchtitan does not emulate float8 on CPU; set it to false."
-        )
-    if config.activation_checkpoint.mode not in ("none", "selective", "full"):
-        raise ConfigError(
-            f'[activation_checkpoint] mode = "{config.activation_checkpoint.mode}" is not the same in torchtitan; use '
-            '"none", "selective" or "full".'
-        )
+    check_only(config, {**FSDP_ALONE, **THEIRS}, other="torchtitan on CPU")
 
 
 def torchtitan_dimensions(config: Config) -> dict[str, float | int]:
@@ -106,13 +102,12 @@ def torchtitan_options(config: Config) -> list[str]:
             *("mixed_precision_param", "mixed_precision_reduce"),
         ),
         "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
-        "lr_scheduler": ("warmup_steps",),
+        "lr_scheduler": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
         "parallelism": ("fsdp_reshard_after_forward",),
         "activation_checkpoint": ("mode", "selective_ac_option"),
     }
-    options = [
-        f"--{table}.{key}={getattr(getattr(config, table), key)}" for table, keys in same.items() for key in keys
-    ]
+    values = {f"{table}.{key}": getattr(getattr(config, table), key) for table, keys in same.items() for key in keys}
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     if config.compile.enable:
         options += ["--compile.enable", f"--compile.components={','.join(config.compile.components)}"]
     return [*options, "--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.disable_color_printing"]
@@ -144,15 +139,11 @@ class Versus:
 
     def __str__(self) -> str:
         """A table."""
-        head = f"{'':28}{'torchtitan_lite':>17}{'torchtitan':>12}{'ratio':>8}   pair by pair ({len(self.ours)} pairs)"
+        head = f"{'':28}{'torchtitan_lite':>17}{'torchtitan':>12}{'ratio':>8}   pair by pair"
         rows = []
         for name, title in TITLES.items():
-            low, middle, high = self.ratios(name).quartiles
             ours, theirs = self._median("ours", name), self._median("theirs", name)
-            rows.append(
-                f"{title:28}{ours:>17,.1f}{theirs:>12,.1f}{ours / theirs:>8.2f}   {middle:.2f}, quartiles {low:.2f} to "
-                f"{high:.2f}"
-            )
+            rows.append(f"{title:28}{ours:>17,.1f}{theirs:>12,.1f}{ours / theirs:>8.2f}   {self.ratios(name)}")
         return "\n".join([head, *rows])
 
 
@@ -191,7 +182,7 @@ class Rival:
     def _watch(self, command: list[str], path: Path, env: Mapping[str, str]) -> Watched:
         # Each compiles anew: what one had compiled before would else decide how soon its first step ends.
         env = {**env, "TORCHINDUCTOR_CACHE_DIR": str(path / "compiled"), "NO_COLOR": "1"}
-        return watch(command, env=env, cwd=path, timeout_s=TIMEOUT_S)
+        return watch(command, env=env, timeout_s=TIMEOUT_S)
 
     def compare(self, *, pairs: int, tell: Callable[[str], None]) -> Versus:
         """`pairs` runs of each in alternating order, after one of each that is not counted: it finds files not yet
@@ -200,13 +191,18 @@ class Rival:
         counts = [int(run().find(PARAMETERS).replace(",", "")) for run in (self.run_ours, self.run_theirs)]
         if counts[0] != counts[1]:
             raise RunError(f"the models differ: {counts[0]:,} parameters here, {counts[1]:,} in torchtitan")
-        runs: dict[bool, list[Figures]] = {True: [], False: []}
-        for order in alternating(pairs):
-            for is_ours in order:
-                run = self.run_ours() if is_ours else self.run_theirs()
-                runs[is_ours].append(figures(run, tokens=self.tokens))
-                tell(f"{'torchtitan_lite' if is_ours else 'torchtitan'}: {runs[is_ours][-1]}")
-        return Versus(tuple(runs[True]), tuple(runs[False]), counts[0])
+
+        def measured(name: str, run: Callable[[], Watched]) -> Figures:
+            result = figures(run(), tokens=self.tokens)
+            tell(f"{name}: {result}")
+            return result
+
+        ours, theirs = measure_pairs(
+            partial(measured, "torchtitan_lite", self.run_ours),
+            partial(measured, "torchtitan", self.run_theirs),
+            pairs=pairs,
+        )
+        return Versus(tuple(ours), tuple(theirs), counts[0])
 
 
 assert TITLES.keys() == {field.name for field in fields(Figures)}, "each figure has a title"
