@@ -1,6 +1,7 @@
 """A run's model on meta, converted to float8 and counted, without a device: what training and planning share. A hub."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Literal
@@ -26,7 +27,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_memory
+from torchtitan_lite.metrics.memory import Moment, Rank, reserved_bytes, step_memory
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM, Transformer
 from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
@@ -61,6 +62,11 @@ def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRat
     if device is None or not {"bf16", "fp8"} <= peaks.keys():
         return None
     return DeviceRates(peaks["bf16"] * 1e12, peaks["fp8"] * 1e12, device.bandwidth_tb_s * 1e12)
+
+
+def bf16_rates(device: DeviceSpec, tflops: float) -> DeviceRates:
+    """The same of a device that reaches `tflops` in bf16, for a model of which nothing is in float8."""
+    return DeviceRates(tflops * 1e12, math.nan, device.bandwidth_tb_s * 1e12)
 
 
 CHEAPEST_FIRST: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -217,7 +223,7 @@ def resolve_checkpointing(
         tried = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
         meta = build(tried)
         moments = estimate_memory(tried, args, meta.choices, degrees=degrees, on_cpu=on_cpu)
-        reserved_gib = RESERVED_RATIO * max(moment.total for moment in moments) / 2**30
+        reserved_gib = reserved_bytes(moments) / 2**30
         if reserved_gib <= memory_gib:
             break
     fits = "the cheapest that fits" if reserved_gib <= memory_gib else "and even that may not fit"

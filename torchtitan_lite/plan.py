@@ -1,7 +1,6 @@
 """What a run will cost and gain, told before it is paid for: on meta, without a GPU and without a process group."""
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torchtitan_lite.float8.roofline import DeviceRates, added_ratio, time_linea
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, size_multiple
 from torchtitan_lite.meta import (
     MetaModel,
+    bf16_rates,
     build_meta_model,
     device_rates,
     estimate_memory,
@@ -26,7 +26,7 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.formulas import list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import MOMENT_WIDTHS, RESERVED_RATIO
+from torchtitan_lite.metrics.memory import MOMENT_WIDTHS, reserved_bytes
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
 from torchtitan_lite.models.flavors import ModelArgs
@@ -283,12 +283,13 @@ def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
 
 def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
     moments = estimate_memory(request.config, request.args, meta.choices, degrees=request.degrees)
-    peak, device_bytes = max(moments, key=lambda moment: moment.total), round(request.device.memory_gib * 2**30)
+    peak, reserved = max(moments, key=lambda moment: moment.total), reserved_bytes(moments)
+    device_bytes = round(request.device.memory_gib * 2**30)
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
-        "reserved": round(RESERVED_RATIO * peak.total),
+        "reserved": round(reserved),
         "device_bytes": device_bytes,
-        "fits": RESERVED_RATIO * peak.total <= device_bytes,
+        "fits": reserved <= device_bytes,
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
 
@@ -301,8 +302,7 @@ def _plan_schedule(
     origin = "given"
     if tps is None:
         # Without an fp8 peak nothing is in float8.
-        bf16_alone = DeviceRates(request.peaks.tflops["bf16"] * 1e12, math.nan, request.device.bandwidth_tb_s * 1e12)
-        rates = request.rates or bf16_alone
+        rates = request.rates or bf16_rates(request.device, request.peaks.tflops["bf16"])
         step = predict_step(request.config, request.args, meta, degrees=degrees, rates=rates).float8
         tps, origin = request.config.training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
     at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)

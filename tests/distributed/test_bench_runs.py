@@ -79,6 +79,7 @@ def test_the_plan_needs_no_gpu() -> None:
     for words, message in (
         (["--device", "H200"], '--device "H200" is for --dry-run'),
         (["--tolerance", "3"], "--tolerance 3.0 is for --check"),
+        (["--dry-run", "--out", "x", "--profile"], "--out, --profile: --dry-run runs and writes nothing"),
     ):
         refused = bench(SCRIPT, *words)
         assert refused.returncode == 2 and message in refused.stderr

@@ -82,6 +82,8 @@ def test_what_cannot_run_is_told_with_its_reason() -> None:
     rows, skipped = plan_rows(device("A100 SXM 80GB"), quick=True)
     assert {row.recipe for row in rows} == {BF16}
     assert set(skipped.values()) == {"the A100 SXM 80GB has no float8 matrix units"}
+    predicted = forecast(rows[0], device("A100 SXM 80GB")).tps
+    assert predicted is not None and predicted < (forecast(rows[0], device("H100 SXM")).tps or 0.0)
     tiny = Device("tiny", 1.0, True)
     rows, skipped = plan_rows(tiny, quick=True)
     assert {row.shape.name for row in rows} == {"debug"}

@@ -26,10 +26,10 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.roofline import DeviceRates
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import build_meta_model, device_rates, estimate_memory, predict_step
+from torchtitan_lite.meta import bf16_rates, build_meta_model, device_rates, estimate_memory, predict_step
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import Precision
-from torchtitan_lite.metrics.memory import RESERVED_RATIO
+from torchtitan_lite.metrics.memory import reserved_bytes
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 
 BF16 = "bf16"
@@ -131,8 +131,11 @@ class Device:
 
     @cached_property
     def rates(self) -> DeviceRates | None:
-        """What the roofline needs, None where that is not known."""
-        return device_rates(lookup_device(self.name), MetricsConfig())
+        """What the roofline needs, None where that is not known. A device without float8 has only bf16 rows."""
+        spec = lookup_device(self.name)
+        if spec is None:
+            return None
+        return device_rates(spec, MetricsConfig()) or bf16_rates(spec, spec.bf16_tflops)
 
 
 def planned_device(spec: DeviceSpec) -> Device:
@@ -268,8 +271,7 @@ def forecast(row: Row, device: Device) -> Forecast:
 def _reserved_gib(config: Config, args: ModelArgs, choices: Iterable[LinearChoice]) -> float:
     """GiB that a GPU reserves at the peak of a step of `config`, with the dimensions `args`."""
     degrees = resolve_degrees(config.parallelism, world_size=1)
-    moments = estimate_memory(config, args, choices, degrees=degrees)
-    return RESERVED_RATIO * max(moment.total for moment in moments) / 2**30
+    return reserved_bytes(estimate_memory(config, args, choices, degrees=degrees)) / 2**30
 
 
 def fitting_layers(shape: Shape, checkpoint: str, batch: int, modes: Collection[bool], device: Device) -> int:

@@ -7,7 +7,7 @@ buffers of cuBLAS and NCCL, and what the allocator holds without using it.
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torchtitan_lite.config import (
@@ -145,6 +145,11 @@ class Moment:
         """All parts together."""
         kept = self.parameters + self.gradients + self.optimizer_states
         return kept + self.activations + self.logits + self.buffers
+
+
+def reserved_bytes(moments: Iterable[Moment]) -> float:
+    """What a GPU reserves at the peak of a step, at most."""
+    return RESERVED_RATIO * max(moment.total for moment in moments)
 
 
 def step_memory(rank: Rank) -> list[Moment]:
