@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import Progress
-from torchtitan_lite.collectives import on_rank0
+from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     BatchSizes,
     Config,
@@ -45,6 +45,7 @@ from torchtitan_lite.models.attention import attention_backend, attention_inputs
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.distributed import local_world_size
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 
@@ -184,8 +185,8 @@ def choose_attention(config: Config, args: ModelArgs, *, tp_degree: int, device:
     chosen = attention_backend(args, **kind)
     if device.type == "cpu" or config.debug.deterministic or chosen == "FLEX_ATTENTION":
         return chosen
-    inputs = attention_inputs(args, batch_size=config.training.local_batch_size, **kind)
-    seconds = on_rank0(lambda: time_backends(*inputs))
+    batch_size = config.training.local_batch_size
+    seconds = on_rank0(lambda: time_backends(*attention_inputs(args, batch_size=batch_size, **kind)))
     if not seconds:
         return chosen
     fastest = min(seconds, key=seconds.__getitem__)
@@ -219,7 +220,7 @@ def build_model(
         args,
         build,
         degrees=degrees,
-        memory_gib=total_memory_gib(device) or host_memory_gib() / mesh.size(),
+        memory_gib=min(on_all_ranks(lambda: total_memory_gib(device) or host_memory_gib() / local_world_size())),
         on_cpu=device.type == "cpu",
     )
     model, ledger = meta.model, meta.ledger

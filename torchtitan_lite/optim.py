@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
@@ -46,7 +49,8 @@ class LowBitAdamW(torch.optim.Optimizer):
     """AdamW that computes in float32, and keeps the two moments of each parameter in less: in bfloat16; or in 8 bits,
     with a float32 scale for each BLOCK neighbours in a row, by the map of 8-bit Adam (arXiv 2110.02861), or as float8,
     the second moment, which spans more, with more exponent (e4m3 and e5m2: arXiv 2409.12517). In 8 bits are those of
-    matrices whose rows, as this rank has them, are whole blocks; others stay float32.
+    matrices whose rows, as this rank has them, are whole blocks; others stay float32. A second moment that is a
+    floating-point number is rounded stochastically.
 
     Like torch's fused AdamW it takes a `found_inf`, on the device, with which a step leaves all as it was. On a GPU the
     update is compiled to one kernel a parameter."""
@@ -92,7 +96,9 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of `tensor`, without torchao's wrapper of float8-gathered weights."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local._tensor if isinstance(local, WeightWithDynamicFloat8CastTensor) else local
 
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -135,20 +141,40 @@ def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Ten
     return (stored.float().view(-1, BLOCK) * scale.view(-1, 1)).view(stored.shape)
 
 
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}
+"""Of the types of a second moment."""
+
+
+def _round_stochastically(x: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
+    """`x`, float32 and not negative, in `dtype`: each element rounded up with the probability by which it is nearer to
+    the upper neighbour. To the nearest, a second moment could not fall where 1 - beta2 is less than half a rounding:
+    0.05 in e5m2, 0.001 in bfloat16. The random numbers are a hash of the step and of the element's place, so that they
+    take no state, and are the same on all ranks that hold the same elements."""
+    dropped, mask = 23 - MANTISSA_BITS[dtype], 2**31 - 1
+    bits = torch.arange(x.numel(), device=x.device).view(x.shape) * 2654435761 + step.long() * 2246822519 & mask
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product is above 2^63
+        bits = (bits >> shift ^ bits) * factor & mask
+    threshold = (bits >> 31 - dropped).int()
+    return (x.view(torch.int32) + threshold & -(1 << dropped)).view(torch.float32).to(dtype)
+
+
 def _encode(
-    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor]
+    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor], *, step: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """What of `state` is to hold `moment`."""
+    """What of `state` is to hold `moment` from `step` on."""
     stored, scale_name = state[name], f"{name}_scale"
+    cast: Callable[[Tensor], Tensor] = methodcaller("to", stored.dtype)
+    if name == "exp_avg_sq" and stored.dtype in MANTISSA_BITS:
+        cast = partial(_round_stochastically, dtype=stored.dtype, step=step)
     if scale_name not in state:
-        yield name, moment.to(stored.dtype)
+        yield name, cast(moment)
         return
     scaled, scale = scale_tensor(moment, BLOCK)  # to 1 at most
     if stored.dtype is torch.uint8:
         yield name, quantize_8bit_with_qmap(scaled, maps[name])
     else:
         largest = torch.finfo(stored.dtype).max
-        yield name, (scaled * largest).to(stored.dtype)
+        yield name, cast(scaled * largest)
         scale = scale / largest
     yield scale_name, scale.view(state[scale_name].shape)
 
@@ -176,7 +202,7 @@ def _update(
     updated = parameter * (1 - lr * weight_decay) - lr * mean / (square.sqrt() + eps)
     new = {"step": step}
     for name, moment in moments.items():
-        new |= _encode(name, moment, state, maps)
+        new |= _encode(name, moment, state, maps, step=step)
     for old, value in ((parameter, updated), *((state[name], value) for name, value in new.items())):
         if old.dtype.itemsize == 1:  # the compiler selects no float8
             old, value = old.view(torch.uint8), value.view(torch.uint8)

@@ -52,7 +52,7 @@ def test_moments_in_fewer_bits_are_updated_as_on_a_cpu(state_dtype: str) -> None
 def test_moments_in_fewer_bits_train_nearly_as_float32_does(state_dtype: str, tmp_path: Path) -> None:
     expected = losses(tmp_path / "float32", "--training.steps=10", processes=1)
     found = losses(tmp_path / "low", "--training.steps=10", f"--optimizer.state_dtype={state_dtype}", processes=1)
-    assert found == pytest.approx(expected, rel=2e-2)
+    assert found == pytest.approx(expected, rel=5e-3) and found != expected
 
 
 def test_the_fastest_attention_that_shares_heads_is_taken() -> None:
@@ -62,9 +62,10 @@ def test_the_fastest_attention_that_shares_heads_is_taken() -> None:
     seconds = time_backends(*attention_inputs(args, batch_size=1, **kind))
     assert len(seconds) >= 2, seconds
     try:
-        for name in seconds:
-            prefer_backend(name)
-            assert attention_backend(args, **kind) == name
+        with torch.compiler.config.patch(cache_key_tag=""):
+            for name in seconds:
+                prefer_backend(name)
+                assert attention_backend(args, **kind) == name
     finally:
         torch._C._set_sdp_priority_order(before)
 
@@ -77,16 +78,15 @@ def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
     assert chosen in SDPBackend.__members__ and milliseconds[chosen] == min(milliseconds.values())
 
 
-def test_memory_is_taken_in_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_in_segments_that_grow() -> None:
     code = (
         "import torch, torchtitan_lite.parallel.distributed as d; from torchtitan_lite.config import CommConfig; "
         "device = d.init_distributed(CommConfig()); kept = torch.empty(2**28, device=device); "
-        "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
+        "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()], flush=True); d.end_process(0)"
     )
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+    env = {name: value for name, value in ENV.items() if not name.endswith("ALLOC_CONF")}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
-    result = subprocess.run([sys.executable, *command, "-c", code], capture_output=True, text=True, cwd=ROOT, env=ENV)
+    result = subprocess.run([sys.executable, *command, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert result.returncode == 0 and "True" in result.stdout and "False" not in result.stdout, result
 
 

@@ -125,7 +125,15 @@ def test_peaks_are_measured_below_the_data_sheets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [[], [FLOAT8], ["--training.enable_cpu_offload"]], ids=["bf16", "float8", "offload"]
+    "settings",
+    [
+        [],
+        [FLOAT8],
+        ["--training.enable_cpu_offload"],
+        ["--optimizer.state_dtype=int8"],
+        [FLOAT8, "--float8.enable_fsdp_float8_all_gather", "--optimizer.state_dtype=float8"],
+    ],
+    ids=["bf16", "float8", "offload", "int8 states", "float8 states"],
 )
 def test_a_resumed_run_goes_on_bit_by_bit_from_a_pinned_snapshot(settings: list[str], tmp_path: Path) -> None:
     saved = ["--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.async_mode=async_with_pinned_mem"]

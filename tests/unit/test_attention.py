@@ -39,10 +39,12 @@ def test_backends_that_the_device_lacks_are_not_timed() -> None:
 
 def test_a_preferred_backend_is_asked_first_and_none_is_left_out() -> None:
     before = torch._C._get_sdp_priority_order()
-    try:
-        prefer_backend("CUDNN_ATTENTION")
-        order = torch._C._get_sdp_priority_order()
-    finally:
-        torch._C._set_sdp_priority_order(before)
+    with torch.compiler.config.patch(cache_key_tag="tp"):
+        try:
+            prefer_backend("CUDNN_ATTENTION")
+            order, tag = torch._C._get_sdp_priority_order(), torch.compiler.config.cache_key_tag
+        finally:
+            torch._C._set_sdp_priority_order(before)
     assert order[0] == int(SDPBackend.CUDNN_ATTENTION.value)
+    assert tag == "tp CUDNN_ATTENTION"
     assert {SDPBackend(number).name for number in order} >= {"CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH"}

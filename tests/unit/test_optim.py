@@ -146,6 +146,37 @@ def test_moments_in_fewer_bits_update_nearly_as_float32_does(state_dtype: str, e
     torch.testing.assert_close(first, updates("float32", steps=1)[0])
 
 
+@pytest.mark.parametrize(("state_dtype", "beta2", "steps"), [("bfloat16", 0.999, 700), ("float8", 0.95, 150)])
+def test_a_second_moment_falls_with_its_gradients(state_dtype: str, beta2: float, steps: int) -> None:
+    def second_moment(state_dtype: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.zeros(8, 256))
+        optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, beta2=beta2))
+        for step in range(20 + steps):
+            weight.grad = torch.randn(8, 256, generator=generator)
+            if step >= 20:
+                weight.grad[:, ::2] /= 100  # of each block a half
+            step_unless(optimizer, torch.tensor(0.0))
+        return optim._decode("exp_avg_sq", optimizer.state[weight], {})
+
+    expected, found = second_moment("float32"), second_moment(state_dtype)
+    assert found[:, ::2].mean() == pytest.approx(expected[:, ::2].mean().item(), rel=0.1)
+    assert found[:, 1::2].mean() == pytest.approx(expected[:, 1::2].mean().item(), rel=0.05)
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    x = torch.logspace(-4, 4, 1000)
+    for dtype in (torch.bfloat16, torch.float8_e5m2):
+        rounded = torch.stack(
+            [optim._round_stochastically(x, dtype, torch.tensor(float(step))).float() for step in range(512)]
+        )
+        assert (rounded.mean(0) / x - 1).abs().max() < torch.finfo(dtype).eps / 8  # 5 standard errors at most
+        assert abs((rounded.mean(0) / x - 1).mean()) < torch.finfo(dtype).eps / 500
+        assert ((rounded / x - 1).abs() < torch.finfo(dtype).eps).all()  # a neighbour, never one further
+        exact = x.to(dtype)
+        assert (optim._round_stochastically(exact.float(), dtype, torch.tensor(3.0)).float() == exact.float()).all()
+
+
 def test_what_the_moments_take() -> None:
     _, state = updates("bfloat16", steps=1)
     assert {name: tensor.dtype for name, tensor in state.items() if name != "step"} == dict.fromkeys(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import partitioners
 from torch._inductor import config
 from torch._inductor.cpu_vec_isa import VecISA
 
@@ -18,7 +19,7 @@ from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.parallelize import apply_compile, trust_instruction_set
+from torchtitan_lite.parallel.parallelize import apply_compile, trust_instruction_set, weigh_cudnn_attention
 
 ARGS = ModelArgs(dim=32, n_layers=6, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=48, max_seq_len=16)
 MESH: Any = type("Mesh", (dict,), {"device_type": "cuda"})(tp=SimpleNamespace(size=lambda: 1))
@@ -47,6 +48,16 @@ def frames(n_layers: int, *, recipe: str | None) -> int:
 def test_blocks_that_are_equal_are_compiled_once_however_many_they_are(recipe: str | None) -> None:
     assert frames(6, recipe=recipe) == 1
     assert frames(32, recipe=recipe) == 1
+
+
+def test_a_memory_budget_counts_cudnns_attention_as_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitioners, "get_default_op_list", partitioners.get_default_op_list)
+    before = partitioners.get_default_op_list()
+    weigh_cudnn_attention()
+    after = partitioners.get_default_op_list()
+    assert after.compute_intensive_ops - before.compute_intensive_ops == {
+        torch.ops.aten._scaled_dot_product_cudnn_attention
+    }
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")

@@ -127,6 +127,13 @@ def test_a_difference_is_listed() -> None:
         assert difference in str(e.value)
 
 
+def test_moments_of_another_type_are_told_with_the_keys_that_decide_it() -> None:
+    saved = {"model.a": TensorEntry("float32", (2, 3)), "optimizer.a.exp_avg": TensorEntry("uint8", (2, 3))}
+    wanted = saved | {"optimizer.a.exp_avg": TensorEntry("float32", (2, 3))}
+    with pytest.raises(CheckpointError, match="is of another optimizer: 1 tensors differ.* state_dtype as it was, and"):
+        check_tensors(saved, wanted, path=Path("step-00000010"))
+
+
 def test_many_differences_are_counted() -> None:
     saved = {f"model.{number}": TensorEntry("float32", (2,)) for number in range(20)}
     with pytest.raises(CheckpointError, match=r"20 tensors differ.*model.7: .*; and 12 more"):

@@ -102,9 +102,16 @@ def check_tensors(saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorE
     if differing := tensor_changes(saved, wanted):
         listed = "; ".join(differing[:MOST_LISTED])
         more = f"; and {len(differing) - MOST_LISTED} more" if len(differing) > MOST_LISTED else ""
+        of, fix = "model", "Train the model that was saved"
+        if all(each.startswith("optimizer.") for each in differing):
+            of = "optimizer"
+            fix = (
+                "Set [optimizer] state_dtype as it was, and with moments in 8 bits [parallelism] "
+                "tensor_parallel_degree, which decides what of a row a rank has"
+            )
         raise CheckpointError(
-            f"[checkpoint] {path} is of another model: {len(differing)} tensors differ from this run's: {listed}{more}."
-            " Train the model that was saved, or name another checkpoint or another [job] dump_folder."
+            f"[checkpoint] {path} is of another {of}: {len(differing)} tensors differ from this run's: {listed}{more}. "
+            f"{fix}, or name another checkpoint or another [job] dump_folder."
         )
 
 

@@ -23,12 +23,13 @@ TRIALS = 5
 def attention_inputs(
     args: ModelArgs, *, batch_size: int, tp_degree: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, S, Q], keys and values [B, K, S, Q] of a rank, that require gradients; no values are set."""
-    length, width = args.max_seq_len, args.head_dim
-    q, k, v = (
-        torch.empty(batch_size, heads // tp_degree, length, width, dtype=dtype, device=device, requires_grad=True)
+    """Queries [B, H, S, Q], keys and values [B, K, S, Q] of a rank, that require gradients; no values are set. In
+    memory S comes before the heads, as in the model."""
+    shapes = (
+        (batch_size, args.max_seq_len, heads // tp_degree, args.head_dim)
         for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
     )
+    q, k, v = (torch.empty(shape, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for shape in shapes)
     return q, k, v
 
 
@@ -71,7 +72,9 @@ def _time(q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 def prefer_backend(name: str) -> None:
-    """Have PyTorch take the backend called `name` before others, from now on in this process, where it can."""
+    """Have PyTorch take the backend called `name` before others, from now on in this process, where it can. What was
+    compiled with another is not taken from the compiler's cache, which does not tell them apart."""
     chosen = getattr(SDPBackend, name)
     order = [chosen, *(other for other in (*FUSED, SDPBackend.MATH) if other != chosen)]
     torch._C._set_sdp_priority_order([int(backend.value) for backend in order])
+    torch.compiler.config.cache_key_tag += f" {name}"

@@ -27,17 +27,22 @@ def read_rank() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def local_world_size() -> int:
+    """Processes of the job on this host, as torchrun started them."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def init_distributed(comm: CommConfig) -> torch.device:
     """This process's device, after joining the process group that torchrun describes in the environment: NCCL for CUDA
     tensors and gloo for CPU tensors.
 
     Raises ConfigError outside torchrun, and where a host has more processes than GPUs."""
     rank, world_size = read_rank()
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
-        if local_size > torch.cuda.device_count():
+        if local_world_size() > torch.cuda.device_count():
             raise ConfigError(
-                f"{local_size} processes were started on a host with {torch.cuda.device_count()} GPUs; "
+                f"{local_world_size()} processes were started on a host with {torch.cuda.device_count()} GPUs; "
                 f"start at most one a GPU (NGPU={torch.cuda.device_count()})."
             )
         device = torch.device("cuda", local_rank)

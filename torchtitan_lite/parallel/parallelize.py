@@ -38,11 +38,28 @@ def apply_compile(
         # What a block keeps for its backward may be a scale of MXFP8, the float8 type that the compiler cannot name.
         DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
         trust_instruction_set()
-    budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
-    torch._functorch.config.activation_memory_budget = budget
+    torch._functorch.config.activation_memory_budget = 1.0
+    if activation_checkpoint.mode == "memory_budget":
+        torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
+        weigh_cudnn_attention()
     if compile.covers("model"):
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
+
+
+def weigh_cudnn_attention() -> None:
+    """Have the compiler take cuDNN's attention for what it is, the dearest operator of a block. It knows that of flash
+    attention, and would compute cuDNN's again under any budget (torch 2.13)."""
+    from torch._functorch import partitioners
+
+    known = partitioners.get_default_op_list
+
+    def get_default_op_list() -> partitioners.OpTypes:
+        types = known()
+        types.compute_intensive_ops.add(torch.ops.aten._scaled_dot_product_cudnn_attention)
+        return types
+
+    partitioners.get_default_op_list = get_default_op_list
 
 
 def trust_instruction_set() -> None:
