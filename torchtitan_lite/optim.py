@@ -147,8 +147,8 @@ MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}
 
 def _round_stochastically(x: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
     """`x`, float32 and not negative, in `dtype`: each element rounded up with the probability by which it is nearer to
-    the upper neighbour. To the nearest, a second moment could not fall where 1 - beta2 is less than half a rounding:
-    0.05 in e5m2, 0.001 in bfloat16. The random numbers are a hash of the step and of the element's place, so that they
+    the upper neighbour. To the nearest, a second moment hardly falls where 1 - beta2 is less than half a rounding: 0.05
+    in e5m2, 0.001 in bfloat16. The random numbers are a hash of the step and of the element's place, so that they
     take no state, and are the same on all ranks that hold the same elements."""
     dropped, mask = 23 - MANTISSA_BITS[dtype], 2**31 - 1
     bits = torch.arange(x.numel(), device=x.device).view(x.shape) * 2654435761 + step.long() * 2246822519 & mask
