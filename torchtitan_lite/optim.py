@@ -151,11 +151,12 @@ def _round_stochastically(x: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor
     in e5m2, 0.001 in bfloat16. The random numbers are a hash of the step and of the element's place, so that they
     take no state, and are the same on all ranks that hold the same elements."""
     dropped, mask = 23 - MANTISSA_BITS[dtype], 2**31 - 1
-    bits = torch.arange(x.numel(), device=x.device).view(x.shape) * 2654435761 + step.long() * 2246822519 & mask
+    place = torch.arange(x.numel(), device=x.device).view(x.shape)
+    bits = (place * 2654435761 + step.long() * 2246822519) & mask
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product is above 2^63
-        bits = (bits >> shift ^ bits) * factor & mask
-    threshold = (bits >> 31 - dropped).int()
-    return (x.view(torch.int32) + threshold & -(1 << dropped)).view(torch.float32).to(dtype)
+        bits = ((bits >> shift) ^ bits) * factor & mask
+    threshold = (bits >> (31 - dropped)).int()
+    return ((x.view(torch.int32) + threshold) & -(1 << dropped)).view(torch.float32).to(dtype)
 
 
 def _encode(
