@@ -14,6 +14,7 @@ python scripts/bench_torchtitan.py --python ENV/bin/python --job.config_file X.t
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 from torchtitan_lite.benchmarks.report import check_out
@@ -45,6 +46,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path)
     options, words = parser.parse_known_args(argv)
     check_out(options.out)
+    if shutil.which(options.python) is None:
+        raise ConfigError(
+            f"--python {options.python} cannot be run; name that of an environment with torchtitan 0.2.2."
+        )
     if options.pairs < 2 or options.processes < 1:
         raise ConfigError(f"--pairs {options.pairs} must be at least 2, and --processes {options.processes} at least 1")
     results = {}

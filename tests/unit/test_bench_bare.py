@@ -23,22 +23,28 @@ def test_the_debug_model_can_be_compared() -> None:
     [
         (
             "--parallelism.tensor_parallel_degree=2",
-            "tensor_parallel_degree = 2: the bare loop has not that; set it to 1.",
+            "tensor_parallel_degree = 2 is not the same in the bare loop; set it to 1.",
         ),
-        ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree = 2: the bare loop has"),
+        (
+            "--parallelism.data_parallel_replicate_degree=2",
+            "data_parallel_replicate_degree = 2 is not the same in the bare loop",
+        ),
         (
             "--activation_checkpoint.mode=auto",
-            'mode = "auto": the bare loop has not that; set it to "none" or "selective"',
+            'mode = "auto" is not the same in the bare loop; set it to "none" or "selective"',
         ),
-        ("--optimizer.state_dtype=int8", 'state_dtype = "int8": the bare loop has not that; set it to "float32"'),
-        ("--training.enable_cpu_offload", "enable_cpu_offload = true: the bare loop has not that; set it to false"),
+        ("--optimizer.state_dtype=int8", 'state_dtype = "int8" is not the same in the bare loop; set it to "float32"'),
+        (
+            "--training.enable_cpu_offload",
+            "enable_cpu_offload = true is not the same in the bare loop; set it to false",
+        ),
         (
             "--optimizer.implementation=foreach",
-            'implementation = "foreach": the bare loop has not that; set it to "fused"',
+            'implementation = "foreach" is not the same in the bare loop; set it to "fused"',
         ),
         (
             "--parallelism.fsdp_reshard_after_forward=always",
-            'after_forward = "always": the bare loop has not that; set it to "default"',
+            'after_forward = "always" is not the same in the bare loop; set it to "default"',
         ),
         ("--training.global_batch_size=32", "global_batch_size = 32: a step has 2 microbatches a rank, and the bare"),
     ],

@@ -90,14 +90,17 @@ def test_torchtitan_is_asked_for_the_same_run() -> None:
         ("--training.steps=9", "steps = 9: a rate is of the steps after the first 5; train 10 at least"),
         (
             "--float8.enable_float8_linear=true",
-            "enable_float8_linear = true: torchtitan on CPU has not that; set it to false",
+            "enable_float8_linear = true is not the same in torchtitan on CPU; set it to false",
         ),
         (
             "--parallelism.tensor_parallel_degree=2",
-            "tensor_parallel_degree = 2: torchtitan on CPU has not that; set it to 1",
+            "tensor_parallel_degree = 2 is not the same in torchtitan on CPU; set it to 1",
         ),
-        ("--training.document_mask", "document_mask = true: torchtitan on CPU has not that; set it to false"),
-        ("--optimizer.state_dtype=int8", 'state_dtype = "int8": torchtitan on CPU has not that; set it to "float32"'),
+        ("--training.document_mask", "document_mask = true is not the same in torchtitan on CPU; set it to false"),
+        (
+            "--optimizer.state_dtype=int8",
+            'state_dtype = "int8" is not the same in torchtitan on CPU; set it to "float32"',
+        ),
     ],
 )
 def test_what_would_not_be_the_same_is_refused(word: str, message: str) -> None:
