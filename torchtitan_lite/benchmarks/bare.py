@@ -44,7 +44,7 @@ BARE = {
     "optimizer.implementation": ("fused",),
     "parallelism.fsdp_reshard_after_forward": ("default",),
 }
-"""Values, by key, of what the bare loop has not."""
+"""The values, by key, that the bare loop has besides those of FSDP_ALONE."""
 WARM_UP_STEPS = 3
 """At least, of each loop, before a block is timed: they compile, and fill what is allocated once."""
 

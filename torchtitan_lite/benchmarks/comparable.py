@@ -1,4 +1,4 @@
-"""What may differ from the usual in a config whose run is held against another loop's."""
+"""Which configs another loop can be held against: those that ask for nothing that it does not do too."""
 
 import json
 from collections.abc import Mapping, Sequence

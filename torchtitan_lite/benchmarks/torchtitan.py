@@ -30,7 +30,7 @@ LEAST_STEPS = 2 * WARM_UP_STEPS
 TIMEOUT_S = 900.0
 """For one run."""
 THEIRS = {"float8.enable_float8_linear": (False,), "training.document_mask": (False,)}
-"""Values, by key, of what torchtitan has not on CPU."""
+"""The values, by key, that torchtitan has on CPU besides those of FSDP_ALONE."""
 
 
 @dataclass(frozen=True)
