@@ -26,14 +26,16 @@ from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.metrics import ideal_seconds
 
-BUDGET_S = {"GPU": 525.0, "CPU": 180.0, "quick GPU": 240.0, "quick CPU": 80.0}
+BUDGET_S = {"GPU": 525.0, "CPU": 300.0, "quick GPU": 240.0, "quick CPU": 180.0}
 """Seconds from the start that a benchmark may take."""
 START_S = 15.0
 """Of the budget, that a plan leaves to what comes before the first row."""
 PROBE_S = 120.0
 """Seconds that the probe of the device may take."""
 OVERRUN = 3.0
-"""Times its expected seconds that a row may take."""
+"""Times its expected seconds that a row may take,"""
+LEAST_S = 30.0
+"""and seconds that each may: where little is expected, a busy machine adds more than a multiple of it."""
 END_S = 3.0
 """Of the budget, kept for the end."""
 CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0
@@ -69,7 +71,6 @@ class Benchmark:
         self._method = "forkserver"
         self.device = self._probe()
         self.budget_s = budget_of(self.device, quick=options.quick)
-        self._overheads: dict[tuple[str, bool], float] = {}
         self.rows, skipped = plan_rows(self.device, quick=options.quick, only=options.only)
         self.forecasts = {row.name: forecast(row, self.device) for row in self.rows}
         self.report: dict[str, Any] = {
@@ -123,9 +124,18 @@ class Benchmark:
         return folder
 
     def expected_s(self, row: Row) -> float:
-        """Seconds that `row` should take, by the most that rows like it have taken besides their steps."""
-        known: Forecast = self.forecasts[row.name]
-        return self._overheads.get((row.shape.name, row.compiled), known.overhead_s) + row.steps * known.step_s
+        """Seconds that `row` has taken; or should take, by how much slower than expected the slowest row was, and by
+        the most that rows like it have taken besides their steps."""
+        done, known = self._done, self.forecasts[row.name]
+        if row.name in done:
+            return done[row.name]["seconds"]
+        paces = [each["step_time_s"] / self.forecasts[name].step_s for name, each in done.items()]
+        overheads = [
+            each["seconds"] - row.steps * each["step_time_s"]
+            for each in done.values()
+            if (each["shape"], each["compile"]) == (row.shape.name, row.compiled)
+        ]
+        return max(overheads, default=known.overhead_s) + row.steps * known.step_s * max(paces, default=1.0)
 
     def run(self) -> None:
         """Measure all rows that the budget allows for, and take some apart where that is asked for."""
@@ -136,7 +146,7 @@ class Benchmark:
             left_s = self._left_s - sum(self.expected_s(each) for each in to_profile if each.name in ahead)
             if self._stop.received:
                 self._skip(row.name, f"stopped by {self._stop.received}")
-            elif self.expected_s(row) > left_s:
+            elif self._done and self.expected_s(row) > left_s:  # until a row is done, what is expected is a guess
                 self._skip(row.name, NO_TIME)
             else:
                 self._measure(row, left_s=left_s)
@@ -163,7 +173,7 @@ class Benchmark:
 
     def _measure(self, row: Row, *, left_s: float) -> None:
         began, folder = time.monotonic(), self._new_folder()
-        limit_s = min(left_s, OVERRUN * self.expected_s(row))
+        limit_s = min(left_s, max(OVERRUN * self.expected_s(row), LEAST_S))
         outcome = self._call(train, self._config(row, folder), row.args, False, timeout_s=limit_s, folder=folder)
         if outcome.status == "timed out" and limit_s == left_s:
             self._skip(row.name, NO_TIME)
@@ -174,8 +184,6 @@ class Benchmark:
             result |= report.measure(read_records(folder), warmup_steps=row.warmup_steps)
             ideal_s = ideal_seconds(self.forecasts[row.name].flops_by_precision, self.device.ceilings)
             result["mfu_achievable"] = None if ideal_s is None else 100 * result["tps"] * ideal_s
-            like, overhead_s = (row.shape.name, row.compiled), result["seconds"] - row.steps * result["step_time_s"]
-            self._overheads[like] = max(overhead_s, self._overheads.get(like, 0.0))
         else:
             result["log_tail"] = outcome.log
         self.report["rows"].append(result)

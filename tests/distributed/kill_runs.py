@@ -8,6 +8,7 @@ checkpoint with that of a run that nothing happened to. Prints what was lost. Ex
 
 import argparse
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launching import ROOT, launcher
-from processes import kill_tree
+from processes import kill_tree, signal_tree
 
 from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
 from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, step_folder
@@ -73,8 +74,7 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
         time.sleep(moments.uniform(0, LONGEST_S))
         if in_save:
             wait_for(lambda: committed_steps(checkpoints) != saved, process)
-            wait_for(lambda: has_draft(checkpoints, time.time() - SAVE_S), process)
-            time.sleep(moments.uniform(0, SAVE_S))
+            stop_in_save(process, checkpoints, moments)
     finally:
         kill_tree(process.pid)
         process.wait()
@@ -89,6 +89,17 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
             for problem in verify_checkpoint(step_folder(checkpoints, step), hashes=True)
         ],
     )
+
+
+def stop_in_save(process: subprocess.Popen[bytes], checkpoints: Path, moments: random.Random) -> None:
+    """Have all of a run stand still at a random moment of a save or a deletion, however short these are."""
+    while True:
+        wait_for(lambda: has_draft(checkpoints, time.time() - SAVE_S), process)
+        time.sleep(moments.uniform(0, SAVE_S))
+        signal_tree(process.pid, signal.SIGSTOP)
+        if has_draft(checkpoints, since=0):
+            return
+        signal_tree(process.pid, signal.SIGCONT)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

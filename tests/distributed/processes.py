@@ -9,12 +9,18 @@ from pathlib import Path
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all below it, the parents first, and wait until they are gone."""
+    pids = signal_tree(pid, signal.SIGKILL)
+    while any(is_alive(each) for each in pids):
+        time.sleep(0.01)
+
+
+def signal_tree(pid: int, number: int) -> list[int]:
+    """Send a signal to a process and all below it, the parents first. Returns their ids."""
     pids = descendants(pid)
     for each in pids:
         with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-    while any(is_alive(each) for each in pids):
-        time.sleep(0.01)
+            os.kill(each, number)
+    return pids
 
 
 def descendants(pid: int) -> list[int]:

@@ -101,7 +101,7 @@ def test_kills_at_any_moment_cost_steps_and_nothing_else(tmp_path: Path, monkeyp
     settings = [f"{INTERVAL}=2", "--checkpoint.keep_latest_k=3", "--lr_scheduler.total_steps=1000"]
     kills, same = kill_runs.kill_runs(lambda folder: command(folder, *settings), folder=tmp_path, kills=KILLS, seed=0)
     assert [kill.broken for kill in kills] == [[]] * KILLS
-    assert sum(kill.in_save for kill in kills) >= 1
+    assert [kill.in_save for kill in kills][1::2] == [True] * (KILLS // 2)
     assert max(kill.trained - kill.newest for kill in kills) <= 2
     assert kills[-1].newest > kills[0].newest
     assert same

@@ -91,6 +91,7 @@ def run(folder: Path, runs: FakeRuns, monkeypatch: pytest.MonkeyPatch, **options
     """The report of a quick benchmark of `runs`."""
     monkeypatch.setattr(bench, "run_child", runs)
     monkeypatch.setattr(bench.time, "monotonic", lambda: runs.now)
+    monkeypatch.setitem(bench.BUDGET_S, "quick CPU", 80.0)
     work = folder / "work"
     work.mkdir()
     benchmark = Benchmark(Options(quick=True, **options), stop=Stop(), folder=work, began=runs.now)
@@ -214,6 +215,14 @@ def test_what_does_not_fit_the_budget_is_not_run(tmp_path: Path, monkeypatch: py
     assert found["ended_by"] == "the budget"
     assert runs.now - began < 80 and max(runs.timeouts) <= 80
     assert "debug 4L seq128 b1 none compiled bf16, tensorwise: no time was left" in format_report(found)
+
+
+def test_the_first_row_is_run_whatever_is_expected_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CPU, "ceilings", {"bf16": 2e-3, "fp32": 2e-3})  # measured while the machine was busy
+    runs = FakeRuns(seconds=10.0)
+    found = run(tmp_path, runs, monkeypatch, only="eager", profile=True)
+    assert [row["recipe"] for row in found["rows"]] == ["bf16", "tensorwise"]
+    assert len(found["profiles"]) == 2
 
 
 def test_no_time_is_kept_for_the_profile_of_a_row_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
