@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torchao
 
 from torchtitan_lite.benchmarks import report
 from torchtitan_lite.benchmarks.child import Outcome, Stop, probe, run_child, train
@@ -311,7 +310,7 @@ def versions() -> dict[str, str | None]:
     return {
         "torchtitan_lite": own,
         "torch": torch.__version__,
-        "torchao": torchao.__version__,
+        "torchao": version("torchao"),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
     }

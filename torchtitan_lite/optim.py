@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
-from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtitan_lite.logger import logger
+from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 LOSS_MEAN_DECAY = 0.98
 """Of the running mean of the losses: a loss counts half after 34 steps."""
@@ -59,6 +58,8 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __init__(self, parameters: Iterable[Parameter], *, state_dtype: str, **settings: Any) -> None:
         """`state_dtype` is "bfloat16", "int8" or "float8"; `settings` are lr, betas, eps and weight_decay."""
+        from torchao.optim.quant_utils import create_dynamic_map
+
         super().__init__(parameters, {**settings, "fused": True})
         self._state_dtype = state_dtype
         self._device = self.param_groups[0]["params"][0].device
@@ -98,7 +99,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`, without torchao's wrapper of float8-gathered weights."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local._tensor if isinstance(local, WeightWithDynamicFloat8CastTensor) else local
+    return local._tensor if is_gathered_in_float8(local) else local
 
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -137,6 +138,8 @@ def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Ten
     if scale is None:
         return stored.float()
     if stored.dtype is torch.uint8:
+        from torchao.optim.quant_utils import dequant_with_qmap
+
         return dequant_with_qmap(stored, maps[name], scale.flatten())
     return (stored.float().view(-1, BLOCK) * scale.view(-1, 1)).view(stored.shape)
 
@@ -170,6 +173,8 @@ def _encode(
     if scale_name not in state:
         yield name, cast(moment)
         return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
     scaled, scale = scale_tensor(moment, BLOCK)  # to 1 at most
     if stored.dtype is torch.uint8:
         yield name, quantize_8bit_with_qmap(scaled, maps[name])

@@ -2,11 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ask, finish, read_losses, train, train_arguments, train_together
+from launching import ENV, ROOT, ask, finish, launcher, read_losses, train, train_arguments, train_together
 
 STEPS = "--training.steps"
 
@@ -24,6 +26,15 @@ def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> No
     # After the first, ranks also agree on what it ran.
     assert steps == [{"tolist": 2, "numpy": 1}] * 4
     assert last == {"tolist": 2 + 6 + 3, "numpy": 1}
+
+
+@pytest.mark.timeout(120)
+def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
+    command = [sys.executable, *launcher(1), *train_arguments(tmp_path, f"{STEPS}=1")]
+    env = ENV | {"PYTHONPROFILEIMPORTTIME": "1"}
+    for settings, loads in ([], False), (["--float8.enable_float8_linear"], True):
+        result = subprocess.run([*command, *settings], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        assert ("torchao.float8" in result.stderr) == loads
 
 
 @pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["torch.distributed.launcher", "torchtitan_lite.trainer"])
+WARM.set_forkserver_preload(["torch.distributed.launcher", "torchtitan_lite.trainer", "torchao.float8"])
 GRACE = 60.0  # seconds for a torchrun to end its workers, to which it gives 30
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torchao.float8
 from torch import nn
 from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
@@ -9,7 +10,6 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8 import convert
 from torchtitan_lite.float8.convert import build_scale_hook, convert_linears, float8_linear_config, resolve_emulate
 from torchtitan_lite.float8.mxfp8 import MXFP8Linear
 from torchtitan_lite.float8.selection import LinearChoice, select_linears
@@ -110,7 +110,7 @@ def test_scales_are_precomputed_only_where_asked_for(
     float8: dict[str, bool], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[nn.Module] = []
-    monkeypatch.setattr(convert, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
+    monkeypatch.setattr(torchao.float8, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
     build_scale_hook(nn.Linear(1, 1), float8=Float8Config(**float8))()
     assert len(seen) == calls
 

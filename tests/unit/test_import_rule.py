@@ -13,13 +13,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HUBS = {"train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives", "tables"}
+COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
 OURS = {  # what a part of the package may import of it, besides itself
     "config": {"errors", "logger", "models.flavors"},
     "errors": set(),
     "logger": set(),
     "files": set(),
     "tables": set(),
+    "torchao_types": set(),
     "collectives": {"errors"},
     "models": set(),
 }
@@ -29,6 +30,7 @@ THIRD_PARTIES = {  # what it may import of others, where that is not left open
     "logger": set(),
     "files": set(),
     "tables": set(),
+    "torchao_types": {"torchao"},
     "collectives": {"torch"},
     "models": {"torch"},
     "models.flavors": set(),
@@ -141,8 +143,15 @@ def test_the_config_is_checked_without_torch() -> None:
     assert result.stdout == "set()\n"
 
 
-def test_training_loads_the_compiler_and_tensorboard_where_they_are_used_only() -> None:
-    heavy = {"torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx", "tensorboard", "wandb"}
+def test_training_loads_what_is_slow_to_load_where_it_is_used_only() -> None:
+    heavy = {
+        "torchao",
+        "torch._inductor.compile_fx",
+        "torch._functorch.partitioners",
+        "networkx",
+        "tensorboard",
+        "wandb",
+    }
     code = f"import sys, torchtitan_lite.train; print({heavy} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.checkpoint.changes import tensor_changes
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 MOST_LISTED = 8
 """Tensors that a message names one by one."""
@@ -45,7 +45,7 @@ def _plain(tensor: Tensor) -> Tensor:
     """`tensor` without gradient, and without torchao's wrapper of float8-gathered weights: what is saved is read
     without torchao."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, WeightWithDynamicFloat8CastTensor):
+    if isinstance(tensor, DTensor) and is_gathered_in_float8(tensor._local_tensor):
         return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
     return tensor
 

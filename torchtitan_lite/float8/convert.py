@@ -2,22 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torchao.float8 import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale_for_fsdp,
-)
-from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
+from torchtitan_lite.torchao_types import is_float8_linear
 
 from .mxfp8 import MXFP8_MAJOR, MXFP8Linear, convert_to_mxfp8
 from .selection import LinearChoice
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
 
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
 """Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada; as ROCm counts, AMD's MI300."""
@@ -52,11 +51,13 @@ def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
 
 def is_float8(module: nn.Module) -> bool:
     """Whether `module` is a linear that trains in float8."""
-    return isinstance(module, Float8Linear | MXFP8Linear)
+    return is_float8_linear(module) or isinstance(module, MXFP8Linear)
 
 
-def float8_linear_config(float8: Float8Config, *, emulate: bool) -> Float8LinearConfig:
+def float8_linear_config(float8: Float8Config, *, emulate: bool) -> "Float8LinearConfig":
     """torchao's config of the recipe asked for, with emulation and the float8 all-gather as asked for."""
+    from torchao.float8 import Float8LinearConfig
+
     recipe = Float8LinearConfig.from_recipe_name(float8.recipe_name)
     return dataclasses.replace(
         recipe,
@@ -75,6 +76,8 @@ def convert_linears(model: nn.Module, choices: list[LinearChoice], *, float8: Fl
     if float8.recipe_name == "mxfp8":
         convert_to_mxfp8(model, chosen, emulate=emulate)
     else:
+        from torchao.float8 import convert_to_float8_training
+
         convert_to_float8_training(
             model,
             config=float8_linear_config(float8, emulate=emulate),
@@ -90,5 +93,7 @@ def build_scale_hook(model: nn.Module, *, float8: Float8Config) -> Callable[[], 
     """What is called after each optimizer step: computes all weight scales of the next float8 all-gathers in one
     all-reduce where that was asked for, and does nothing otherwise."""
     if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
         return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
     return lambda: None

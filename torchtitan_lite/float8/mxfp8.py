@@ -5,7 +5,6 @@ scale up: nothing saturates.
 
 from collections.abc import Callable, Collection
 
-import torchao
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -53,6 +52,8 @@ def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool
 
 
 def _load_multiply(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    import torchao
+
     try:
         # A prototype: loaded for its users alone, as it may change or fail.
         from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchao.float8 import float8_training_tensor as torchao_casts
-from torchao.float8.float8_linear import Float8Linear
+
+from torchtitan_lite.torchao_types import is_float8_linear
 
 ROLES = ("input", "weight", "grad_output")
 """What a linear casts, by the names of torchao's GemmInputRole."""
@@ -71,7 +71,7 @@ class NumericsMonitor:
         """`freq` 0: never. `device` is that of the casts."""
         self._model = model
         self._freq = freq
-        linears = [(name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+        linears = [(name, module) for name, module in model.named_modules() if is_float8_linear(module)]
         self._rows = {id(linear.linear_mm_config): row for row, (_, linear) in enumerate(linears)}
         assert len(self._rows) == len(linears), "each Float8Linear makes a config object of its own"
         self._kinds: dict[str, dict[int | None, int]] = {}  # rows by the layer's number
@@ -90,6 +90,8 @@ class NumericsMonitor:
     def observe(self) -> Iterator[None]:
         """Measure the casts that are made until the end, and no others. Compiled blocks run eagerly meanwhile: a
         compiled cast cannot be looked at."""
+        from torchao.float8 import float8_training_tensor as torchao_casts
+
         self._sums.zero_()
         self._amax.zero_()
         cast_function = torchao_casts._ToFloat8ConstrFunc

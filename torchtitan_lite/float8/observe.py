@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.errors import NumericError
 from torchtitan_lite.logger import logger
+from torchtitan_lite.torchao_types import is_float8_tensor
 
 from .convert import is_float8
 
@@ -144,7 +144,7 @@ def _type_name(tensor: torch.Tensor) -> str:
     """The type of what is sent or multiplied. A DTensor, which the observer does not see taken apart, is asked."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    if isinstance(tensor, Float8TrainingTensor):
+    if is_float8_tensor(tensor):
         return "float32" if tensor._linear_mm_config.output.emulate else "float8"
     return "float8" if tensor.dtype.itemsize == 1 else str(tensor.dtype).removeprefix("torch.")
 

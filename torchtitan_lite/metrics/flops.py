@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torchao.float8.config import ScalingType
-from torchao.float8.float8_linear import Float8Linear
+
+from torchtitan_lite.torchao_types import is_float8_linear
 
 Precision = Literal["fp8", "bf16", "fp32"]
 FlopsConvention = Literal["palm", "causal"]
@@ -135,7 +135,7 @@ def count_flops(
 def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> Precision:
     """Emulated, torchao's Float8Linear multiplies in float32, and MXFP8 in what its operands were cast from."""
     for linear in linears:
-        if isinstance(linear, Float8Linear) and linear.config.emulate:
+        if is_float8_linear(linear) and linear.config.emulate:
             return "fp32"
         if _is_mxfp8(linear) and linear.emulate:
             return high_precision
@@ -144,13 +144,15 @@ def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> 
 
 def _is_mxfp8(linear: nn.Linear) -> bool:
     """Whether a linear is one of MXFP8, which is not torchao's: it casts for all matmuls, and knows if it emulates."""
-    return not isinstance(linear, Float8Linear) and hasattr(linear, "emulate")
+    return not is_float8_linear(linear) and hasattr(linear, "emulate")
 
 
 def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool) -> LinearFlops:
     """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or neither."""
     output = grad_input = grad_weight = "fp8" if _is_mxfp8(linear) else high_precision
-    if isinstance(linear, Float8Linear):
+    if is_float8_linear(linear):
+        from torchao.float8.config import ScalingType
+
         output, grad_input, grad_weight = (
             high_precision if cast.scaling_type is ScalingType.DISABLED else "fp8"
             for cast in (

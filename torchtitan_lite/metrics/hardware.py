@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torchao.float8.config import e4m3_dtype
 
 from torchtitan_lite.config import MetricsConfig
 
@@ -85,6 +84,8 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(2, size, size, generator=generator, device=device)
     if precision == "fp8":
+        from torchao.float8.config import e4m3_dtype
+
         a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
         return _matmul_tflops(
             lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True), device

@@ -1,5 +1,7 @@
 """FSDP2, always applied, also on one process: float32 weights and gradients, lower precision in between."""
 
+import inspect
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -7,11 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.config import TrainingConfig
-
-_cast_shard = WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather
+from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str) -> None:
@@ -53,13 +53,19 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, 
 def _scale_whole_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     """Have float8 all-gathers scale a weight by the amax of all its shards. By itself torchao asks FSDP's alone, and
     would scale each shard of tensor parallelism by another amax."""
-    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = _cast_shard
-    weights = (weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor))  # split by TP
-    if not any(isinstance(weight, WeightWithDynamicFloat8CastTensor) for weight in weights):
+    split = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]  # by tensor parallelism
+    if not any(map(is_gathered_in_float8, (*split, *model.parameters()))):
+        return
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    cast_shard = inspect.unwrap(WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather)
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast_shard
+    if not any(map(is_gathered_in_float8, split)):
         return
     shards = mesh["dp_shard", "tp"]._flatten("dp_shard_tp")
 
-    def cast_shard(weight: WeightWithDynamicFloat8CastTensor, mesh: DeviceMesh) -> Any:  # FSDP2 counts the parameters
-        return _cast_shard(weight, shards)
+    @wraps(cast_shard)
+    def cast_with_all(weight: WeightWithDynamicFloat8CastTensor, mesh: DeviceMesh) -> Any:
+        return cast_shard(weight, shards)
 
-    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast_shard
+    WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast_with_all

@@ -17,22 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
-from torchao.float8 import float8_ops
-from torchao.float8.config import ScalingGranularity
-from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
-from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.torchao_types import is_float8_linear
 
 COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
 """By module of a block: the linears that read its gathered input and are split along out_features."""
@@ -78,15 +71,17 @@ class _HeadParallel(ColwiseParallel):
 
 def gathers_float8(module: nn.Module) -> bool:
     """True for a Float8Linear whose input has one scale a tensor, so that shards of it can be gathered."""
-    if not isinstance(module, Float8Linear):
+    if not is_float8_linear(module):
         return False
+    from torchao.float8.config import ScalingGranularity
+
     return module.config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Split `model` over `tp_mesh` in place. With `loss_parallel` the logits stay DTensors, split over the
     vocabulary; without, each rank gets all of them."""
-    if tp_mesh.device_type == "cpu":
+    if tp_mesh.device_type == "cpu" and any(map(gathers_float8, model.modules())):
         _gather_float8_as_bytes()
     float8_output = gathers_float8(model.get_submodule("output"))
     parallelize_module(
@@ -95,7 +90,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
         {
             "tok_embeddings": _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
             "norm": SequenceParallel(),
-            "output": (Float8ColwiseParallel if float8_output else _HeadParallel)(
+            "output": _style(_HeadParallel, float8=float8_output)(
                 input_layouts=Shard(1),
                 output_layouts=Shard(-1) if loss_parallel else Replicate(),
                 use_local_output=not loss_parallel,
@@ -141,20 +136,36 @@ def _block_plan(block: nn.Module) -> dict[str, Any]:
     plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     for part, names in COLUMN_SPLIT.items():
         float8 = {name: gathers_float8(block.get_submodule(f"{part}.{name}")) for name in (*names, ROW_SPLIT[part])}
-        prepare = PrepareFloat8ModuleInput if all(float8[name] for name in names) else PrepareModuleInput
+        prepare = _style(PrepareModuleInput, float8=all(float8[name] for name in names))
         # Attention is also handed the rotary tables and the mask, which every rank has whole.
         others = (None, None, None) if part == "attention" else ()
         plan[part] = prepare(input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others))
         for name in names:
-            plan[f"{part}.{name}"] = Float8ColwiseParallel() if float8[name] else ColwiseParallel()
+            plan[f"{part}.{name}"] = _style(ColwiseParallel, float8=float8[name])()
         summed = ROW_SPLIT[part]
-        row_style = Float8RowwiseParallel if float8[summed] else RowwiseParallel
-        plan[f"{part}.{summed}"] = row_style(output_layouts=Shard(1))
+        plan[f"{part}.{summed}"] = _style(RowwiseParallel, float8=float8[summed])(output_layouts=Shard(1))
     return plan
+
+
+def _style(plain: type[ParallelStyle], *, float8: bool) -> Any:
+    """`plain`, or torchao's style in its place, which gathers in float8."""
+    if not float8:
+        return plain
+    from torchao.float8 import float8_tensor_parallel as styles
+
+    return {
+        PrepareModuleInput: styles.PrepareFloat8ModuleInput,
+        ColwiseParallel: styles.Float8ColwiseParallel,
+        RowwiseParallel: styles.Float8RowwiseParallel,
+        _HeadParallel: styles.Float8ColwiseParallel,
+    }[plain]
 
 
 def _gather_float8_as_bytes() -> None:
     """Make torchao's all-gather of a float8 activation move its bytes as uint8: gloo has no float8 type."""
+    from torchao.float8 import float8_ops
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
     ops = (
         torch.ops.c10d_functional.all_gather_into_tensor.default,
         torch.ops._c10d_functional.all_gather_into_tensor.default,

@@ -1,0 +1,30 @@
+"""Whether a module or a tensor is one of torchao's, told without importing torchao: what has not been imported has made
+none. The import is a twentieth of the start of a short run, and bf16 does not need it."""
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+
+def is_float8_linear(module: object) -> "TypeGuard[Float8Linear]":
+    """Whether `module` is a Float8Linear."""
+    return _is_instance(module, "float8_linear", "Float8Linear")
+
+
+def is_float8_tensor(tensor: object) -> "TypeGuard[Float8TrainingTensor]":
+    """Whether `tensor` is one in float8, with its scale."""
+    return _is_instance(tensor, "float8_training_tensor", "Float8TrainingTensor")
+
+
+def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8CastTensor]":
+    """Whether `weight` is wrapped so that FSDP casts it to float8 before it gathers it."""
+    return _is_instance(weight, "fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+
+
+def _is_instance(thing: object, module: str, name: str) -> bool:
+    imported = sys.modules.get(f"torchao.float8.{module}")
+    return imported is not None and isinstance(thing, getattr(imported, name))
