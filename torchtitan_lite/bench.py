@@ -123,16 +123,15 @@ class Benchmark:
         return folder
 
     def expected_s(self, row: Row) -> float:
-        """Seconds that `row` has taken; or should take, by how much slower than expected the slowest row was, and by
-        the most that rows like it have taken besides their steps."""
+        """Seconds that `row` has taken; or should take, by what rows of its shape have taken at most, in steps as a
+        multiple of what was expected, and besides them."""
         done, known = self._done, self.forecasts[row.name]
         if row.name in done:
             return done[row.name]["seconds"]
-        paces = [each["step_time_s"] / self.forecasts[name].step_s for name, each in done.items()]
+        alike = [each for each in done.values() if each["shape"] == row.shape.name]
+        paces = [each["step_time_s"] / self.forecasts[each["name"]].step_s for each in alike]
         overheads = [
-            each["seconds"] - row.steps * each["step_time_s"]
-            for each in done.values()
-            if (each["shape"], each["compile"]) == (row.shape.name, row.compiled)
+            each["seconds"] - row.steps * each["step_time_s"] for each in alike if each["compile"] == row.compiled
         ]
         return max(overheads, default=known.overhead_s) + row.steps * known.step_s * max(paces, default=1.0)
 

@@ -36,7 +36,7 @@ from torchtitan_lite.plan import resolve_device
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
 CPU = {"name": "CPU: test", "memory_gib": None, "float8": False, "ceilings": {"bf16": 0.4, "fp32": 0.1}}
-SPEEDS = {"bf16": 100.0, "tensorwise": 120.0}
+SPEEDS = {"bf16": 100.0, "tensorwise": 120.0, "rowwise": 115.0, "rowwise_with_gw_hp": 110.0}
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +62,21 @@ def result(recipe: str = "bf16", *, compiled: bool = True, status: str = "done",
 class FakeRuns:
     """In place of `run_child`: what each run comes to, without one."""
 
-    def __init__(self, outcomes: dict[str, Outcome] | None = None, *, seconds: float = 0.0) -> None:
-        """`outcomes` of runs by recipe, and the seconds that each is said to have taken."""
-        self.outcomes, self.seconds = outcomes or {}, seconds
+    def __init__(
+        self,
+        outcomes: dict[str, Outcome] | None = None,
+        *,
+        seconds: float = 0.0,
+        device: dict[str, Any] = CPU,
+    ) -> None:
+        """`outcomes` of runs by recipe, the seconds that each is said to have taken, and on what."""
+        self.outcomes, self.seconds, self.device = outcomes or {}, seconds, device
         self.timeouts: list[float] = []
         self.now = time.monotonic()
 
     def __call__(self, task: Any, *arguments: Any, folder: Path, timeout_s: float, **options: Any) -> Outcome:
         if task is bench_child.probe:
-            return Outcome("done", value=CPU)
+            return Outcome("done", value=self.device)
         config: Config = arguments[0]
         self.timeouts.append(timeout_s)
         self.now += self.seconds
@@ -94,7 +100,7 @@ def run(folder: Path, runs: FakeRuns, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setitem(bench.BUDGET_S, "quick CPU", 80.0)
     work = folder / "work"
     work.mkdir()
-    benchmark = Benchmark(Options(quick=True, **options), stop=Stop(), folder=work, began=runs.now)
+    benchmark = Benchmark(Options(**{"quick": True} | options), stop=Stop(), folder=work, began=runs.now)
     benchmark.run()
     return benchmark.report
 
@@ -223,6 +229,15 @@ def test_the_first_row_is_run_whatever_is_expected_of_it(tmp_path: Path, monkeyp
     found = run(tmp_path, runs, monkeypatch, only="eager", profile=True)
     assert [row["recipe"] for row in found["rows"]] == ["bf16", "tensorwise"]
     assert len(found["profiles"]) == 2
+
+
+def test_a_small_model_that_waits_for_the_host_costs_the_large_ones_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"name": "NVIDIA H200", "memory_gib": 139.0, "float8": True, "ceilings": {"bf16": 800.0, "fp8": 1500.0}}
+    found = run(tmp_path, FakeRuns(seconds=15.0, device=gpu), monkeypatch, quick=False)
+    shapes = [row["shape"] for row in found["rows"]]
+    assert "8B" in shapes[shapes.index("debug") :] and found["seconds"] > 480  # of 525
 
 
 def test_no_time_is_kept_for_the_profile_of_a_row_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
