@@ -28,7 +28,7 @@ def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> No
     assert last == {"tolist": 2 + 6 + 3, "numpy": 1}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
     command = [sys.executable, *launcher(1), *train_arguments(tmp_path, f"{STEPS}=1")]
     env = ENV | {"PYTHONPROFILEIMPORTTIME": "1"}
