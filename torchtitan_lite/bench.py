@@ -32,9 +32,9 @@ START_S = 15.0
 PROBE_S = 120.0
 """Seconds that the probe of the device may take."""
 OVERRUN = 3.0
-"""Times its expected seconds that a row may take,"""
+"""Times its expected seconds that a row may take."""
 LEAST_S = 30.0
-"""and seconds that each may: where little is expected, a busy machine adds more than a multiple of it."""
+"""That any row may take: where little is expected, a busy machine adds more than a multiple of it."""
 END_S = 3.0
 """Of the budget, kept for the end."""
 CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0

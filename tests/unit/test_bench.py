@@ -63,11 +63,7 @@ class FakeRuns:
     """In place of `run_child`: what each run comes to, without one."""
 
     def __init__(
-        self,
-        outcomes: dict[str, Outcome] | None = None,
-        *,
-        seconds: float = 0.0,
-        device: dict[str, Any] = CPU,
+        self, outcomes: dict[str, Outcome] | None = None, *, seconds: float = 0.0, device: dict[str, Any] = CPU
     ) -> None:
         """`outcomes` of runs by recipe, the seconds that each is said to have taken, and on what."""
         self.outcomes, self.seconds, self.device = outcomes or {}, seconds, device
@@ -94,7 +90,7 @@ class FakeRuns:
 
 
 def run(folder: Path, runs: FakeRuns, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, Any]:
-    """The report of a quick benchmark of `runs`."""
+    """The report of a benchmark of `runs`, a quick one if `options` do not say otherwise."""
     monkeypatch.setattr(bench, "run_child", runs)
     monkeypatch.setattr(bench.time, "monotonic", lambda: runs.now)
     monkeypatch.setitem(bench.BUDGET_S, "quick CPU", 80.0)

@@ -58,13 +58,13 @@ def _scale_whole_weights(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    cast_shard = inspect.unwrap(WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather)
+    cast_shard = inspect.unwrap(WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather)  # without an earlier model's
     WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather = cast_shard
     if not any(map(is_gathered_in_float8, split)):
         return
     shards = mesh["dp_shard", "tp"]._flatten("dp_shard_tp")
 
-    @wraps(cast_shard)
+    @wraps(cast_shard)  # FSDP2 counts the parameters
     def cast_with_all(weight: WeightWithDynamicFloat8CastTensor, mesh: DeviceMesh) -> Any:
         return cast_shard(weight, shards)
 
