@@ -1,5 +1,6 @@
 """Files that survive a crash whole: standard library only."""
 
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -33,3 +34,12 @@ def fsync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hash_sources(folder: Path) -> str:
+    """SHA-256 of the names and contents of all Python files in a folder and below, in hex."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

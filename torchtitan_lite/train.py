@@ -15,10 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.checkpoint.manifest import Manifest
+from torchtitan_lite.checkpoint.manifest import Manifest, installed_versions
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.collectives import on_rank0
-from torchtitan_lite.config import Config, dump_config, format_help, load_config
+from torchtitan_lite.config import Config, dump_config, format_help, load_config, shared_settings
 from torchtitan_lite.errors import (
     STOPPED_EXIT_CODE,
     CheckpointError,
@@ -29,7 +29,9 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
+from torchtitan_lite.files import hash_sources
 from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
@@ -56,6 +58,12 @@ def run_entries(config: Config) -> list[str]:
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,
     ]
+
+
+def start_facts(config: Config) -> dict[str, str]:
+    """By name, what must be the same on all ranks: the config, the versions installed and this package's sources."""
+    sources = hash_sources(Path(__file__).parent)
+    return {**shared_settings(config), **installed_versions(), "sources of torchtitan_lite (SHA-256)": sources[:16]}
 
 
 def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
@@ -138,6 +146,7 @@ def run(config: Config) -> int:
         timeout_s=config.comm.init_timeout_seconds,
     )
     try:
+        check_started_alike(start_facts(config), timeout_s=config.comm.init_timeout_seconds)
         device = init_distributed(config.comm)
         folder, resume = open_folder(config)
         opened = True

@@ -7,13 +7,15 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -69,10 +71,16 @@ class Launcher:
         return str(path)
 
     def start(
-        self, command: Sequence[str | Path], *, faults: Sequence[Fault] = (), ranks: int = 2, restarts: int = 0
+        self,
+        command: Sequence[str | Path],
+        *,
+        faults: Sequence[Fault] = (),
+        ranks: int = 2,
+        restarts: int = 0,
+        nodes: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[str]:
-        """A process that does `command`, a call of run_train.sh."""
-        env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks)}
+        """A process that does `command`, a call of run_train.sh; `nodes` are its variables for one of several."""
+        env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks), **nodes}
         env |= {"CONFIG_FILE": str(FOLDER / "faults.toml"), "MAX_RESTARTS": str(restarts)}
         return subprocess.Popen(
             command, cwd=ROOT, env=self.env | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -414,3 +422,26 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(launcher
     third = launcher.run(folder, *settings, f"--training.steps={saved + 1}", ranks=1)
     assert third.exit_code == 0, third.output
     assert f"resumed from {folder}/checkpoint/step-{saved:08d}" in third.output
+
+
+def test_nodes_that_were_started_differently_train_nothing(launcher: Launcher, folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    others = [[], ["--optimizer.lr=0.5", f"--job.dump_folder={folder}-2"]]
+    nodes = [
+        launcher.start(
+            launcher.train(folder, *SETTINGS, *other),
+            ranks=1,
+            nodes={"NNODES": "2", "NODE_RANK": str(rank), "RDZV_ENDPOINT": endpoint},
+        )
+        for rank, other in enumerate(others)
+    ]
+    host = socket.gethostname()
+    for node in nodes:
+        run = ended(node)
+        assert run.exit_code == 2, run.output
+        assert f"[optimizer] lr differs between ranks: 0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})" in run.output
+        assert f'[job] dump_folder differs between ranks: "{folder}" (rank 0 on {host}); "{folder}-2"' in run.output
+        assert run.output.count(" differs between ranks: ") == 2
+    assert not (folder / "metrics.jsonl").exists()

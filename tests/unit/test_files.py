@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.files import draft_of, fsync_folder, replace_file
+from torchtitan_lite.files import draft_of, fsync_folder, hash_sources, replace_file
 
 
 class Killed(BaseException):
@@ -71,3 +71,17 @@ def test_only_folders_are_synced_as_folders(tmp_path):
     (tmp_path / "x").touch()
     with pytest.raises(NotADirectoryError):
         fsync_folder(tmp_path / "x")
+
+
+def test_a_hash_of_sources_changes_with_names_and_contents_of_python_files_only(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/a.py").write_text("x = 1")
+    first = hash_sources(tmp_path)
+    (tmp_path / "inner/notes.txt").write_text("x = 2")
+    (tmp_path / "inner/__pycache__").mkdir()
+    assert hash_sources(tmp_path) == first
+    (tmp_path / "inner/a.py").rename(tmp_path / "inner/b.py")
+    assert hash_sources(tmp_path) != first
+    (tmp_path / "inner/b.py").rename(tmp_path / "inner/a.py")
+    (tmp_path / "inner/a.py").write_text("x = 3")
+    assert hash_sources(tmp_path) != first

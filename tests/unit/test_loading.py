@@ -8,7 +8,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.config import Config, dump_config, load_config
+from torchtitan_lite.config import Config, dump_config, load_config, shared_settings
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.sections import (
     CheckpointConfig,
@@ -325,3 +325,14 @@ def test_a_dump_leaves_out_what_is_unset() -> None:
     assert "dataset_path" not in text
     assert text.startswith('[job]\ndump_folder = "./outputs"\n')
     assert '[compile]\nenable = false\ncomponents = [\n    "model",\n    "loss",\n]\n' in text
+
+
+def test_all_keys_are_shared_but_paths_of_tokenizers_and_data() -> None:
+    datasets = (DatasetConfig(path="a", weight=2.0), DatasetConfig(path="b"))
+    config = Config(training=TrainingConfig(datasets=datasets), optimizer=OptimizerConfig(lr=0.5))
+    shared = shared_settings(config)
+    node_local = {"[model] tokenizer_path", "[training] dataset_path", "[validation] dataset_path"}
+    assert shared.keys() == {f"[{key.table}] {key.name}" for key in KEYS.values()} - node_local
+    assert shared["[training] datasets"] == '[{"weight": 2.0}, {"weight": 1.0}]'
+    assert (shared["[optimizer] lr"], shared["[training] epochs"]) == ("0.5", "unset")
+    assert shared["[job] dump_folder"] == '"./outputs"'

@@ -10,7 +10,7 @@ from torchtitan_lite.config.checks import (
     resolve_shares,
 )
 from torchtitan_lite.config.help import format_config_table, format_help
-from torchtitan_lite.config.loading import dump_config, load_config
+from torchtitan_lite.config.loading import dump_config, load_config, shared_settings
 from torchtitan_lite.config.sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -60,4 +60,5 @@ __all__ = [
     "resolve_batch",
     "resolve_degrees",
     "resolve_shares",
+    "shared_settings",
 ]

@@ -58,6 +58,19 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     return config
 
 
+def shared_settings(config: Config) -> dict[str, str]:
+    """The keys that all ranks must agree on, as `[table] key`, and their values as text. The paths of tokenizers and
+    data may differ between nodes, because their contents are compared by fingerprint."""
+    tables = config.model_dump(
+        exclude={
+            "model": {"tokenizer_path"},
+            "training": {"dataset_path": True, "datasets": {"__all__": {"path"}}},
+            "validation": {"dataset_path"},
+        }
+    )
+    return {f"[{table}] {key}": show(value) for table, section in tables.items() for key, value in section.items()}
+
+
 def dump_config(config: Config) -> str:
     """The config as TOML that loads to an equal Config; keys that are unset are left out."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))

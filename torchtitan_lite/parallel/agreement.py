@@ -1,0 +1,80 @@
+"""The check that all ranks were started alike, before they join the process group.
+
+Ranks that differ in the config, in library versions or in this package's own sources would train garbage, or hang in
+a collective that not all of them enter. Nothing in torch compares them.
+"""
+
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.parallel.distributed import read_rank
+from torchtitan_lite.parallel.store import connect_store
+
+PREFIX = "agreement"
+HEARD_SECONDS = 10
+"""Seconds that rank 0, whose host may serve the store, waits for the others to read why the run ends."""
+SHOWN_RANKS = 4
+
+
+def check_started_alike(facts: Mapping[str, str], *, timeout_s: float) -> None:
+    """Raise ConfigError on every rank unless all of them state the same `facts`, values by name, and run on equally
+    many nodes and processes a node. Waits up to `timeout_s` for the slowest rank."""
+    rank, world_size = read_rank()
+    own = {**facts, "NNODES": os.environ["GROUP_WORLD_SIZE"], "NGPU": os.environ["LOCAL_WORLD_SIZE"]}
+    compare_facts(connect_store(timeout_s), own, rank=rank, world_size=world_size)
+
+
+def compare_facts(store: dist.Store, facts: Mapping[str, str], *, rank: int, world_size: int) -> None:
+    """Raise ConfigError on every rank unless all of them state the same `facts`.
+
+    Each rank compares its facts with rank 0's and posts what differs, so that little travels; rank 0 posts the
+    verdict."""
+    store = dist.PrefixStore(PREFIX, store)
+    if rank == 0:
+        store.set("facts", json.dumps(facts))
+    first = json.loads(store.get("facts"))
+    names = [*first, *(name for name in facts if name not in first)]
+    differing = {name: facts.get(name, "none") for name in names if facts.get(name) != first.get(name)}
+    store.set(f"rank {rank}", json.dumps({"host": socket.gethostname(), "differing": differing}))
+
+    if rank == 0:
+        answers = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
+        store.set("verdict", describe_differences(first, answers))
+    if verdict := store.get("verdict").decode():
+        store.set(f"rank {rank} heard", "")
+        if rank == 0:
+            with suppress(RuntimeError):
+                others = [f"rank {other} heard" for other in range(world_size)]
+                store.wait(others, timedelta(seconds=HEARD_SECONDS))
+        raise ConfigError(verdict)
+
+
+def describe_differences(first: Mapping[str, str], answers: list[dict]) -> str:
+    """One line for each fact in which some rank differs from rank 0, whose facts are `first`: its values, and the
+    ranks and hosts that have them. "" if none does. `answers` holds each rank's host and differing facts, by rank."""
+    names = {name: None for answer in answers for name in answer["differing"]}
+    lines = []
+    for name in names:
+        holders = defaultdict(list)
+        for rank, answer in enumerate(answers):
+            value = answer["differing"].get(name, first.get(name, "none"))
+            holders[value].append(f"{rank} on {answer['host']}")
+        values = "; ".join(f"{value} (rank {shorten(ranks)})" for value, ranks in holders.items())
+        lines.append(f"{name} differs between ranks: {values}")
+    if lines:
+        lines.append("start every node with the same config, command line and installation.")
+    return "\n".join(lines)
+
+
+def shorten(ranks: list[str]) -> str:
+    """The first few of many."""
+    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return ", ".join(ranks[:SHOWN_RANKS]) + more
