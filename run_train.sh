@@ -68,11 +68,13 @@ overrides=(--job.config_file "$CONFIG_FILE" "$@")
 world_size=$((NNODES * NGPU))
 dump_folder=$("$python" -m torchtitan_lite.config --world-size "$world_size" --get job.dump_folder "${overrides[@]}")
 log_dir=$dump_folder/logs/$(date +%Y-%m-%dT%H-%M-%S)-${HOSTNAME:-node}
-{ mkdir -p "$log_dir" && : >"$log_dir/torchrun.log"; } ||
-    fail "[job] dump_folder = \"$dump_folder\" cannot be written (see above); name a folder that can."
+if ! problem=$(export LC_ALL=C && { mkdir -p "$log_dir" && : >"$log_dir/torchrun.log"; } 2>&1); then
+    echo "run_train.sh: [job] dump_folder = \"$dump_folder\" cannot be written: $problem; name a folder that can." >&2
+    [[ $problem == *'No space left'* ]] && exit 7
+    exit 2
+fi
 
 export LOG_RANK=${LOG_RANK:-0} PYTHONUNBUFFERED=1 TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}] '
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
 if [[ -t 1 && -z ${NO_COLOR:-} ]]; then export FORCE_COLOR=1; fi # workers write to a pipe, whatever we write to
 
@@ -93,7 +95,7 @@ started=$(date +%s) signalled='' torchrun=''
 trap 'stop INT || true' INT
 trap 'stop TERM || true' TERM HUP
 set -m
-"$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" \
+"$python" -m torchtitan_lite.launch "${rendezvous[@]}" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" \
     --log-dir "$log_dir" --tee 3 -m torchtitan_lite.train "${overrides[@]}" 2>"$log_dir/torchrun.log" &
 torchrun=$!
 [[ -z $signalled ]] || kill -TERM "$torchrun" # a signal came while it was being started

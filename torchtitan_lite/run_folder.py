@@ -5,6 +5,7 @@
 
 import argparse
 import dataclasses
+import errno
 import fcntl
 import itertools
 import json
@@ -35,6 +36,8 @@ from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
+MAX_CAUSE_IN_PLACE = 2000
+"""Characters of a cause that fit into the 4 KiB block that every status.json has."""
 LOCK_SECONDS = 10.0
 """How long a new run waits for the lock: processes of a torchrun that was killed need some seconds to end."""
 
@@ -195,6 +198,8 @@ def find_outcome(status: Status | None, *, report: str, torchrun: int, signalled
     if failures:
         rank, code, _ = failures[-1]
         return Outcome(f"rank {rank} ended with exit code {code}", code, rank)
+    if torchrun in NEXT and torchrun != 1:  # launch.py passes on a worker's exit code
+        return Outcome(f"a rank ended with exit code {torchrun}, and neither it nor torchrun could write why", torchrun)
     if signalled and status is None:
         return Outcome("stopped by a signal before the first step", STOPPED_EXIT_CODE)
     if signalled:
@@ -241,7 +246,9 @@ def main() -> int:
     args = parser.parse_args()
     command = re.sub(r" --checkpoint\.load_step[= ]\S+", "", args.command)  # it would go on from there again
 
-    report = (args.log_dir / "torchrun.log").read_text(errors="replace")
+    report = ""
+    with suppress(OSError):  # the disk may be gone
+        report = (args.log_dir / "torchrun.log").read_text(errors="replace")
     on_file = _read_end(args.path, since=args.since)
     status = on_file if on_file is not None and on_file.started >= args.since else None
     job = f"process {args.torchrun_pid} on {socket.gethostname()}"
@@ -291,8 +298,23 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _write_status(path: Path, status: Status) -> None:
+    """Replace status.json. On a full disk, how the run ended is written over the old status, which needs no new block
+    of the disk as long as it is short."""
+    file = path / STATUS_FILE
     with _explained(path):
-        replace_file(path / STATUS_FILE, json.dumps(dataclasses.asdict(status), indent=1) + "\n")
+        try:
+            replace_file(file, _to_json(status))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or status.exit_code is None:
+                raise
+            short = dataclasses.replace(status, cause=(status.cause or "")[:MAX_CAUSE_IN_PLACE], before=None)
+            with file.open("r+b") as stream:
+                stream.write(_to_json(short).encode())
+                stream.truncate()
+
+
+def _to_json(status: Status) -> str:
+    return json.dumps(dataclasses.asdict(status), indent=1) + "\n"
 
 
 def _take_lock(path: Path) -> int:

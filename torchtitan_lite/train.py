@@ -47,6 +47,9 @@ CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 """How the names begin of modules that are loaded from the compiler's cache."""
 
 
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+
+
 def run_entries(config: Config) -> list[str]:
     """Names of what this run writes within its folder."""
     return [
@@ -61,9 +64,11 @@ def run_entries(config: Config) -> list[str]:
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """By name, what must be the same on all ranks: the config, the versions installed and this package's sources."""
+    """By name, what must be the same on all ranks: the config, the versions of torch and torchao, and this package's
+    sources."""
+    versions = {name: version for name, version in installed_versions().items() if name != "python"}
     sources = hash_sources(Path(__file__).parent)
-    return {**shared_settings(config), **installed_versions(), "sources of torchtitan_lite (SHA-256)": sources[:16]}
+    return {**shared_settings(config), **versions, "sources of torchtitan_lite (SHA-256)": sources[:16]}
 
 
 def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
@@ -113,14 +118,19 @@ def explain_compiler(error: Exception) -> RunError | None:
     )
 
 
+def is_within(folder: Path, file: str | bytes | int | None) -> bool:
+    """Whether the file name of an OSError, if it has one, lies in `folder`: the folder may have been unmounted."""
+    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).absolute().is_relative_to(folder.absolute())
+
+
 def explain(error: Exception, *, config: Config, watchdog: Watchdog) -> RunError | None:
     """What `error` comes to for a user; None if it was not expected."""
     if isinstance(error, RunError):
         return error
     if (broken := explain_compiler(error)) is not None:
         return broken
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
-        folder = config.job.dump_folder
+    folder = Path(config.job.dump_folder)
+    if isinstance(error, OSError) and (error.errno in DISK_ERRORS or is_within(folder, error.filename)):
         return StorageError(f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.')
     if is_rank_loss(error):
         return watchdog.explain(error)

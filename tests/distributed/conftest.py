@@ -1,6 +1,8 @@
 """What all tests of several processes share."""
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from launching import ENV
@@ -13,3 +15,15 @@ def without_gpus() -> Iterator[None]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB, in which one checkpoint of 2 MB has room."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "faults", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)

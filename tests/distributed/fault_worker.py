@@ -25,6 +25,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,15 @@ def limit_files(size: int) -> None:
     """Have each write fail that goes past `size` bytes of a file, as on a full disk; -1: none."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size == -1 else size, hard))
+
+
+@can_be_done
+def fill_disk(folder: str) -> None:
+    """Leave no free byte on the disk of a folder, nor in the blocks of its logs."""
+    for path in (Path(folder, "somebody-elses"), *Path(folder).rglob("*.log")):
+        with suppress(OSError), path.open("ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
 
 
 @can_be_done

@@ -3,9 +3,7 @@
 import re
 import runpy
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,18 +174,6 @@ def test_a_save_that_fails_in_the_background_stops_the_run(tmp_path: Path) -> No
     assert re.search(r"^\[checkpoint\] .*\.tmp-step-00000020 cannot be written: rank 1: .*File too large", cause)
     assert checkpoints(folder) == []
     assert max(records(folder)) < 40  # long before the next save, which would wait for it
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB, in which one checkpoint of 2 MB has room."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "faults", str(path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not permitted")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:

@@ -445,3 +445,13 @@ def test_nodes_that_were_started_differently_train_nothing(launcher: Launcher, f
         assert f'[job] dump_folder differs between ranks: "{folder}" (rank 0 on {host}); "{folder}-2"' in run.output
         assert run.output.count(" differs between ranks: ") == 2
     assert not (folder / "metrics.jsonl").exists()
+
+
+def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(launcher: Launcher, small_disk: Path) -> None:
+    folder = small_disk / "run"
+    fill = {"do": "fill_disk", "at": "forward 3", "rank": 0, "folder": str(small_disk)}
+    run = launcher.run(folder, *SETTINGS, faults=[fill])
+    assert run.exit_code == 7, run.output
+    assert re.search(r"\.tmp-step-00000003 cannot be written: .*No space left on device", run.told["cause"] or "")
+    left = status(folder)
+    assert (left["state"], left["exit_code"], left["step"]) == ("failed", 7, 3)

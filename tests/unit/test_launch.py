@@ -1,4 +1,5 @@
-"""The shell scripts, run with a stand-in for the environment's Python that writes down how it is called."""
+"""The launcher; and the shell scripts, run with a stand-in for the environment's Python that writes down how it is
+called."""
 
 import os
 import shutil
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite import launch
+from torchtitan_lite.run_folder import FAILURE
+
 ROOT = Path(__file__).parents[2]
 CONFIG_ERROR = "[training] steps = -1 must be 1 or more"
 PYTHON = f"""#!/bin/bash
@@ -19,7 +23,7 @@ case "$*" in
     "-m torchtitan_lite.config --help") echo "the keys" ;;
     "-m torchtitan_lite.config"*"steps -1"*) echo "{CONFIG_ERROR}" >&2; exit 2 ;;
     "-m torchtitan_lite.config"*) echo "$RUN" ;;
-    "-m torch.distributed.run"*) eval "$TORCHRUN" ;;
+    "-m torchtitan_lite.launch"*) eval "$TORCHRUN" ;;
     "-m torchtitan_lite.run_folder"* | -c*) PYTHONPATH={ROOT} exec {sys.executable} "$@" ;;
 esac
 """
@@ -185,24 +189,24 @@ def test_help_names_the_environment_and_the_keys(project: Project) -> None:
     assert result.returncode == 0
     assert "NGPU" in result.stdout
     assert result.stdout.endswith("the keys\n")
-    assert not project.calls("torch.distributed.run")
+    assert not project.calls("torchtitan_lite.launch")
 
 
 def test_a_config_error_ends_it_before_torchrun(project: Project) -> None:
     result = project.run("run_train.sh", "--training.steps", "-1")
     assert result.returncode == 2
     assert result.stderr.endswith(f"{CONFIG_ERROR}\n")
-    assert not project.calls("torch.distributed.run")
+    assert not project.calls("torchtitan_lite.launch")
     assert not project.run_folder.exists()
 
 
 def test_defaults(project: Project) -> None:
-    show = 'echo "$LOG_RANK $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $PYTHONUNBUFFERED $OMP_NUM_THREADS ${FORCE_COLOR-none}"'
+    show = 'echo "$LOG_RANK $PYTHONUNBUFFERED $OMP_NUM_THREADS ${FORCE_COLOR-none}"'
     result = project.run("run_train.sh", "--training.steps=5", TORCHRUN=show, OMP_NUM_THREADS="3")
-    assert (result.returncode, result.stdout) == (0, "0 600 1 3 none\n")
+    assert (result.returncode, result.stdout) == (0, "0 1 3 none\n")
     overrides = f"--job.config_file {project.path}/train_configs/debug_model.toml --training.steps=5"
     assert project.calls("torchtitan_lite.config") == [f"--world-size 2 --get job.dump_folder {overrides}"]
-    (call,) = project.calls("torch.distributed.run")
+    (call,) = project.calls("torchtitan_lite.launch")
     (log_dir,) = (project.run_folder / "logs").iterdir()
     assert call == (
         f"--standalone --nproc-per-node 2 --max-restarts 0 --log-dir {log_dir} --tee 3 "
@@ -216,7 +220,7 @@ def test_several_nodes(project: Project) -> None:
     assert project.calls("torchtitan_lite.config") == [
         "--world-size 16 --get job.dump_folder --job.config_file my.toml"
     ]
-    (call,) = project.calls("torch.distributed.run")
+    (call,) = project.calls("torchtitan_lite.launch")
     assert call.startswith(
         "--nnodes 2 --node-rank 1 --rdzv-backend static --rdzv-endpoint head:29500 --nproc-per-node 8 "
     )
@@ -234,7 +238,8 @@ def test_several_nodes(project: Project) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "RDZV_ENDPOINT= must be host:port of node 0."),
         (
             {"RUN": "/dev/null"},
-            '[job] dump_folder = "/dev/null" cannot be written (see above); name a folder that can.',
+            "[job] dump_folder = \"/dev/null\" cannot be written: mkdir: cannot create directory '/dev/null': Not a "
+            "directory; name a folder that can.",
         ),
     ],
 )
@@ -242,7 +247,17 @@ def test_a_bad_environment_variable_is_one_clear_line(project: Project, env: Map
     result = project.run("run_train.sh", **env)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == f"run_train.sh: {message}"
-    assert not project.calls("torch.distributed.run")
+    assert not project.calls("torchtitan_lite.launch")
+
+
+def test_a_full_disk_is_a_failure_of_storage(project: Project) -> None:
+    executable(project.bin / "mkdir", "#!/bin/sh\necho \"mkdir: 'x': No space left on device\" >&2\nexit 1")
+    result = project.run("run_train.sh")
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (
+        7,
+        f'run_train.sh: [job] dump_folder = "{project.run_folder}" cannot be written: '
+        "mkdir: 'x': No space left on device; name a folder that can.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,3 +330,37 @@ def test_a_second_sigint_kills_the_workers_and_a_sigterm_that_comes_again_at_onc
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 75  # nothing had opened the run folder
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("worker", "exit_code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 6), ("0", 0)])
+def test_the_launchers_exit_code_is_the_failed_workers(worker: str, exit_code: int) -> None:
+    words = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable, "-c", f"import os; {worker}"]
+    command = [sys.executable, "-m", "torchtitan_lite.launch", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert result.returncode == exit_code
+    assert bool(FAILURE.search(result.stderr)) == (exit_code != 0)
+    assert "Traceback" not in result.stderr
+
+
+class OldContext:
+    """Workers as torch 2.11 closes them."""
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> int:
+        return timeout
+
+
+def test_a_stopped_run_may_save_for_as_long_as_told_also_on_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldConfig:
+        __dataclass_fields__: Mapping[str, object] = {}
+
+    monkeypatch.setattr(launch, "PContext", OldContext)
+    launch.allow_long_saves()
+    assert "torch>=2.11," in (ROOT / "pyproject.toml").read_text(), "remove allow_long_saves when torch 2.11 goes"
+    monkeypatch.setattr(launch, "LaunchConfig", OldConfig)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    launch.allow_long_saves()
+    assert (OldContext().close(), os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == (600, "600")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "45")
+    launch.allow_long_saves()
+    assert OldContext().close() == 45

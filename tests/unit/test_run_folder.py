@@ -298,8 +298,33 @@ def test_a_killed_torchrun_is_told_of_where_no_rank_has_told_yet() -> None:
     assert find_outcome(LOST, report="", torchrun=137, signalled=False) == Outcome("rank 9 hangs", 6)
 
 
-def run_main(path: Path, *, since: float, text: str, first_rank: int = 8) -> subprocess.CompletedProcess:
-    (path / "torchrun.log").write_text(text)
+def test_a_workers_exit_code_tells_the_cause_that_no_file_could_hold() -> None:
+    cause = Outcome("a rank ended with exit code 7, and neither it nor torchrun could write why", 7)
+    for status in (None, Status("running", 0, 0)):
+        assert find_outcome(status, report="", torchrun=7, signalled=False) == cause
+    assert find_outcome(LOST, report="", torchrun=7, signalled=False) == Outcome("rank 9 hangs", 6)
+
+
+def test_on_a_full_disk_the_end_is_written_over_the_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder(tmp_path)
+    before = (tmp_path / "status.json").read_text()
+
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "replace_file", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        folder.running(step=3, last_checkpoint=None)
+    assert (tmp_path / "status.json").read_text() == before  # how far it is can wait
+    report_failure(tmp_path, cause="full " * 2000, exit_code=7, rank=None, step=4)
+    status = status_on_file(tmp_path)
+    assert (status["state"], status["exit_code"], status["step"], len(status["cause"])) == ("failed", 7, 4, 2000)
+    assert (tmp_path / "status.json").stat().st_size < 4096
+
+
+def run_main(path: Path, *, since: float, text: str | None, first_rank: int = 8) -> subprocess.CompletedProcess:
+    if text is not None:
+        (path / "torchrun.log").write_text(text)
     command = [sys.executable, "-m", "torchtitan_lite.run_folder", path, "--log-dir", path, "--since", str(since)]
     torchrun = ["--torchrun", "1", "--torchrun-pid", str(os.getppid()), "--first-rank", str(first_rank)]
     return subprocess.run([*command, *torchrun, "--command", "./again"], capture_output=True, text=True)
@@ -327,6 +352,12 @@ def test_main_tells_how_a_run_ended_whose_folder_another_one_has_taken(
         patch.setattr(os, "getppid", lambda: 8)
         open_folder(tmp_path, resume=resume).close()
     assert run_main(tmp_path, since=0, text="", first_rank=0).returncode == 1  # two runs later, nothing is known
+
+
+def test_main_says_how_a_run_ended_whose_disk_is_gone(tmp_path: Path) -> None:
+    result = run_main(tmp_path / "gone", since=0, text=None)
+    assert result.returncode == 1
+    assert result.stderr.lstrip().startswith("exit code 1: torchrun failed\n")
 
 
 def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:

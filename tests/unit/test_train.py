@@ -32,6 +32,10 @@ def test_a_failing_disk_is_told_from_other_failures(arguments: dict[str, Any]) -
     full = explain(OSError(errno.ENOSPC, "No space left on device"), **arguments)
     assert isinstance(full, StorageError) and full.exit_code == 7
     assert str(full).startswith('[job] dump_folder = "/runs/a": [Errno 28] No space left on device; make room')
+    unmounted = FileNotFoundError(errno.ENOENT, "No such file or directory", b"/runs/a/tb/events")
+    assert isinstance(explain(unmounted, **arguments), StorageError)
+    elsewhere = FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/b")
+    assert explain(elsewhere, **arguments) is None
 
 
 def test_a_collective_that_failed_is_a_lost_rank(arguments: dict[str, Any]) -> None:
