@@ -342,7 +342,9 @@ def build_metrics(
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
-    peaks = resolve_peaks(device, config.metrics, precisions=precisions)
+    peaks = resolve_peaks(
+        device, config.metrics, precisions=precisions, file=Path(config.job.dump_folder) / "peaks.json"
+    )
     logger.info(f"{peaks}")
     writers: list[Writer] = []
     on_rank0(
@@ -356,6 +358,7 @@ def build_metrics(
                 config_toml=dump_config(config),
                 hparams=hparams(config, world_size=dist.get_world_size()),
                 numerics=config.float8.log_numerics_freq > 0,
+                approximate_mfu=peaks.approximate,
             )
         )
     )

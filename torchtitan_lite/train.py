@@ -55,6 +55,7 @@ def run_entries(config: Config) -> list[str]:
     return [
         "metrics.jsonl",
         "numerics.jsonl",
+        "peaks.json",
         "wandb",
         config.checkpoint.folder,
         config.metrics.save_tb_folder,

@@ -41,6 +41,7 @@ from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.logger import logger
 from torchtitan_lite.meta import resolve_model_args
+from torchtitan_lite.metrics.cpu_peaks import report_moved_peaks
 from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.flavors import ModelArgs
@@ -340,6 +341,8 @@ class Trainer:
         """Say how the run went, and write how it ended. Raises StorageError if its last save failed."""
         self.report_progress()
         self.metrics.close()
+        if self.metrics.peaks.approximate and stopped_by is None:
+            report_moved_peaks(self.metrics.peaks.measured)
         if self.run_folder is not None:
             self.log_outcome(stopped_by=stopped_by)
         if self.checkpointer.last_failure is not None:

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,29 +17,33 @@ from torchtitan_lite.metrics.hardware import (
 CPU = torch.device("cpu")
 
 
+FILE = Path("peaks.json")
+
+
 @pytest.fixture(autouse=True)
-def short_measurements(monkeypatch):
-    monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.0001)
+def measured_cpu(monkeypatch):
+    def measure(precisions, *, file):
+        assert file == FILE
+        return {precision: {"bf16": 0.2, "fp32": 0.1}[precision] for precision in precisions}
+
+    monkeypatch.setattr(hardware, "resolve_cpu_peaks", measure)
 
 
-def test_cpu_peaks_of_the_precisions_in_use_are_measured():
-    peaks = resolve_peaks(CPU, MetricsConfig(), precisions=["bf16", "fp32"])
-    assert (peaks.device_name, peaks.published, peaks.given) == ("CPU", {}, {})
-    assert peaks.measured.keys() == {"bf16", "fp32"}
-    assert all(tflops > 0 for tflops in peaks.measured.values())
+def resolve(device: torch.device, metrics: MetricsConfig, *precisions: str) -> Peaks:
+    return resolve_peaks(device, metrics, precisions=precisions, file=FILE)
 
 
-def test_a_measured_peak_is_the_median_matmul(monkeypatch):
-    seconds = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2])  # pairs: three matmuls of 0.1, 0.4 and 0.2 s
+def test_cpu_peaks_of_the_precisions_in_use_are_measured_and_approximate():
+    peaks = resolve(CPU, MetricsConfig(), "bf16", "fp32")
+    assert peaks == Peaks("CPU", measured={"bf16": 0.2, "fp32": 0.1}, approximate=True)
+
+
+def test_a_measured_peak_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
+    seconds = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2])  # pairs: three times ten matmuls, of 0.1, 0.4 and 0.2 s
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(seconds))
     monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.6)
-    assert measure_peak("fp32", CPU) == pytest.approx(2 * 1024**3 / 0.2 / 1e12)
-
-
-def test_measuring_leaves_the_random_state_alone():
-    before = torch.get_rng_state()
-    measure_peak("bf16", CPU)
-    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(hardware, "_MATMUL_SIZE", 64)
+    assert measure_peak("fp32", CPU) == pytest.approx(10 * 2 * 64**3 / 0.2 / 1e12)
 
 
 def gpu(monkeypatch, name: str) -> torch.device:
@@ -47,7 +54,7 @@ def gpu(monkeypatch, name: str) -> torch.device:
 
 def test_a_gpu_is_looked_up_by_its_name(monkeypatch):
     device = gpu(monkeypatch, "NVIDIA L4")
-    peaks = resolve_peaks(device, MetricsConfig(), precisions=["bf16", "fp8"])
+    peaks = resolve(device, MetricsConfig(), "bf16", "fp8")
     assert peaks == Peaks("NVIDIA L4", published={"bf16": 121, "fp8": 242})
     assert peaks.tflops == {"bf16": 121, "fp8": 242}
 
@@ -55,23 +62,26 @@ def test_a_gpu_is_looked_up_by_its_name(monkeypatch):
 def test_a_given_peak_goes_before_the_published_one_and_that_before_a_measured_one(monkeypatch):
     device = gpu(monkeypatch, "NVIDIA L4")
     metrics = MetricsConfig(peak_tflops_fp8=200.0, measure_peak=True)
-    peaks = resolve_peaks(device, metrics, precisions=["bf16", "fp8"])
+    peaks = resolve(device, metrics, "bf16", "fp8")
     assert peaks.measured == {"bf16": 700.0, "fp8": 1300.0}
     assert peaks.tflops == {"bf16": 121, "fp8": 200.0}
     both = MetricsConfig(peak_tflops_bf16=100.0, peak_tflops_fp8=200.0)
-    assert resolve_peaks(device, both, precisions=[]).tflops == {"bf16": 100.0, "fp8": 200.0}
+    assert resolve(device, both).tflops == {"bf16": 100.0, "fp8": 200.0}
 
 
 def test_an_unknown_gpu_has_the_peaks_that_were_measured_and_no_others(monkeypatch):
     device = gpu(monkeypatch, "Tesla T4")
-    assert resolve_peaks(device, MetricsConfig(), precisions=["bf16"]).tflops == {}
-    assert resolve_peaks(device, MetricsConfig(measure_peak=True), precisions=["bf16"]).tflops == {"bf16": 700.0}
+    assert resolve(device, MetricsConfig(), "bf16").tflops == {}
+    measured = resolve(device, MetricsConfig(measure_peak=True), "bf16")
+    assert measured == Peaks("Tesla T4", measured={"bf16": 700.0})  # which is not approximate
 
 
 def test_the_line_for_the_log_says_where_each_peak_comes_from():
     assert str(Peaks("Tesla T4")) == "Tesla T4: peaks unknown, so mfu is n/a"
     peaks = Peaks("CPU", measured={"bf16": 1.00132, "fp32": 0.147}, given={"bf16": 2.0})
-    assert str(peaks) == "CPU: peaks in TFLOPS: bf16 1.001 (measured), fp32 0.147 (measured), bf16 2 (given)"
+    figures = "peaks in TFLOPS: bf16 1.001 (measured), fp32 0.147 (measured), bf16 2 (given)"
+    assert str(peaks) == f"CPU: {figures}"
+    assert str(replace(peaks, approximate=True)) == f"CPU: approximate {figures}"
 
 
 def test_cpu_memory_is_the_peak_of_this_process():
@@ -96,6 +106,8 @@ def test_gpu_memory_is_what_torch_reserved(monkeypatch):
 
 def test_on_cpu_a_given_peak_is_not_measured_unless_asked_for():
     given = MetricsConfig(peak_tflops_bf16=1.0)
-    assert resolve_peaks(CPU, given, precisions=["bf16", "fp32"]).measured.keys() == {"fp32"}
+    peaks = resolve(CPU, given, "bf16", "fp32")
+    assert peaks == Peaks("CPU", measured={"fp32": 0.1}, given={"bf16": 1.0}, approximate=True)
+    assert resolve(CPU, given, "bf16") == Peaks("CPU", given={"bf16": 1.0})
     both = MetricsConfig(peak_tflops_bf16=1.0, measure_peak=True)
-    assert resolve_peaks(CPU, both, precisions=["bf16"]).measured.keys() == {"bf16"}
+    assert resolve(CPU, both, "bf16") == Peaks("CPU", measured={"bf16": 0.2}, given={"bf16": 1.0})

@@ -1,3 +1,4 @@
+import logging
 import math
 from dataclasses import replace
 
@@ -120,6 +121,13 @@ def test_effective_peak_lies_between_the_peaks_and_below_the_arithmetic_mean(fp8
     mixed = effective_peak({"fp8": fp8, "bf16": bf16, "fp32": 0}, {"bf16": peak, "fp8": speedup * peak})
     arithmetic = (fp8 * speedup + bf16) / (fp8 + bf16) * peak
     assert peak * (1 - 1e-9) <= mixed <= arithmetic * (1 + 1e-9)
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("torchtitan_lite"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    return caplog
 
 
 class Clock:
@@ -440,6 +448,24 @@ def test_summary_leaves_the_first_step_out_of_the_medians():
     assert summary.tps == 250.0
 
 
+def test_an_approximate_utilisation_above_100_is_none_and_the_reason_is_said_once(log):
+    """A measured CPU peak that is too low would have a step do more than the CPU can."""
+    # At 500 tokens/s 100 % is about 29 TFLOPS.
+    cpu = Peaks("CPU", measured={"bf16": 20.0}, approximate=True)
+    run = Run(peaks=cpu)
+    fast, faster, slow = run.train_step(1.0), run.train_step(0.9), run.train_step(2.0)
+    for record in (fast, faster):
+        assert (record.mfu, record.mfu_bf16_peak, record.mfu_achievable, record.hfu) == (None,) * 4
+    assert percent(slow.mfu) == percent(slow.mfu_achievable) == "72.39"
+    assert log.messages == [
+        "step 1: mfu came out as 145%, so the CPU's measured peak is too low; a utilisation above 100% is n/a"
+    ]
+    summary = run.metrics.summary()
+    assert summary.mfu is None and summary.approximate_mfu  # the median of 161 and 72 %
+    exact = Run(peaks=replace(cpu, approximate=False))
+    assert percent(exact.train_step(1.0).mfu) == "144.78"
+
+
 def test_summary_of_one_step_has_no_medians():
     run = Run()
     run.train_step(1.0)
@@ -483,6 +509,8 @@ def test_summary_lines():
         "of 100.0s: training 60.0%, compile 30.0%, validation 10.0%",
         "peak memory 0.9GiB per device",
     ]
+    approximate = summary_lines(replace(summary, approximate_mfu=True), unigram_entropy=6.27)
+    assert "median mfu ~41.2%, without" in approximate[2]
 
 
 def test_summary_lines_of_a_run_that_learned_nothing():

@@ -14,7 +14,7 @@ from torchtitan_lite.train import explain, run_entries
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
-    files = ["metrics.jsonl", "numerics.jsonl", "wandb"]
+    files = ["metrics.jsonl", "numerics.jsonl", "peaks.json", "wandb"]
     assert entries == [*files, "checkpoint", "curves", "profile_traces", "memory_snapshot"]
 
 

@@ -59,6 +59,16 @@ def test_console_line(log):
     ]
 
 
+def test_console_marks_an_approximate_mfu(log):
+    writer = ConsoleWriter(total_steps=30, color=False, approximate_mfu=True)
+    writer.write(RECORD)
+    writer.write(replace(RECORD, mfu=None))
+    assert log.messages == [
+        LINE.replace("41.2%", "~41.2%") + "warm-up",
+        LINE.replace("41.2%", "n/a") + "eta 0:00:22",
+    ]
+
+
 def test_console_shows_steps_without_an_update(log):
     ConsoleWriter(total_steps=30, color=False).write(replace(RECORD, skipped_steps=2))
     assert log.messages == [LINE.replace("1.23  tps", "1.23  skipped 2  tps") + "warm-up"]

@@ -7,7 +7,6 @@ memory is its own, and one that crashes costs no other.
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.float8.convert import has_float8_units
 from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.metrics.cpu_peaks import cpu_name, one_thread_tflops, usable_cores
 from torchtitan_lite.metrics.flops import Precision
 from torchtitan_lite.metrics.hardware import measure_peak, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
@@ -125,9 +125,9 @@ def _child(task: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> 
 def probe() -> dict[str, Any]:
     """The device at hand, as `Device` takes it: with what matmuls reach on it now."""
     if not torch.cuda.is_available():
-        device = torch.device("cpu")
-        ceilings = {precision: measure_peak(precision, device) for precision in CPU_PRECISIONS}
-        return {"name": _cpu_name(), "memory_gib": None, "float8": False, "ceilings": ceilings}
+        threads = min(torch.get_num_threads(), cores := len(usable_cores()))
+        ceilings = {precision: threads * one_thread_tflops(precision) for precision in CPU_PRECISIONS}
+        return {"name": f"CPU: {cpu_name()}, {cores} cores", "memory_gib": None, "float8": False, "ceilings": ceilings}
     device = torch.device("cuda", 0)
     float8 = has_float8_units(device)
     return {
@@ -136,13 +136,6 @@ def probe() -> dict[str, Any]:
         "float8": float8,
         "ceilings": {precision: measure_peak(precision, device) for precision in GPU_PRECISIONS[: 1 + float8]},
     }
-
-
-def _cpu_name() -> str:
-    """The processor's name and the number of cores that this process may use."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU: {models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def train(config: Config, args: ModelArgs, names_kernels: bool) -> None:

@@ -25,7 +25,9 @@ from torchtitan_lite.config.sections import (
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS
 
-RUN_FILES = (".lock", "config.toml", "logs", "metrics.jsonl", "numerics.jsonl", "previous", "status.json", "wandb")
+RUN_FILES = (
+    ".lock", "config.toml", "logs", "metrics.jsonl", "numerics.jsonl", "peaks.json", "previous", "status.json", "wandb"
+)  # fmt: skip
 """What a run puts into its folder under names that cannot be chosen."""
 MAX_PERIOD = 100_000
 """Samples after which a mix of datasets repeats the order of its turns, at most."""

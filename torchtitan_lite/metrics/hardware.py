@@ -6,19 +6,20 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchtitan_lite.config import MetricsConfig
 
+from .cpu_peaks import resolve_cpu_peaks
 from .devices import DeviceSpec, lookup_device
 from .flops import Precision
 
-# On CPU, three bf16 matrices of this size take 6 MiB: enough work to hide the call, and a slow core still times
-# several. On a GPU, one matmul of its size keeps all of the device busy for around a millisecond.
-_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-_MATMULS_TIMED_TOGETHER = {"cpu": 1, "cuda": 10}
+# One matmul of this size keeps all of a GPU busy for around a millisecond.
+_MATMUL_SIZE = 8192
+_MATMULS_TIMED_TOGETHER = 10
 _MEASURE_SECONDS = 0.15
 _GIB = 2**30
 
@@ -34,6 +35,8 @@ class Peaks:
     """What matmuls reach on this very device."""
     given: Mapping[Precision, float] = field(default_factory=dict)
     """By the config."""
+    approximate: bool = False
+    """Whether a utilisation rests on a CPU's measured peaks, which hold to some percent only."""
 
     @property
     def tflops(self) -> dict[Precision, float]:
@@ -46,7 +49,8 @@ class Peaks:
             return f"{self.device_name}: peaks unknown, so mfu is n/a"
         origins = {"measured": self.measured, "published": self.published, "given": self.given}
         peaks = [f"{name} {tflops:.4g} ({o})" for o, known in origins.items() for name, tflops in known.items()]
-        return f"{self.device_name}: peaks in TFLOPS: {', '.join(peaks)}"
+        approximate = "approximate " if self.approximate else ""
+        return f"{self.device_name}: {approximate}peaks in TFLOPS: {', '.join(peaks)}"
 
 
 def published_peaks(device: DeviceSpec | None) -> dict[Precision, float]:
@@ -65,24 +69,30 @@ def _known(peaks: Mapping[Precision, float | None]) -> dict[Precision, float]:
     return {precision: tflops for precision, tflops in peaks.items() if tflops is not None}
 
 
-def resolve_peaks(device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision]) -> Peaks:
+def resolve_peaks(
+    device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision], file: Path
+) -> Peaks:
     """The peaks of `device`. Those of `precisions` are measured where [metrics] measure_peak asks for it, and on CPU
-    where they are not given: all ranks of a machine should do so at the same time, as they will train at the same time.
-    """
-    on_cpu, given = device.type == "cpu", given_peaks(metrics)
-    name = "CPU" if on_cpu else torch.cuda.get_device_name(device)
-    unknown = set(precisions) - given.keys() if on_cpu else set()
-    wanted = precisions if metrics.measure_peak else unknown
-    measured = {precision: measure_peak(precision, device) for precision in wanted}
+    where they are not given: there they are kept in `file`. A collective call, which all ranks should begin at the same
+    time, as they will train at the same time."""
+    given = given_peaks(metrics)
+    if device.type == "cpu":
+        unknown = set(precisions) - given.keys()
+        wanted = set(precisions) if metrics.measure_peak else unknown
+        measured = resolve_cpu_peaks(wanted, file=file) if wanted else {}
+        return Peaks("CPU", measured=measured, given=given, approximate=bool(unknown))
+    name = torch.cuda.get_device_name(device)
+    wanted = set(precisions) if metrics.measure_peak else set()
+    measured = {precision: measure_peak(precision, device) for precision in sorted(wanted)}
     return Peaks(name, published_peaks(lookup_device(name)), measured, given)
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
-    """TFLOPS that large square matmuls reach on `device` now, in half a second or so: of random matrices, because a GPU
-    runs faster on constant ones."""
-    size = _MATMUL_SIZE[device.type]
+    """TFLOPS that large square matmuls reach on the GPU `device` now, in half a second or so: of random matrices,
+    because a GPU runs faster on constant ones."""
+    shape = (2, _MATMUL_SIZE, _MATMUL_SIZE)
     generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(2, size, size, generator=generator, device=device)
+    a, b = torch.randn(shape, generator=generator, device=device)
     if precision == "fp8":
         from torchao.float8.config import e4m3_dtype
 
@@ -97,17 +107,16 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
 
 def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
     """TFLOPS of the median matmul: the best one would tell of a moment when other processes paused."""
-    together = _MATMULS_TIMED_TOGETHER[device.type]
     seconds: list[float] = []
     matmul()  # the first call builds the kernel
     synchronize(device)
     while sum(seconds) < _MEASURE_SECONDS:
         began = time.perf_counter()
-        for _ in range(together):
+        for _ in range(_MATMULS_TIMED_TOGETHER):
             matmul()
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return together * 2 * _MATMUL_SIZE[device.type] ** 3 / statistics.median(seconds) / 1e12
+    return _MATMULS_TIMED_TOGETHER * 2 * _MATMUL_SIZE**3 / statistics.median(seconds) / 1e12
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lite.logger import logger
+
 from .clock import Clock, build_clock
 from .flops import FlopsLedger, Precision
 from .hardware import Peaks, peak_memory_gib
-from .records import Numerics, Record, Summary, Writer
+from .records import Numerics, Record, Summary, Writer, format_mfu
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Rates:
     """As mfu, of the rates that matmuls reached on this device; None where they were not measured."""
     hfu: float | None
     """As mfu, with the matmuls that are computed again; None where the compiler decides which."""
+
+
+_UTILISATIONS = ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")
 
 
 def ideal_seconds(flops: Mapping[Precision, int], tflops: Mapping[Precision, float]) -> float | None:
@@ -169,7 +174,7 @@ class MetricsProcessor:
         the main one have no writers."""
         self.log_freq = log_freq
         self._ledger = ledger
-        self._peaks = peaks
+        self.peaks = peaks
         self._device = device
         self._n_devices = n_devices
         self._writers = writers
@@ -184,6 +189,7 @@ class MetricsProcessor:
         self._tokens = start_tokens
         self._interval = _Interval()
         self._outside = False
+        self._doubted = False
         self._began = self._compile_began = self._clock.now()
 
     def _end_span(self) -> None:
@@ -293,7 +299,7 @@ class MetricsProcessor:
             seconds=training_s,
             n_devices=self._n_devices,
             ledger=self._ledger,
-            peaks=self._peaks,
+            peaks=self.peaks,
         )
         record = Record(
             step=ended.step,
@@ -304,12 +310,18 @@ class MetricsProcessor:
             grad_norm=grad_norm,
             lr=values.lr,
             skipped_steps=int(skipped_steps),
-            **asdict(rates),
+            **(asdict(rates) | {name: self._credible(getattr(rates, name)) for name in _UTILISATIONS}),
             step_time_s=(training_s + data_s) / interval.steps,
             data_time_s=data_s / interval.steps,
             memory_gib=peak_memory_gib(self._device),
             time=ended.time,
         )
+        if rates.mfu is not None and record.mfu is None and not self._doubted:
+            self._doubted = True
+            logger.info(
+                f"step {ended.step}: mfu came out as {rates.mfu:.0f}%, so the CPU's measured peak is too low; a "
+                "utilisation above 100% is n/a"
+            )
         if self._last_record is not None:
             self._steady_tps.append(rates.tps)
             self._steady_mfu.append(math.nan if rates.mfu is None else rates.mfu)
@@ -321,6 +333,10 @@ class MetricsProcessor:
         if compile_s:
             self._write_time(ended.step, "compile", compile_s)
 
+    def _credible(self, percent: float | None) -> float | None:
+        """`percent` of an approximate peak, or None above 100."""
+        return None if percent is not None and percent > 100 and self.peaks.approximate else percent
+
     def summary(self) -> Summary | None:
         """The outcome so far; None if no step was trained."""
         if (record := self._last_record) is None:
@@ -330,9 +346,10 @@ class MetricsProcessor:
             tokens=record.tokens,
             loss=record.loss,
             tps=_median(self._steady_tps),
-            mfu=_median(self._steady_mfu),
+            mfu=self._credible(_median(self._steady_mfu)),
             memory_gib=record.memory_gib,
             times_s=dict(self._times),
+            approximate_mfu=self.peaks.approximate,
         )
 
     def close(self) -> None:
@@ -354,7 +371,7 @@ def summary_lines(summary: Summary, *, unigram_entropy: float) -> list[str]:
     each token occurs and nothing of its context."""
     gain = unigram_entropy - summary.loss
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
-    mfu = "n/a" if summary.mfu is None else f"{summary.mfu:.1f}%"
+    mfu = format_mfu(summary.mfu, approximate=summary.approximate_mfu)
     total_s = sum(summary.times_s.values())
     shares = ", ".join(f"{name} {seconds / total_s:.1%}" for name, seconds in summary.times_s.items() if seconds)
     return [

@@ -76,6 +76,13 @@ class Summary:
     """The peak."""
     times_s: Mapping[str, float]
     """Seconds of this process by what they went to: training, data, compile, checkpoint, validation."""
+    approximate_mfu: bool = False
+    """Whether mfu rests on a CPU's measured peaks."""
+
+
+def format_mfu(mfu: float | None, *, approximate: bool) -> str:
+    """`mfu` for people: 41.2%, ~41.2% where it is approximate, n/a where it is None."""
+    return "n/a" if mfu is None else f"{'~' if approximate else ''}{mfu:.1f}%"
 
 
 Numerics = Mapping[str, Mapping[str, Mapping[str, float]]]

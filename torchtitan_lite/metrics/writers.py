@@ -15,7 +15,7 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
-from .records import Numerics, Record, Summary, Writer
+from .records import Numerics, Record, Summary, Writer, format_mfu
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
 
@@ -25,8 +25,9 @@ _RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN = range(31, 37)  # ANSI codes of t
 class ConsoleWriter:
     """One line of the log a step. The first holds compilation and warm-up, so it foretells nothing, and says so."""
 
-    def __init__(self, *, total_steps: int, color: bool) -> None:
+    def __init__(self, *, total_steps: int, color: bool, approximate_mfu: bool = False) -> None:
         self._total_steps = total_steps
+        self._approximate_mfu = approximate_mfu
         self._color = color
         self._warm_up = True
 
@@ -40,7 +41,7 @@ class ConsoleWriter:
             *([(_RED, f"skipped {record.skipped_steps}")] if record.skipped_steps else []),
             (_BLUE, f"tps {record.tps:,.0f}"),
             (_CYAN, f"tflops {record.tflops:,.2f}"),
-            (_MAGENTA, "mfu n/a" if record.mfu is None else f"mfu {record.mfu:.1f}%"),
+            (_MAGENTA, f"mfu {format_mfu(record.mfu, approximate=self._approximate_mfu)}"),
             (_YELLOW, f"mem {record.memory_gib:.1f}GiB"),
             (_BLUE, f"time {record.step_time_s:.3f}s (data {record.data_time_pct:.1f}%)"),
             (_GREEN, "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}"),
@@ -149,12 +150,17 @@ def build_writers(
     config_toml: str,
     hparams: Mapping[str, bool | float | str],
     numerics: bool,
+    approximate_mfu: bool = False,
 ) -> list[Writer]:
     """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in `dump_folder`. `hparams`
-    are the values to compare runs by, under the same names in each; with `numerics` there will be such to write. Raises
-    ConfigError where wandb cannot start."""
+    are the values to compare runs by, under the same names in each; with `numerics` there will be such to write;
+    `approximate_mfu` marks each mfu on the console. Raises ConfigError where wandb cannot start."""
     writers: list[Writer] = [
-        ConsoleWriter(total_steps=total_steps, color=wants_color(disabled=metrics.disable_color_printing)),
+        ConsoleWriter(
+            total_steps=total_steps,
+            color=wants_color(disabled=metrics.disable_color_printing),
+            approximate_mfu=approximate_mfu,
+        ),
         JsonlWriter(dump_folder / "metrics.jsonl", resume_step=resume_step),
     ]
     numerics_file = dump_folder / "numerics.jsonl"

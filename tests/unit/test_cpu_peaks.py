@@ -1,0 +1,174 @@
+"""The CPU's peaks: how they are measured, kept in the run folder, and compared at the end of a run."""
+
+import itertools
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.metrics import cpu_peaks
+from torchtitan_lite.metrics.cpu_peaks import (
+    cpu_name,
+    one_thread_tflops,
+    report_moved_peaks,
+    resolve_cpu_peaks,
+)
+
+MEASURED = {"bf16": 0.2, "fp32": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def one_rank_on_two_cores(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(cpu_peaks.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The precisions that were measured, in order."""
+    calls: list[str] = []
+
+    def measure(precision):
+        calls.append(precision)
+        return MEASURED[precision]
+
+    monkeypatch.setattr(cpu_peaks, "one_thread_tflops", measure)
+    return calls
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("torchtitan_lite"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    return caplog
+
+
+def test_the_peak_is_the_best_of_many_matmuls_on_one_thread(monkeypatch):
+    # One matmul takes 2 ms, all others, which another process interrupts, 30 ms.
+    seconds = itertools.chain([0.03] * 3, [0.002], itertools.repeat(0.03))
+    pauses = itertools.chain.from_iterable((0.0, s) for s in seconds)
+    now = itertools.accumulate(itertools.chain([0.0], pauses))
+    threads: list[int] = []
+    monkeypatch.setattr(cpu_peaks.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert one_thread_tflops("fp32") == pytest.approx(2 * 384**3 / 0.002 / 1e12)
+    assert threads == [1, 7]
+
+
+def test_measuring_leaves_the_random_state_alone(monkeypatch):
+    monkeypatch.setattr(cpu_peaks, "_MEASURE_SECONDS", 0.001)
+    before = torch.get_rng_state()
+    assert one_thread_tflops("bf16") > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_precisions_are_measured_in_one_order_whatever_order_they_come_in(tmp_path, calls):
+    for precisions in (["fp32", "bf16"], ["bf16", "fp32"]):
+        assert resolve_cpu_peaks(precisions, file=tmp_path / str(precisions)) == MEASURED
+    assert calls == ["bf16", "fp32"] * 2
+
+
+def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
+    faster = {"bf16": 0.15, "fp32": 0.3}
+    on_all_ranks = cpu_peaks.on_all_ranks
+    monkeypatch.setattr(
+        cpu_peaks,
+        "on_all_ranks",
+        lambda make: ranks if isinstance((ranks := on_all_ranks(make))[0], tuple) else [*ranks, faster],
+    )
+    assert resolve_cpu_peaks(MEASURED, file=tmp_path / "peaks.json") == {"bf16": 0.2, "fp32": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("threads", "others", "rank_threads"),
+    [
+        (1, [], 1),
+        (8, [], 2),
+        (1, [{0, 1}], 1),
+        (2, [{0, 1}], 1),
+        (1, [{0, 1}] * 3, 0.5),
+        (2, [{2, 3}], 2),  # ranks that are pinned share no core
+        (2, [{1, 2}], 1.5),
+    ],
+)
+def test_a_rank_has_its_threads_but_no_more_than_its_share_of_the_cores(monkeypatch, threads, others, rank_threads):
+    here, elsewhere = socket.gethostname(), ("another host", {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(
+        cpu_peaks, "on_all_ranks", lambda make: [make(), elsewhere, *((here, cores) for cores in others)]
+    )
+    assert cpu_peaks._rank_threads() == pytest.approx(rank_threads)
+
+
+def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, calls, log):
+    file = tmp_path / "peaks.json"
+    assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
+    assert log.messages == []
+    assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
+    assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
+    assert calls == ["bf16", "fp32"]
+    assert log.messages == [f"the CPU's peaks are those of {file}"] * 2
+    assert json.loads(file.read_text()) == {"cpu": cpu_name(), "threads": 1, "tflops": MEASURED}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"cpu": "x", "thr',
+        b"\xff\xfe",
+        b"[1]",
+        b'{"cpu": "x"}',
+        b'{"cpu": "x", "threads": 1, "tflops": [1]}',
+        b'{"cpu": "x", "threads": 1, "tflops": {"bf16": "fast"}}',
+        b'{"cpu": "x", "threads": 1, "tflops": {"bf16": 0}}',
+        b'{"cpu": "x", "threads": 1, "tflops": {"bf16": NaN}}',
+        b'{"cpu": "x", "threads": 1, "tflops": {"int8": 1.0}}',
+    ],
+)
+def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
+    file = tmp_path / "peaks.json"
+    file.write_bytes(content)
+    assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
+    assert log.messages == [f"{file} is damaged: the CPU's peaks are measured again"]
+    assert json.loads(file.read_text())["tflops"] == {"bf16": 0.2}
+
+
+@pytest.mark.parametrize(("cpu", "threads"), [("Another", 1), (None, 4)])
+def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(tmp_path, calls, log, cpu, threads):
+    file, here = tmp_path / "peaks.json", cpu_name()
+    file.write_text(json.dumps({"cpu": cpu or here, "threads": threads, "tflops": {"bf16": 9.0}}))
+    assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
+    assert log.messages == [
+        f"{file} is of {cpu or here}, {threads} threads a rank, and this is {here}, 1 threads a rank: "
+        "the CPU's peaks are measured again"
+    ]
+    assert json.loads(file.read_text()) == {"cpu": here, "threads": 1, "tflops": {"bf16": 0.2}}
+
+
+def test_a_peak_that_moved_by_a_fifth_is_reported_at_the_end(calls, log):
+    report_moved_peaks({"bf16": 0.2 / 1.19, "fp32": 0.1 / 0.81})
+    assert log.messages == []
+    report_moved_peaks({"bf16": 0.16, "fp32": 0.126})
+    assert log.messages == [
+        "the CPU's peak has moved since it was measured: bf16 from 0.16 to 0.2 TFLOPS (+25%), "
+        "fp32 from 0.126 to 0.1 TFLOPS (-21%); mfu is of the first"
+    ]
+
+
+def test_the_cpu_is_named_by_its_model_else_by_its_architecture(monkeypatch):
+    lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: lines)
+    assert cpu_name() == "Fast CPU"
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")
+    monkeypatch.setattr(cpu_peaks.platform, "machine", lambda: "aarch64")
+    assert cpu_name() == "aarch64"
