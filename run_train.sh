@@ -14,6 +14,8 @@ usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
   NODE_RANK      number of this node, from 0
   RDZV_ENDPOINT  host:port of node 0
   MAX_RESTARTS   times that all ranks are started again after a failure, to go on from the last checkpoint (0)
+  OMP_NUM_THREADS  threads of a process (the number of cores over NGPU, at least 1)
+  OMP_WAIT_POLICY  ACTIVE: OpenMP threads spin while they wait; PASSIVE: they sleep (PASSIVE without CUDA devices)
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that a stopped run may take to save (600)
 
 SIGTERM or SIGINT (Ctrl-C) stops the run before its next forward pass and saves the last finished step; a second one, if
@@ -34,14 +36,14 @@ require_count() { # NAME MINIMUM
     [[ ${!1:-} =~ ^(0|[1-9][0-9]{0,5})$ ]] && ((${!1} >= $2)) || fail "$1=${!1:-} is not a whole number of $2 or more."
 }
 
-default_ngpu() {
+cuda_devices() { # that PyTorch may use
     local devices
     if [[ -v CUDA_VISIBLE_DEVICES ]]; then
         devices=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]') || true # 0, GPU-..., MIG-...; not -1
     else
         devices=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
     fi
-    echo $((devices > 0 ? devices : 2))
+    echo "$devices"
 }
 
 python=$("$root/scripts/setup.sh")
@@ -50,7 +52,8 @@ if [[ " $* " =~ \ (--help|-h)\  ]]; then
     exec "$python" -m torchtitan_lite.config --help
 fi
 
-: "${CONFIG_FILE:=$root/train_configs/debug_model.toml}" "${NGPU:=$(default_ngpu)}" "${NNODES:=1}" "${MAX_RESTARTS:=0}"
+devices=$(cuda_devices)
+: "${CONFIG_FILE:=$root/train_configs/debug_model.toml}" "${NGPU:=$((devices > 0 ? devices : 2))}" "${NNODES:=1}" "${MAX_RESTARTS:=0}"
 require_count NGPU 1
 require_count NNODES 1
 require_count MAX_RESTARTS 0
@@ -76,6 +79,8 @@ fi
 
 export LOG_RANK=${LOG_RANK:-0} PYTHONUNBUFFERED=1 TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank${rank}] '
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
+# OpenMP threads that spin while they wait take the cores from those that work, where others load the machine too.
+if ((devices == 0)); then export OMP_WAIT_POLICY=${OMP_WAIT_POLICY-PASSIVE}; fi
 if [[ -t 1 && -z ${NO_COLOR:-} ]]; then export FORCE_COLOR=1; fi # workers write to a pipe, whatever we write to
 
 stop() { # SIGNAL

@@ -187,7 +187,7 @@ def test_test_sh_alone_tests_everything(project: Project) -> None:
 def test_help_names_the_environment_and_the_keys(project: Project) -> None:
     result = project.run("run_train.sh", "--training.steps", "3", "--help")
     assert result.returncode == 0
-    assert "NGPU" in result.stdout
+    assert all(name in result.stdout for name in ("NGPU", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"))
     assert result.stdout.endswith("the keys\n")
     assert not project.calls("torchtitan_lite.launch")
 
@@ -274,6 +274,24 @@ def test_a_full_disk_is_a_failure_of_storage(project: Project) -> None:
 def test_number_of_processes(project: Project, env: Mapping[str, str], ngpu: int) -> None:
     project.run("run_train.sh", **env)
     assert project.calls("torchtitan_lite.config")[0].startswith(f"--world-size {ngpu} ")
+
+
+@pytest.mark.parametrize(
+    ("env", "policy"),
+    [
+        ({}, "PASSIVE"),
+        ({"NGPU": "1"}, "PASSIVE"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "PASSIVE"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "unset"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ({"OMP_WAIT_POLICY": ""}, ""),
+    ],
+)
+def test_threads_sleep_while_they_wait_on_cpu_unless_the_user_decides(
+    project: Project, env: Mapping[str, str], policy: str
+) -> None:
+    result = project.run("run_train.sh", TORCHRUN='echo "${OMP_WAIT_POLICY-unset}"', **env)
+    assert (result.returncode, result.stdout) == (0, f"{policy}\n")
 
 
 def test_number_of_processes_is_the_number_of_gpus(project: Project) -> None:
