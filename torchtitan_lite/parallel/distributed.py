@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.logger import logger
 from torchtitan_lite.parallel.store import connect_store
 
 NCCL_EXTRA_SECONDS = 30
@@ -59,6 +60,11 @@ def init_distributed(comm: CommConfig) -> torch.device:
             )
         device = torch.device("cpu")
         backend = "gloo"
+        if rank == 0 and torch.get_num_threads() > 1 and "OMP_WAIT_POLICY" not in os.environ:
+            logger.info(
+                f"OMP_WAIT_POLICY is not set, so the {torch.get_num_threads()} OpenMP threads of a process spin while "
+                "they wait, which on a busy machine can slow training down many times; set OMP_WAIT_POLICY=PASSIVE."
+            )
     timeout = comm.init_timeout_seconds
     store = connect_store(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
