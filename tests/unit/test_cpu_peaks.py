@@ -59,7 +59,7 @@ def test_the_peak_is_the_best_of_many_matmuls_on_one_thread(monkeypatch):
     monkeypatch.setattr(cpu_peaks.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    assert one_thread_tflops("fp32") == pytest.approx(2 * 384**3 / 0.002 / 1e12)
+    assert one_thread_tflops("fp32") == pytest.approx(2 * 256**3 / 0.002 / 1e12)
     assert threads == [1, 7]
 
 
