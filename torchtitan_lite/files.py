@@ -1,7 +1,8 @@
-"""Files that survive a crash whole: standard library only."""
+"""Files that survive a crash whole, and folders removed: standard library only."""
 
 import hashlib
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def draft_of(path: Path) -> Path:
     """Where `replace_file` of this process writes before it renames: `.NAME.HOST.PID`, beside the file."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder and all in it; of a link to a folder, delete the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def fsync_folder(path: Path) -> None:

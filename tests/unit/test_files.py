@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.files import draft_of, fsync_folder, hash_sources, replace_file
+from torchtitan_lite.files import draft_of, fsync_folder, hash_sources, remove_folder, replace_file
 
 
 class Killed(BaseException):
@@ -85,3 +85,14 @@ def test_a_hash_of_sources_changes_with_names_and_contents_of_python_files_only(
     (tmp_path / "inner/b.py").rename(tmp_path / "inner/a.py")
     (tmp_path / "inner/a.py").write_text("x = 3")
     assert hash_sources(tmp_path) != first
+
+
+def test_a_folder_is_removed_and_of_a_link_the_link_alone(tmp_path):
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    (folder / "mine").touch()
+    link.symlink_to(folder)
+    remove_folder(link)
+    assert not link.is_symlink() and (folder / "mine").exists()
+    remove_folder(folder)
+    assert list(tmp_path.iterdir()) == []

@@ -282,6 +282,51 @@ def test_foreign_folders_and_files_are_not_pruned(folder, caplog):
     assert "step-00000010 is not deleted: notes.txt in it is of no save" in caplog.text
 
 
+@pytest.fixture
+def archive(folder):
+    """The checkpoint of step 10 on another disk, with a link to it in its place."""
+    moved = step_folder(folder, 10).rename(folder.parent / "archive")
+    step_folder(folder, 10).symlink_to(moved)
+    return moved
+
+
+def test_pruning_a_linked_checkpoint_removes_the_link_only(folder, archive):
+    prune(folder, 1)
+    assert names(folder) == ["step-00000040"]
+    assert len(names(archive)) == 4
+
+
+@pytest.mark.parametrize("action", [remove_drafts, lambda folder: start_draft(folder, 50).rmdir()])
+@pytest.mark.parametrize("target", ["archive", "missing"])
+def test_a_linked_draft_makes_room_and_its_target_stays(folder, archive, action, target):
+    draft_folder(folder, 50).symlink_to(folder.parent / target)
+    action(folder)
+    assert not draft_folder(folder, 50).is_symlink()
+    assert len(names(archive)) == 4
+
+
+@pytest.mark.parametrize("state", ["sound", "broken", "missing"])
+def test_a_link_under_the_name_of_a_commit_is_kept_or_renamed(folder, archive, state):
+    if state == "missing":
+        shutil.rmtree(archive)
+    elif state == "broken":
+        damage(folder, 10)
+    before = names(archive) if archive.exists() else []
+    commit(make_draft(folder, 10), step_folder(folder, 10))
+    assert step_folder(folder, 10).is_symlink() == (state == "sound")
+    assert sound_steps(folder) == [10, 20, 30, 40]
+    assert len(list(folder.glob("broken-step-00000010-*"))) == (state != "sound")
+    assert (names(archive) if archive.exists() else []) == before
+
+
+def test_a_linked_checkpoint_of_a_later_step_is_set_aside(folder, archive):
+    step_folder(folder, 10).rename(step_folder(folder, 50))
+    set_aside_after(folder, 40)
+    [aside] = folder.glob("superseded-step-00000050-*")
+    assert aside.readlink() == archive
+    assert len(names(archive)) == 4
+
+
 def test_a_kill_while_pruning_leaves_whole_checkpoints_or_none(originals, tmp_path, kill):
     for after in range(100):
         folder = shutil.copytree(originals, tmp_path / str(after))

@@ -313,6 +313,16 @@ def test_a_store_made_without_bad_rows_is_not_one_without_skipping(tmp_path, bad
         made(tmp_path / "store", bad, skip_bad=2)
 
 
+def test_text_without_documents_where_the_unfinished_store_is_a_link(tmp_path):
+    bad, elsewhere = tmp_path / "bad.jsonl", tmp_path / "elsewhere"
+    bad.write_text("{\n")
+    elsewhere.mkdir()
+    (tmp_path / "store.partial").symlink_to(elsewhere)
+    with pytest.raises(DataError, match=r"bad\.jsonl holds 0 documents"):
+        made(tmp_path / "store", bad, skip_bad=1)
+    assert not (tmp_path / "store.partial").is_symlink() and elsewhere.is_dir()
+
+
 def test_a_store_without_a_name(corpus):
     with pytest.raises(DataError, match=r"^\. is no name for a token store; name a new folder$"):
         made(Path(), corpus)

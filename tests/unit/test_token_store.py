@@ -173,6 +173,16 @@ def test_a_damaged_cache_is_named_and_mended(source, cache, messages, kind):
     assert any(record.getMessage().startswith(f"token store {folder} is damaged: ") for record in messages.records)
 
 
+def test_a_damaged_cache_behind_a_link_is_made_again(source, cache, tmp_path):
+    folder = open_cached(source, build_tokenizer(""), cache_dir=cache).folder
+    moved = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(moved)
+    (moved / "manifest.json").unlink()
+    assert contents(open_cached(source, build_tokenizer(""), cache_dir=cache)) == expected_ids()
+    assert not folder.is_symlink()
+    assert len(list(moved.iterdir())) == 2
+
+
 def test_cache_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"^token cache .*file/cache cannot be written: Not a directory; set XDG_CACHE"):

@@ -5,10 +5,12 @@
   broken-step-00000100-<ns>          one that did not verify when its step was saved again
   superseded-step-00000100-<ns>      one past the step that a run went on from
 
-Whatever else is in there is foreign, a folder with a file that no save makes too, and is never touched. At each moment
-a killed process leaves all checkpoints that were there, or those and the new one.
+Whatever else is in there is foreign, a folder with a file that no save makes too, and is never touched. Where one of
+these names is a link, only the link is renamed or deleted, and its target stays. At each moment a killed process leaves
+all checkpoints that were there, or those and the new one.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -78,7 +80,7 @@ def start_draft(folder: Path, step: int) -> Path:
     Raises StorageError if the disk fails, or if that draft holds files that no save writes."""
     draft = draft_folder(folder, step)
     with storage_errors(folder):
-        if draft.exists():
+        if os.path.lexists(draft):
             if foreign := _foreign_file(draft):
                 raise StorageError(f"[checkpoint] {foreign} is in the way of a save; move it out of {folder}.")
             _delete(draft)
@@ -90,7 +92,8 @@ def remove_drafts(folder: Path) -> None:
     """Delete what killed saves and killed deletions left in `folder`. Raises StorageError if the disk fails."""
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
-            if STEP.fullmatch(draft.name.removeprefix(DRAFT_PREFIX)) and draft.is_dir() and not _foreign_file(draft):
+            ours = draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
+            if ours and STEP.fullmatch(draft.name.removeprefix(DRAFT_PREFIX)):
                 _delete(draft)
 
 
@@ -101,7 +104,7 @@ def commit(draft: Path, target: Path) -> None:
     StorageError if the disk fails, or if a foreign folder has the name."""
     with storage_errors(target.parent):
         fsync_folder(draft)
-        if target.exists():
+        if os.path.lexists(target):
             if foreign := _foreign_file(target):
                 raise StorageError(
                     f"[checkpoint] {target} is in the way of a save: {foreign.name} in it is of no save; move it out "
@@ -160,12 +163,18 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 
 def _foreign_file(folder: Path) -> Path | None:
-    """Something in a folder that no save puts there."""
+    """Something in a folder that no save puts there; None for a link, whose target is never changed."""
+    if folder.is_symlink():
+        return None
     return next((path for path in folder.iterdir() if not OURS.fullmatch(path.name) or path.is_dir()), None)
 
 
 def _delete(draft: Path) -> None:
-    """Delete a draft and its files, the manifest first: what a kill leaves of it is no checkpoint."""
+    """Delete a draft and its files, the manifest first: what a kill leaves of it is no checkpoint. Of a link, delete
+    the link alone."""
+    if draft.is_symlink():
+        draft.unlink()
+        return
     (draft / MANIFEST).unlink(missing_ok=True)
     for path in draft.iterdir():
         path.unlink()

@@ -8,7 +8,6 @@ on, so that a killed run goes on there. The ids do not depend on when that was: 
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -36,6 +35,7 @@ from torchtitan_lite.data.sources import Source
 from torchtitan_lite.data.store_writer import PROGRESS_FILE, Progress, StoreWriter
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.files import remove_folder
 from torchtitan_lite.logger import logger
 
 SHARD_TOKENS = 2**29
@@ -111,10 +111,10 @@ def make_store(
             _fill(writer, source, tokenizer, skip_bad=skip_bad, workers=workers or _cores(), report=report)
             manifest = writer.finish()
         if source.fingerprint_now is not None and source.fingerprint_now() != source.fingerprint:
-            shutil.rmtree(partial)
+            remove_folder(partial)
             raise DataError(f"{source.name} changed while it was read; run again")
         if not manifest.documents:
-            shutil.rmtree(partial)
+            remove_folder(partial)
             raise DataError(f"{source.name} holds 0 documents; name text that has some")
         write_manifest(partial, manifest)
         for left in partial.glob("progress.*"):

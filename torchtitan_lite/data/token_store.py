@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torchtitan_lite.data.prepare import exclusive, lock_of, make_store
 from torchtitan_lite.data.sources import HF_PREFIX, Source, build_source
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import remove_folder
 from torchtitan_lite.logger import logger
 
 MAPPED_SHARDS = 256
@@ -160,5 +160,5 @@ def _opened(folder: Path) -> TokenStore | None:
         return TokenStore(folder)
     except DataError as error:
         logger.warning("%s", error)
-        shutil.rmtree(folder)
+        remove_folder(folder)
         return None
