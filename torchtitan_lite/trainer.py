@@ -35,7 +35,7 @@ from torchtitan_lite.config import (
 from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, NumericError, RunError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, DataError, NumericError, RunError
 from torchtitan_lite.float8.convert import build_scale_hook, is_float8
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
@@ -357,7 +357,12 @@ class Trainer:
         """Say how the run went."""
         corpus = self.batches.corpus
         if (summary := self.metrics.summary()) is not None:
-            for line in summary_lines(summary, unigram_entropy=corpus.unigram_entropy()):
+            entropy = None
+            try:
+                entropy = corpus.unigram_entropy()
+            except DataError as damage:  # it reads what no step did, and the training is done
+                logger.warning(f"the unigram entropy is not known: {damage}")
+            for line in summary_lines(summary, unigram_entropy=entropy):
                 logger.info(line)
         passes = corpus.epochs(self.batches.samples(self.step))
         logger.info(f"epochs: {', '.join(f'{name} {count:.4g}' for name, count in passes.items())}")

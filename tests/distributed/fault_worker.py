@@ -131,6 +131,12 @@ def copy(source: str, target: str) -> None:
 
 
 @can_be_done
+def cut_off(path: str) -> None:
+    """Empty a file."""
+    os.truncate(path, 0)
+
+
+@can_be_done
 def touch(path: str) -> None:
     """Make an empty file."""
     Path(path).touch()

@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from faults import checkpoint, checkpoints, fail, finish, records, run, status
+from launching import FOLDER
 
 from torchtitan_lite.checkpoint.compare import verify_checkpoint
 from torchtitan_lite.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.data.prepare import make_store
+from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(300)
@@ -144,6 +148,34 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
     assert f"resumed from {checkpoint(folder, 5)}" in output
     pickle.loads(table)
     assert marker.exists()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A token store of the text that is trained on."""
+    make_store(tmp_path / "store", build_source(str(FOLDER / "text.txt")), build_tokenizer(""), workers=1)
+    return tmp_path / "store"
+
+
+def test_a_token_store_that_is_cut_off_under_a_run_ends_it_on_all_ranks(store: Path, tmp_path: Path) -> None:
+    damage = {"do": "cut_off", "path": f"{store}/tokens-00000.bin", "at": "forward 3", "rank": 0}
+    result = run(tmp_path / "run", f"--training.dataset_path={store}", faults=[damage])
+    assert re.findall(r"exitcode +: (\d+)", result.stderr) == ["3", "3"]
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["exit_code"]) == ("failed", 3)
+    assert re.match(rf"token store {store} is damaged: tokens-00000\.bin ends at byte \d+; it was cut", ended["cause"])
+
+
+def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_done(store: Path, tmp_path: Path) -> None:
+    with (store / "tokens-00000.bin").open("r+b") as file:
+        ids = os.fstat(file.fileno()).st_size // 2
+        assert (ids - 1) % 32, "the last id is in no window"
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\xff\xff")
+    output = finish(tmp_path / "run", f"{STEPS}=1", f"--training.dataset_path={store}")
+    assert f"the unigram entropy is not known: token store {store} is damaged: tokens-00000.bin: id 65535" in output
+    assert re.search(r"final loss \d\.\d\d nat$", output, re.MULTILINE)
+    assert status(tmp_path / "run")["state"] == "done"
 
 
 def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -279,17 +279,6 @@ def test_ids_that_the_model_lacks_are_refused_at_start():
         corpus(5, vocab_size=20)
 
 
-def test_ids_that_were_not_there_at_start_are_told_with_their_window(monkeypatch):
-    data = corpus(9, vocab_size=37)
-    windows = data.windows[0].store.windows
-    damage = lambda starts, length: np.where(starts[:, None] == 5 * S, 99, windows(starts, length))  # noqa: E731
-    monkeypatch.setattr(data.windows[0].store, "windows", damage)
-    with pytest.raises(
-        DataError, match=r"a \(stores/fake\) was damaged while in use: window 5 has token id 99, .* to 36"
-    ):
-        trained(data, local=9)
-
-
 def test_identity_tells_what_the_samples_are():
     assert corpus(10, 4, shares=(2, 1), held_out=3, seed=7).identity() == {
         "seq_len": 4,

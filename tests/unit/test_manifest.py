@@ -51,6 +51,7 @@ def test_the_fingerprint_follows_ids_and_nothing_else(tmp_path, store):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"recipe": vars(RECIPE) | {"dtype": "O"}}, r"its ids are of type 'O', not '<u2' or '<u4'"),
         ({"recipe": {"format": 1}}, r"its format is 1, this version reads 2; make it anew"),
         ({"surplus": 1}, r"unexpected keyword argument 'surplus'"),
         ({"shards": [{}]}, r"missing 4 required positional arguments"),

@@ -519,4 +519,5 @@ def test_summary_lines_of_a_run_that_learned_nothing():
         "final loss 7.00 nat, 0.73 above the unigram entropy 6.27 of the training tokens",
         "median tps n/a per device, median mfu n/a, without the first step",
     ]
+    assert summary_lines(summary, unigram_entropy=None)[1] == "final loss 7.00 nat"
     assert "nan nat" in summary_lines(replace(summary, loss=math.nan), unigram_entropy=6.27)[1]

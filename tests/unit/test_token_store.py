@@ -1,5 +1,6 @@
 """Token stores: any part of the stream, the cache made once and whole, and the tokenizer that must be the store's."""
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -68,7 +69,6 @@ def test_what_a_store_is(store):
     assert (store.tokens, store.documents, store.vocab_size, store.max_token_id) == (45, 5, 1000, 59)
     assert (store.name, store.dtype) == ("numbers", np.dtype("<u2"))
     assert contents(store) == stream(DOCUMENTS)
-    assert not store.read(3, 4).flags.writeable
 
 
 @given(data=st.data())
@@ -108,7 +108,7 @@ def open_files() -> int:
 
 
 def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "MAPPED_SHARDS", 3)
+    monkeypatch.setattr(token_store, "OPEN_SHARDS", 3)
     store = TokenStore(write_store(tmp_path / "many", [list(range(100, 500))], replace(RECIPE, shard_tokens=4)))
     before = open_files()
     assert contents(store) == [1, *range(100, 500), 2]
@@ -123,6 +123,73 @@ def test_counts_of_ids(store, monkeypatch):
     monkeypatch.setattr(token_store, "COUNTED_CHUNKS", 2)  # of 7 chunks, every 4th
     ids = stream(DOCUMENTS)
     assert store.token_counts().tolist() == np.bincount(ids[0:7] + ids[28:35], minlength=1000).tolist()
+
+
+VERIFY = r"; scripts/prepare_data.py verify {folder} lists what is broken; copy the store again, or remove it and make"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A store to damage, which has read nothing yet."""
+    return TokenStore(write_store(tmp_path / "own", DOCUMENTS))
+
+
+READS = {
+    "a window": lambda store: store.read(20, 5),
+    "windows": lambda store: store.windows(np.array([0, 18]), 10),
+    "counts": lambda store: store.token_counts(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_an_id_that_changed_is_named_with_its_place(own, read):
+    ids = np.fromfile(own.folder / "tokens-00002.bin", own.dtype)
+    ids[3] = 5000
+    ids.tofile(own.folder / "tokens-00002.bin")
+    reason = r"tokens-00002\.bin: id 5000 at place 3 is above the highest one, 59" + VERIFY.format(folder=own.folder)
+    with pytest.raises(DataError, match=f"^token store {own.folder} is damaged: {reason}"):
+        READS[read](own)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("read", READS)
+def test_a_shard_that_is_cut_off_while_in_use(own, read, opened):
+    if opened:
+        own.read(20, 10)
+    os.truncate(own.folder / "tokens-00002.bin", 4)
+    reason = r"tokens-00002\.bin ends at byte 4; it was cut off while in use" + VERIFY.format(folder=own.folder)
+    with pytest.raises(DataError, match=f"^token store {own.folder} is damaged: {reason}"):
+        READS[read](own)
+
+
+def test_a_shard_that_is_gone_is_read_on_where_it_is_open_and_else_named(own):
+    ids = own.read(20, 10).tolist()
+    for shard in (1, 2):
+        (own.folder / f"tokens-{shard:05d}.bin").unlink()
+    assert own.read(20, 10).tolist() == ids
+    with pytest.raises(DataError, match=r"is damaged: tokens-00001\.bin: No such file or directory; scripts/prepare"):
+        own.read(10, 1)
+
+
+def test_a_disk_that_cannot_be_read(own, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(DataError, match=r"is damaged: tokens-00000\.bin: Input/output error; scripts/prepare_data"):
+        own.read(0, 1)
+
+
+def test_documents_that_are_cut_off_while_in_use(own):
+    os.truncate(own.folder / "documents-00004.bin", 6)
+    with pytest.raises(DataError, match=r"is damaged: documents-00004\.bin ends at byte 6; it was cut off"):
+        own.documents_between(0, 45)
+
+
+def test_a_store_that_claims_ids_that_its_tokenizer_lacks(tmp_path):
+    folder = write_store(tmp_path / "own", DOCUMENTS, replace(RECIPE, vocab_size=59))
+    with pytest.raises(DataError, match=r"is damaged: its highest id is 59, and its tokenizer has 59 ids; scripts/pr"):
+        TokenStore(folder)
 
 
 def test_text_is_tokenized_once(source, cache, messages):

@@ -50,22 +50,13 @@ class Windows:
         self.store, self.name, self.held_out = store, name, held_out
         self.epoch_size = count - held_out
         """Windows that are trained on."""
-        self._seq_len, self._vocab_size, self._seed = seq_len, vocab_size, seed
+        self._seq_len, self._seed = seq_len, seed
         self._order = Permutation(count, key="places of windows")
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The ids, int64 [len(places), S + 1], of the windows at some places. Raises DataError for ids that the store
-        did not have when it was opened."""
-        windows = self._order(places)
-        ids = self.store.windows(windows * self._seq_len, self._seq_len + 1)
-        largest = ids.max(axis=1)
-        if (broken := np.flatnonzero(largest >= self._vocab_size)).size:
-            raise DataError(
-                f"{self.name} ({self.store.folder}) was damaged while in use: window {windows[broken[0]]} has token id "
-                f"{largest[broken[0]]}, and the model has ids up to {self._vocab_size - 1}; "
-                "scripts/prepare_data.py verify tells what is broken"
-            )
-        return ids
+        """The ids [len(places), S + 1], in the store's own type, of the windows at some places. Raises DataError for a
+        store that was damaged since it was opened."""
+        return self.store.windows(self._order(places) * self._seq_len, self._seq_len + 1)
 
     def training_places(self, numbers: np.ndarray) -> np.ndarray:
         """The places of samples, numbered through all epochs; both are int64 [any length]."""

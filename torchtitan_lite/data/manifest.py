@@ -115,6 +115,8 @@ def read_manifest(folder: Path) -> Manifest:
         recipe = fields["recipe"]
         if recipe["format"] != FORMAT:
             raise ValueError(f"its format is {recipe['format']}, this version reads {FORMAT}; make it anew")
+        if recipe["dtype"] not in ("<u2", "<u4"):
+            raise ValueError(f"its ids are of type {recipe['dtype']!r}, not '<u2' or '<u4'")
         if fields.pop("sha256") != _hash(fields):
             raise ValueError("its contents have changed")
         shards = tuple(Shard(**shard) for shard in fields["shards"])

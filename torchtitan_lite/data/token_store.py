@@ -1,4 +1,8 @@
-"""Token stores, opened: memory-mapped ids of any number, and the data that a config names."""
+"""Token stores, opened: ids read from any place, and the data that a config names.
+
+Files are read, not mapped into memory: of a file that is cut off while it is in use, a read reports the end, and a map
+kills the process by SIGBUS.
+"""
 
 import hashlib
 import os
@@ -22,16 +26,29 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import remove_folder
 from torchtitan_lite.logger import logger
 
-MAPPED_SHARDS = 256
-"""Shards that are mapped at a time, each of which takes a file descriptor."""
+OPEN_SHARDS = 256
+"""Shards that are open at a time, each of which takes a file descriptor."""
 CHUNK_TOKENS = 2**20
 COUNTED_CHUNKS = 64
+
+
+class _OpenFile:
+    """A file that is open until its last reference is gone: a thread may read what the cache has dropped."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor = path, descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 class TokenStore:
     """The store in a folder, ready to read from. What it costs to open and to hold grows with the number of shards
     only. `tokens` and `documents` are counts; `fingerprint` changes with any id. Raises DataError for a folder that is
-    no store, or one of another version or whose files do not have their sizes."""
+    no store, or one of another version or whose files do not have their sizes.
+
+    What reads raises DataError too, for a file that was cut off or cannot be read, and for an id above the highest that
+    the manifest gives."""
 
     def __init__(self, folder: Path) -> None:
         self.manifest = read_manifest(folder)
@@ -46,38 +63,63 @@ class TokenStore:
         self.fingerprint = self.manifest.fingerprint
         self.dtype = np.dtype(recipe.dtype)
         self._shard_tokens = recipe.shard_tokens
-        self._shard = lru_cache(MAPPED_SHARDS)(self._map)
+        self._shard = lru_cache(OPEN_SHARDS)(lambda shard: self._open(tokens_file(folder, shard)))
+        if self.max_token_id >= self.vocab_size:
+            raise self._damaged(f"its highest id is {self.max_token_id}, and its tokenizer has {self.vocab_size} ids")
 
-    def _map(self, shard: int) -> np.ndarray:
-        # As a plain array: slicing the memmap class itself takes several times as long.
-        return np.asarray(np.memmap(tokens_file(self.folder, shard), self.dtype, "r"))
+    def _damaged(self, reason: str) -> DataError:
+        return DataError(
+            f"token store {self.folder} is damaged: {reason}; scripts/prepare_data.py verify {self.folder} lists what "
+            "is broken; copy the store again, or remove it and make it again"
+        )
+
+    def _open(self, path: Path) -> _OpenFile:
+        try:
+            return _OpenFile(path, os.open(path, os.O_RDONLY))
+        except OSError as error:
+            raise self._damaged(f"{path.name}: {error.strerror}") from error
+
+    def _fill(self, numbers: np.ndarray, file: _OpenFile, place: int) -> None:
+        """Read `numbers`, as many as there are, from place `place` of a file on."""
+        left, offset = numbers.data.cast("B"), place * numbers.itemsize
+        while left:
+            try:
+                count = os.preadv(file.descriptor, [left], offset)
+            except OSError as error:
+                raise self._damaged(f"{file.path.name}: {error.strerror}") from error
+            if not count:
+                raise self._damaged(f"{file.path.name} ends at byte {offset}; it was cut off while in use")
+            left, offset = left[count:], offset + count
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """The ids [count] from place `start` of the stream on, in the store's own type; a view where one shard has
-        them all."""
-        assert 0 <= start <= start + count <= self.tokens, f"no {count} tokens at {start} of {self.tokens}"
-        shard, place = divmod(start, self._shard_tokens)
-        if place + count <= self._shard_tokens:
-            return self._shard(shard)[place : place + count]
-        parts = []
-        while count:
-            parts.append(self._shard(shard)[place : place + count])
-            count -= len(parts[-1])
-            shard, place = shard + 1, 0
-        return np.concatenate(parts)
+        """The ids [count] from place `start` of the stream on, in the store's own type."""
+        return self.windows(np.array([start]), count)[0]
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` ids from each of `starts` on, in the store's own type, [len(starts), length]."""
         windows = np.empty((len(starts), length), self.dtype)
         for window, start in zip(windows, starts.tolist(), strict=True):
-            window[:] = self.read(start, length)
+            assert 0 <= start <= start + length <= self.tokens, f"no {length} tokens at {start} of {self.tokens}"
+            shard, place = divmod(start, self._shard_tokens)
+            while len(window):
+                part = window[: self._shard_tokens - place]
+                self._fill(part, self._shard(shard), place)
+                window, shard, place = window[len(part) :], shard + 1, 0
+        if (highest := windows.max(initial=0)) > self.max_token_id:
+            row, column = divmod(int(windows.argmax()), length)
+            shard, place = divmod(int(starts[row]) + column, self._shard_tokens)
+            raise self._damaged(
+                f"{tokens_file(self.folder, shard).name}: id {highest} at place {place} is above the highest one, "
+                f"{self.max_token_id}"
+            )
         return windows
 
     def document_starts(self, shard: int) -> np.ndarray:
         """Where in a shard its documents begin, uint32 [documents of the shard]."""
-        if not self.manifest.shards[shard].documents:
-            return np.empty(0, START_DTYPE)
-        return np.memmap(documents_file(self.folder, shard), START_DTYPE, "r")
+        starts = np.empty(self.manifest.shards[shard].documents, START_DTYPE)
+        if len(starts):
+            self._fill(starts, self._open(documents_file(self.folder, shard)), 0)
+        return starts
 
     def documents_between(self, start: int, stop: int) -> list[int]:
         """The places of the stream from `start` up to `stop` at which a document begins."""

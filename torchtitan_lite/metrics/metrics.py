@@ -366,18 +366,21 @@ class MetricsProcessor:
             writer.write_scalars(step, scalars)
 
 
-def summary_lines(summary: Summary, *, unigram_entropy: float) -> list[str]:
+def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
     """`summary` in words. `unigram_entropy` of the training tokens, nat, is the loss of a model that knows how often
-    each token occurs and nothing of its context."""
-    gain = unigram_entropy - summary.loss
+    each token occurs and nothing of its context; None if it is not known."""
+    loss = f"final loss {summary.loss:.2f} nat"
+    if unigram_entropy is not None:
+        gain = unigram_entropy - summary.loss
+        side = "below" if gain >= 0 else "above"
+        loss += f", {abs(gain):.2f} {side} the unigram entropy {unigram_entropy:.2f} of the training tokens"
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
     mfu = format_mfu(summary.mfu, approximate=summary.approximate_mfu)
     total_s = sum(summary.times_s.values())
     shares = ", ".join(f"{name} {seconds / total_s:.1%}" for name, seconds in summary.times_s.items() if seconds)
     return [
         f"{summary.step:,} steps, {summary.tokens:,} tokens",
-        f"final loss {summary.loss:.2f} nat, {abs(gain):.2f} {'below' if gain >= 0 else 'above'} "
-        f"the unigram entropy {unigram_entropy:.2f} of the training tokens",
+        loss,
         f"median tps {tps} per device, median mfu {mfu}, without the first step",
         f"of {total_s:,.1f}s: {shares}",
         f"peak memory {summary.memory_gib:.1f}GiB per device",
