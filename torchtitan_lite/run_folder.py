@@ -1,5 +1,8 @@
 """The run folder: one live run at a time, earlier runs moved aside, and a status.json that says how the run ended.
 
+A status.json of ours is the first file that a run writes, and the last that moves aside, so it proves that what a run
+writes in the folder is a run's. Without one, nothing in the folder is moved or replaced.
+
 `python -m torchtitan_lite.run_folder` is the last step of run_train.sh: it tells what ended a run that did not finish.
 """
 
@@ -93,17 +96,22 @@ class RunFolder:
         status = read_status(self.path)
         return status if status is not None and status.job == _job_name() else None
 
-    def begin(self, *, resume: bool, entries: Iterable[str]) -> None:
-        """Set the status to "running".
+    def begin(self, *, resumed_config: str | None, entries: Iterable[str]) -> None:
+        """Set the status to "running". `resumed_config` is the config that the checkpoint to resume from holds, None
+        for a run that resumes nothing.
 
-        Without `resume`, what an earlier run left of `entries` (names within the folder), config.toml and status.json
-        moves to previous/<its start time>/; files of other names stay where they are. With it, the status keeps step
-        and last checkpoint, should this run fail before its first step. Raises StorageError if the disk fails."""
-        before = read_status(self.path)
-        if not resume:
-            with _explained(self.path):
-                _move_to_previous(self.path, [*entries, CONFIG_FILE, STATUS_FILE])
-        self._begin(before, state="running", keeps_progress=resume)
+        Without it, what an earlier run left of `entries` (names within the folder), config.toml and status.json moves
+        to previous/<its start time>/; files of other names, empty folders and links to such stay where they are. With
+        it, the status keeps step and last checkpoint, should this run fail before its first step. Raises ConfigError
+        if what would move or be replaced is not a run's, StorageError if the disk fails."""
+        before, resumes = read_status(self.path), resumed_config is not None
+        names = [*entries, CONFIG_FILE, STATUS_FILE]
+        with _explained(self.path):
+            if before is None:
+                _check_nothing_foreign(self.path, names, resumed_config=resumed_config)
+            elif not resumes:
+                _move_to_previous(self.path, names, started=before.started)
+        self._begin(before, state="running", keeps_progress=resumes)
 
     def _begin(self, before: Status | None, *, keeps_progress: bool, **fields: Any) -> None:
         now = time.time()
@@ -114,9 +122,10 @@ class RunFolder:
         _write_status(self.path, Status(started=now, time=now, job=_job_name(), **fields))
 
     def refuse(self, *, cause: str, exit_code: int) -> None:
-        """Write into status.json why the run did not begin, which is as far as the one before it."""
-        before = read_status(self.path)
-        self._begin(before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code)
+        """Write into status.json why the run did not begin, which is as far as the one before it. In a folder without a
+        run before nothing is written: a status would make what is in it a run's."""
+        if (before := read_status(self.path)) is not None:
+            self._begin(before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code)
 
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
@@ -343,13 +352,39 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _move_to_previous(path: Path, entries: Iterable[str]) -> None:
-    """Move what exists of `entries` to a new folder under previous/."""
-    found = [entry for entry in entries if (path / entry).exists()]
-    if not found:
-        return
-    status = read_status(path)
-    name = _time_name(status.started) if status else "unknown-time"
+def _not_free(path: Path, entries: Iterable[str]) -> list[str]:
+    """Those of `entries` that exist and are neither an empty folder nor a link to one."""
+    there = [entry for entry in entries if os.path.lexists(path / entry)]
+    return [entry for entry in there if not (path / entry).is_dir() or any((path / entry).iterdir())]
+
+
+def _check_nothing_foreign(path: Path, entries: Iterable[str], *, resumed_config: str | None) -> None:
+    """Raise ConfigError if a run in the folder, which has no status.json of ours, would move or replace something. A
+    checkpoint that verifies shows that all else is a run's, but for a status.json, and for a config.toml of another
+    text than `resumed_config`."""
+    foreign = _not_free(path, entries)
+    if resumed_config is not None:
+        config = path / CONFIG_FILE
+        own = {CONFIG_FILE} if config.is_file() and config.read_bytes() == resumed_config.encode() else set()
+        foreign = [entry for entry in foreign if entry in {CONFIG_FILE, STATUS_FILE} - own]
+    if foreign:
+        raise ConfigError(
+            f'[job] dump_folder = "{path}" holds {", ".join(foreign)}, and no {STATUS_FILE} of a run that may have '
+            "left that; move it elsewhere, or name another folder."
+        )
+
+
+def _move_to_previous(path: Path, entries: Iterable[str], *, started: float) -> None:
+    """Move what an earlier run, `started` then, left of `entries` to a new folder under previous/. Raises ConfigError
+    for a link, whose target would stay where it is."""
+    found = _not_free(path, entries)
+    if links := [entry for entry in found if (path / entry).is_symlink()]:
+        raise ConfigError(
+            f'[job] dump_folder = "{path}" holds {links[0]}, a link to {(path / links[0]).readlink()}, which is no '
+            "empty folder; a run that resumes nothing moves an earlier run's files to previous/, and not through "
+            "links: link an empty folder, or name another dump_folder."
+        )
+    name = _time_name(started)
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     target = next(folder for name in names if not (folder := path / "previous" / name).exists())
     for entry in found:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from torchtitan_lite.checkpoint.folders import remove_drafts
 from torchtitan_lite.checkpoint.manifest import Manifest, installed_versions
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.collectives import on_rank0
@@ -74,7 +75,8 @@ def start_facts(config: Config) -> dict[str, str]:
 
 def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
     """The run folder, on rank 0, and the manifest of the checkpoint to resume from, on all ranks. What an earlier run
-    left there is moved aside where nothing is resumed."""
+    left there is moved aside where nothing is resumed. Raises ConfigError, and leaves all as it is, where that is not a
+    run's."""
     path, checkpoint = Path(config.job.dump_folder), config.checkpoint
     folder: RunFolder | None = None
 
@@ -90,18 +92,20 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
 
     def begin() -> None:
         assert folder is not None, "rank 0 has locked it"
-        folder.begin(resume=resume is not None, entries=run_entries(config))
+        if checkpoint.enable:
+            remove_drafts(path / checkpoint.folder)  # what a killed save left in a linked folder would be in the way
+        folder.begin(resumed_config=None if resume is None else resume.config, entries=run_entries(config))
         folder.write_config(dump_config(config))
 
     if on_rank0(lock):  # what load_step asks for was done in the attempt before
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     try:
         resume = find_resume(checkpoint, folder=path / checkpoint.folder)
+        on_rank0(begin)
     except RunError as error:
         if folder is not None:
             folder.refuse(cause=str(error), exit_code=error.exit_code)
         raise
-    on_rank0(begin)
     return folder, resume
 
 

@@ -5,8 +5,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,9 +57,12 @@ def report(code: int, *, other: int = -15, pid: int = 4475) -> str:
     return REPORT.format(code=code, other=other, pid=pid)
 
 
+CONFIG = "steps = 1\n"
+
+
 def open_folder(path: Path, *, resume: bool = False) -> RunFolder:
     folder = open_run_folder(path)
-    folder.begin(resume=resume, entries=ENTRIES)
+    folder.begin(resumed_config=CONFIG if resume else None, entries=ENTRIES)
     return folder
 
 
@@ -67,7 +73,7 @@ def status_on_file(path: Path) -> dict:
 def leave_a_run(path: Path) -> None:
     """A finished run's files, the run started at a fixed time."""
     folder = open_folder(path)
-    folder.write_config("steps = 1\n")
+    folder.write_config(CONFIG)
     (path / "checkpoint" / "step-00000001").mkdir(parents=True)
     (path / "metrics.jsonl").write_text("{}\n")
     folder.done()
@@ -175,9 +181,139 @@ def test_runs_with_the_same_start_time_get_numbers(tmp_path: Path) -> None:
     for names in ([], [name], [name, f"{name}-2"]):
         leave_a_run(tmp_path)
         assert sorted(path.name for path in tmp_path.glob("previous/*")) == names
+
+
+def contents(path: Path) -> dict[str, str | None]:
+    """What is in a folder and behind its links, with the text of files."""
+    found = (Path(folder) / name for folder, *names in os.walk(path, followlinks=True) for name in sum(names, []))
+    files = {str(each.relative_to(path)): each.read_text() if each.is_file() else None for each in found}
+    return files | ({".lock": None} if ".lock" in files else {})  # which says who held it last
+
+
+def refuse(path: Path, match: str, *, resume: bool = False) -> None:
+    """Begin a run, which is refused, and leaves all as it was."""
+    before = contents(path)
+    folder = open_run_folder(path)
+    with pytest.raises(ConfigError, match=match) as caught:
+        folder.begin(resumed_config=CONFIG if resume else None, entries=ENTRIES)
+    folder.refuse(cause=str(caught.value), exit_code=2)
+    folder.close()
+    assert contents(path) | {"status.json": ""} == before | {"status.json": ""}
+    assert ("status.json" in before) or not (path / "status.json").exists()
+
+
+@pytest.mark.parametrize("name", ["config.toml", "status.json", "metrics.jsonl", "checkpoint/weights", "tb/x", "tb"])
+def test_what_no_run_has_left_is_not_moved(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    entry = name.split("/")[0]
+    for _ in range(2):  # a refused start is no run either
+        refuse(tmp_path, rf'dump_folder = ".*" holds {entry}, and no status\.json of a run that may have left that')
+
+
+def test_all_that_is_in_the_way_is_named(tmp_path: Path) -> None:
+    for name in ("config.toml", "metrics.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    refuse(tmp_path, r"holds metrics\.jsonl, config\.toml, and no status\.json")
+
+
+def test_a_run_whose_status_was_deleted_is_not_moved(tmp_path: Path) -> None:
+    leave_a_run(tmp_path)
     (tmp_path / "status.json").unlink()
-    open_folder(tmp_path)
-    assert (tmp_path / "previous" / "unknown-time" / "config.toml").is_file()
+    refuse(tmp_path, r"holds checkpoint, metrics\.jsonl, config\.toml, and no status\.json")
+    open_folder(tmp_path, resume=True).write_config("steps = 2\n")  # its checkpoint shows that it is a run's
+    assert (tmp_path / "config.toml").read_text() == "steps = 2\n"
+
+
+@pytest.mark.parametrize("name", ["config.toml", "status.json"])
+def test_a_run_that_resumes_a_copied_checkpoint_replaces_nothing_of_the_user(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoint" / "step-00000001").mkdir(parents=True)
+    (tmp_path / name).write_text("mine")
+    refuse(tmp_path, rf"holds {name}, and no status\.json of a run", resume=True)
+    (tmp_path / name).unlink()
+    open_folder(tmp_path, resume=True).close()
+    assert (tmp_path / "checkpoint" / "step-00000001").is_dir()
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_an_empty_folder_and_a_link_to_one_are_used_as_they_are(tmp_path: Path, owned: bool) -> None:
+    path, disk = tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    if owned:
+        open_folder(path).close()
+    (path / "tb").mkdir(parents=True)
+    (path / "checkpoint").symlink_to(disk)
+    open_folder(path)
+    assert (path / "checkpoint").readlink() == disk
+    assert (path / "tb").is_dir()
+
+
+@pytest.mark.parametrize("target", ["disk", "missing", "file"])
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_link_is_never_moved(tmp_path: Path, owned: bool, target: str) -> None:
+    path = tmp_path / "run"
+    (tmp_path / "disk" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    if owned:
+        leave_a_run(path)
+        (path / "checkpoint" / "step-00000001").rmdir()
+        (path / "checkpoint").rmdir()
+    path.mkdir(exist_ok=True)
+    (path / "checkpoint").symlink_to(tmp_path / target)
+    owned_match = rf"holds checkpoint, a link to .*/{target}, which is no empty folder; .*: link an empty folder"
+    refuse(path, owned_match if owned else "holds checkpoint, and no status")
+    assert (path / "checkpoint").is_symlink() and not (path / "previous").exists()
+    assert len(list(tmp_path.glob("disk/*"))) == 1
+
+
+def test_a_kill_at_any_first_write_leaves_a_folder_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    for after in range(100):
+        path, left = tmp_path / str(after), after
+        leave_a_run(path)
+
+        def change(original: Any) -> Any:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+                return original(*args, **kwargs)
+
+            return counted
+
+        folder = open_run_folder(path)
+        with monkeypatch.context() as patch:
+            for name in ("rename", "mkdir", "replace"):
+                patch.setattr(Path, name, change(getattr(Path, name)))
+            patch.setattr(os, "fsync", change(os.fsync))
+            with suppress(Killed):
+                folder.begin(resumed_config=None, entries=ENTRIES)
+                folder.write_config(CONFIG)
+        folder.close()
+        open_folder(path).close()
+        moved = [each.relative_to(each.parents[1]).parts[1] for each in path.glob("previous/*/*")]
+        assert {"checkpoint", "metrics.jsonl", "config.toml", "status.json"} <= set(moved)
+        if left >= 0:
+            break
+    assert after > 8
+
+
+def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
+    first = open_run_folder(tmp_path)
+    second: list[RunFolder] = []
+    waiting = threading.Thread(target=lambda: second.append(open_run_folder(tmp_path)))
+    waiting.start()
+    time.sleep(0.5)
+    first.refuse(cause="refused", exit_code=2)
+    first.close()
+    waiting.join()
+    assert os.path.samestat((tmp_path / ".lock").stat(), os.fstat(second[0]._lock))
+    assert second[0]._made_lock
 
 
 def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
@@ -248,7 +384,8 @@ def test_an_attempt_knows_what_the_one_before_left(tmp_path: Path, monkeypatch: 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from torchtitan_lite.run_folder import open_run_folder\n"
-        "folder = open_run_folder(Path(sys.argv[1])); folder.begin(resume=False, entries=()); os.kill(os.getpid(), 9)"
+        "folder = open_run_folder(Path(sys.argv[1]))\n"
+        "folder.begin(resumed_config=None, entries=()); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == -9
     assert status_on_file(tmp_path)["state"] == "running"
