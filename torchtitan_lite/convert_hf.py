@@ -169,15 +169,17 @@ def open_verified(folder: Path) -> SafeReader:
     BrokenCheckpoint."""
     reader = SafeReader(folder)
     manifest = reader.manifest
-    problems = broken_files(folder, manifest, hashes=True) or differing_tensors(
-        expected=parameter_shapes(saved_args(manifest)),
-        found={
-            name.removeprefix(PREFIX): entry.shape
-            for name, entry in manifest.tensors.items()
-            if name.startswith(PREFIX)
-        },
-    )
-    if problems:
+    found = {
+        name.removeprefix(PREFIX): entry.shape for name, entry in manifest.tensors.items() if name.startswith(PREFIX)
+    }
+    try:
+        args = saved_args(manifest)
+        if args.n_layers > len(found):  # a model of very many layers takes memory, on the meta device too
+            raise ValueError(f"n_layers is {args.n_layers}, and there are {len(found)} weights")
+        expected = parameter_shapes(args)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise BrokenCheckpoint(f"manifest.json: model: {type(error).__name__}: {error}") from error
+    if problems := broken_files(folder, manifest, hashes=True) or differing_tensors(expected=expected, found=found):
         raise BrokenCheckpoint(_listed(problems))
     return reader
 

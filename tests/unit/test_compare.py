@@ -93,7 +93,7 @@ def test_every_kind_of_difference(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("manifest.json", "manifest.json: No such file"), ("__0_0.distcp", "rank 0: FileNotFoundError")],
+    [("manifest.json", "manifest.json: No such file"), ("__0_0.distcp", "__0_0.distcp: No such file")],
 )
 @pytest.mark.parametrize("which", [10, 20])
 def test_the_broken_one_is_named(tmp_path, name, reason, which):

@@ -311,6 +311,12 @@ def flip_last_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
+def set_model(folder: Path, **dimensions: Any) -> None:
+    """Have the manifest tell of another model, as one who can write into the folder could."""
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, model=manifest.model | dimensions))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -319,7 +325,13 @@ def flip_last_byte(path: Path) -> None:
             lambda d: flip_last_byte(d / "__0_0.distcp"),
             "step is broken: __0_0.distcp: its contents have changed;",
         ),
-        (lambda d: (d / ".metadata").write_bytes(b"cos\nsystem\n."), "step is broken: .metadata names os.system"),
+        (lambda d: flip_last_byte(d / ".metadata"), "step is broken: .metadata: its contents have changed;"),
+        (
+            lambda d: set_model(d, n_layers=10**12),
+            "json: model: ValueError: n_layers is 10{12}, and there are 21 weights",
+        ),
+        (lambda d: set_model(d, n_heads=0), "step is broken: manifest.json: model: ZeroDivisionError"),
+        (lambda d: set_model(d, n_heads="8"), "step is broken: manifest.json: model: TypeError"),
     ],
 )
 def test_a_broken_checkpoint_is_not_exported(tmp_path: Path, damage: Any, message: str) -> None:

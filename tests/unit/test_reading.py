@@ -1,9 +1,16 @@
 """Reading checkpoints: the tensors come back bit by bit, and nothing that is in the files is run."""
 
+import copyreg
 import io
 import os
 import pickle
+import random
+import re
+import shutil
+import subprocess
+import sys
 import warnings
+import zipfile
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -15,10 +22,18 @@ import torch.distributed.checkpoint as dcp
 from sample_checkpoints import add_manifest, renew_manifest, save, small_tensors, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
+from torchtitan_lite.checkpoint.manifest import (
+    BrokenCheckpoint,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan_lite.checkpoint.reading import (
     SafePlanner,
     SafeReader,
@@ -65,6 +80,22 @@ def edit_table(path, edit):
     edit(table)
     (path / ".metadata").write_bytes(pickle.dumps(table))
     renew_manifest(path)
+
+
+def place_of(table):
+    """Where a table has the first part of model.w."""
+    return next(info for index, info in table.storage_data.items() if index.fqn == "model.w")
+
+
+def read_whole_file(checkpoint):
+    """Have the table take each part of a tensor to be the whole of the only file."""
+    size = (checkpoint / "__0_0.distcp").stat().st_size
+
+    def edit(table):
+        for info in table.storage_data.values():
+            info.offset, info.length = 0, size
+
+    edit_table(checkpoint, edit)
 
 
 def same(a, b):
@@ -203,7 +234,7 @@ def test_a_table_finds_nothing_but_what_tensors_need(name):
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_the_path_in_a_table_is_only_a_name(module):
     path = _TableUnpickler(io.BytesIO(f"c{module}\nPosixPath\n(Va\ntR.".encode())).load()
-    assert str(path) == "a" and not hasattr(path, "unlink")
+    assert str(path) == "." and not hasattr(path, "unlink")
 
 
 def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
@@ -224,14 +255,12 @@ def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
 
 def test_a_tensor_that_runs_code_is_refused(checkpoint, marker):
     file = checkpoint / "__0_0.distcp"
-    payload = io.BytesIO()
-    torch.save(Payload(marker), payload, _use_new_zipfile_serialization=False)
-    file.write_bytes(payload.getvalue() + bytes(file.stat().st_size - len(payload.getvalue())))
-    renew_manifest(checkpoint)
+    torch.save(Payload(marker), file)
+    read_whole_file(checkpoint)
     torch.load(file, weights_only=False)
     marker.rmdir()  # it works
     with pytest.raises(BrokenCheckpoint, match=r"^rank 0: UnpicklingError: Weights only load failed"):
-        read_tensors(checkpoint)
+        read_tensors(checkpoint, ["model.w"])
     assert not marker.exists()
 
 
@@ -243,6 +272,173 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
     edit_table(checkpoint, redirect)
     with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata reads {name}, which is not in the manifest$"):
         SafeReader(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"offset": -1}, r"reads \d+ bytes at -1, beyond the end of __0_0\.distcp"),
+        ({"length": -1}, r"reads -1 bytes at \d+, beyond the end of __0_0\.distcp"),
+        ({"length": 2**50}, r"reads 1125899906842624 bytes at \d+, beyond the end of __0_0\.distcp"),
+        ({"offset": 0.5}, r"reads \d+ bytes at 0\.5, beyond the end of __0_0\.distcp"),
+        ({"transform_descriptors": ["stream.zstd/1"]}, r"has __0_0\.distcp unpacked, and a save packs nothing"),
+    ],
+)
+def test_a_table_whose_places_are_not_in_the_files_is_refused(checkpoint, fields, reason):
+    edit_table(checkpoint, lambda table: vars(place_of(table)).update(fields))
+    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata {reason}$"):
+        SafeReader(checkpoint)
+
+
+def test_tensors_that_are_larger_than_the_files_are_refused(checkpoint):
+    size = torch.Size((2**45,))
+
+    def grow(table):
+        tensor = table.state_dict_metadata["model.b"]
+        tensor.size = size
+        tensor.chunks = [ChunkStorageMetadata(offsets=torch.Size((0,)), sizes=size)]
+
+    edit_table(checkpoint, grow)
+    manifest = read_manifest(checkpoint)
+    tensors = manifest.tensors | {"model.b": TensorEntry("bfloat16", tuple(size))}
+    write_manifest(checkpoint, Manifest(**{**vars(manifest), "tensors": tensors}))
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata has tensors of 70368744177716 bytes, and the files"):
+        SafeReader(checkpoint)
+
+
+def test_a_size_that_is_none(checkpoint):
+    edit_table(checkpoint, lambda table: setattr(table.state_dict_metadata["model.w"], "size", [10**30, 0]))
+    with pytest.raises(BrokenCheckpoint, match=r"not a table of tensors: ValueError: \[10+, 0\] is no size"):
+        SafeReader(checkpoint)
+
+
+def test_a_size_of_very_many_dimensions():
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata has a tensor of 65 dimensions$"):
+        _TableUnpickler(io.BytesIO(pickle.dumps(torch.Size([1] * 65)))).load()
+
+
+def test_a_table_that_the_manifest_does_not_list(checkpoint):
+    manifest = read_manifest(checkpoint)
+    files = {name: entry for name, entry in manifest.files.items() if name != ".metadata"}
+    write_manifest(checkpoint, Manifest(**{**vars(manifest), "files": files}))
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: its contents have changed$"):
+        SafeReader(checkpoint)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("legacy", "not an archive of torch"), ("packed", "the archive")])
+def test_a_tensor_that_unpacks_to_more_than_its_file_is_refused(checkpoint, kind, reason):
+    file = checkpoint / "__0_0.distcp"
+    if kind == "legacy":
+        torch.save(torch.zeros(3, 4), file, _use_new_zipfile_serialization=False)
+    else:
+        plain = io.BytesIO()
+        torch.save(torch.zeros(1000, 1000), plain)
+        with zipfile.ZipFile(plain) as members, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in members.namelist():
+                packed.writestr(name, members.read(name))
+        assert file.stat().st_size < 10_000
+    read_whole_file(checkpoint)
+    with pytest.raises(BrokenCheckpoint, match=rf"^rank 0: BrokenCheckpoint: __0_0\.distcp: {reason}.* at byte 0"):
+        read_tensors(checkpoint, ["model.w"])
+
+
+class SharingPickler(pickle.Pickler):
+    """Pickles every part of a tensor as one that has the same, large dictionary of fields."""
+
+    fields = {f"field {number}": number for number in range(5000)}
+
+    def reducer_override(self, thing):
+        if not isinstance(thing, ChunkStorageMetadata):
+            return NotImplemented
+        return copyreg.__newobj__, (ChunkStorageMetadata,), self.fields
+
+
+def quadratic_table() -> bytes:
+    table = io.BytesIO()
+    SharingPickler(table).dump([ChunkStorageMetadata(torch.Size(), torch.Size()) for _ in range(20_000)])
+    return table.getvalue()
+
+
+HUGE = (2**40).to_bytes(8, "little")
+HOSTILE_TABLES = {
+    "LONG_BINPUT": (b"Nr\xff\xff\xff\x7f.", r"\.metadata holds the opcode LONG_BINPUT, which no table"),
+    "BINPUT": (b"Nq\x05.", r"\.metadata holds the opcode BINPUT, which no table"),
+    "PUT": (b"Np2000000000\n.", r"\.metadata holds the opcode PUT, which no table"),
+    "BYTEARRAY8": (b"\x96" + HUGE + b".", r"\.metadata: not a table of tensors: ValueError: expected 10995"),
+    "BINBYTES": (b"B\xff\xff\xff\x7f.", r"\.metadata: not a table of tensors: ValueError: expected 21474"),
+    "BINBYTES8": (b"\x8e" + HUGE + b".", r"\.metadata: not a table of tensors: ValueError: expected 10995"),
+    "BINUNICODE8": (b"\x8d" + HUGE + b".", r"\.metadata: not a table of tensors: ValueError: expected 10995"),
+    "LONG4": (b"\x8b\xff\xff\xff\x7f.", r"\.metadata: not a table of tensors: ValueError: not enough data"),
+    "FRAME": (b"\x95" + HUGE + b".", r"\.metadata: not a table of tensors: UnpicklingError: pickle data was trunc"),
+    "fields": (quadratic_table(), r"\.metadata has a ChunkStorageMetadata of other fields than a table's"),
+}
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from torchtitan_lite.checkpoint.compare import verify_checkpoint
+from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, read_tensors
+
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**29,) * 2)
+for folder in map(Path, sys.argv[1:]):
+    try:
+        print((verify_checkpoint(folder, hashes=True) or [read_tensors(folder) and "read"])[0])
+    except BrokenCheckpoint as broken:
+        print(broken)
+"""
+
+
+def read_in_little_memory(folders: list[Path]) -> list[str]:
+    """What is wrong with each checkpoint, or "read", in a process that has little memory and time."""
+    command = [sys.executable, "-c", LIMITED, *map(str, folders)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout.splitlines()
+
+
+def copy_with_table(checkpoint: Path, name: str, table: bytes) -> Path:
+    """A copy of a checkpoint whose table and manifest one has changed who can write into the folder."""
+    copied = Path(shutil.copytree(checkpoint, checkpoint.parent / name))
+    (copied / ".metadata").write_bytes(table)
+    renew_manifest(copied)
+    return copied
+
+
+@pytest.mark.timeout(200)
+def test_no_table_gets_much_memory(checkpoint):
+    folders = [copy_with_table(checkpoint, name, table) for name, (table, _) in HOSTILE_TABLES.items()]
+    table, flips = (checkpoint / ".metadata").read_bytes(), random.Random(0)
+    for number in range(200):
+        flipped = bytearray(table)
+        flipped[flips.randrange(len(table))] ^= 1 << flips.randrange(8)
+        folders.append(copy_with_table(checkpoint, f"flip {number}", bytes(flipped)))
+    told = read_in_little_memory(folders)
+    assert len(told) == len(folders)
+    for (_, reason), message in zip(HOSTILE_TABLES.values(), told, strict=False):
+        assert re.match(reason, message)
+    of_flips = told[len(HOSTILE_TABLES) :]
+    assert all(message == "read" or re.match(r"\.metadata|rank 0: |has no tensor", message) for message in of_flips)
+    assert not any("MemoryError" in message for message in told)
+    assert 20 < of_flips.count("read") < 100  # of names that are not looked at, such as the save's
+
+
+@pytest.mark.timeout(200)
+def test_only_regular_files_are_read(checkpoint):
+    folders = []
+    for kind in ("pipe", "device"):
+        for name in ("manifest.json", ".metadata", "__0_0.distcp", "rank-00000.json"):
+            copied = Path(shutil.copytree(checkpoint, checkpoint.parent / f"{kind} {name}"))
+            manifest = read_manifest(copied)
+            files = manifest.files | ({} if name == "manifest.json" else {name: FileEntry(0, "")})
+            write_manifest(copied, Manifest(**{**vars(manifest), "files": files}))
+            (copied / name).unlink()
+            if kind == "pipe":
+                os.mkfifo(copied / name)
+            else:
+                (copied / name).symlink_to("/dev/zero")
+            folders.append(copied)
+    told = read_in_little_memory(folders)
+    assert told == [f"{folder.name.split()[1]} is not a regular file" for folder in folders]
 
 
 def test_a_table_of_other_tensors_than_the_manifest_is_refused(checkpoint):
@@ -259,6 +455,9 @@ def test_a_table_of_other_tensors_than_the_manifest_is_refused(checkpoint):
 )
 def test_damaged_tables(checkpoint, content):
     (checkpoint / ".metadata").write_bytes(content)
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: its contents have changed$"):
+        SafeReader(checkpoint)
+    renew_manifest(checkpoint)
     with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: \w+: "):
         SafeReader(checkpoint)
 

@@ -1,7 +1,7 @@
 """Checkpoints read through, every byte: whether one is as it was written, and what differs between two."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.changes import config_changes, progress_changes, tensor_changes, value_changes
 from torchtitan_lite.checkpoint.folders import find_problems
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, naming
+from torchtitan_lite.checkpoint.manifest import TENSORS_SUFFIX, BrokenCheckpoint, broken_files, naming
 from torchtitan_lite.checkpoint.reading import SafeReader
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,10 +65,7 @@ def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
 
 def compare(old: Path, new: Path) -> Comparison:
     """What differs between two checkpoints. Tensors are read one by one. Raises CheckpointError if one is broken."""
-    with naming(old):
-        old_reader = SafeReader(old)
-    with naming(new):
-        new_reader = SafeReader(new)
+    old_reader, new_reader = _open(old), _open(new)
     a, b = old_reader.manifest, new_reader.manifest
     shared = [name for name, entry in a.tensors.items() if b.tensors.get(name) == entry]
     values = []
@@ -87,6 +84,16 @@ def compare(old: Path, new: Path) -> Comparison:
         values=values,
         equal_tensors=len(shared) - len(values),
     )
+
+
+def _open(path: Path) -> SafeReader:
+    """The reader of the checkpoint at `path`, whose files of tensors have their sizes."""
+    with naming(path):
+        reader = SafeReader(path)
+        data = {name: entry for name, entry in reader.manifest.files.items() if name.endswith(TENSORS_SUFFIX)}
+        if problems := broken_files(path, replace(reader.manifest, files=data), hashes=False):
+            raise BrokenCheckpoint(problems[0])
+        return reader
 
 
 def _value_change(name: str, old: Tensor, new: Tensor) -> ValueChange | None:

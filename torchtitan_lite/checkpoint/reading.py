@@ -3,15 +3,22 @@
 torch.distributed.checkpoint (DCP) unpickles twice: its table of tensors, `.metadata`, and each entry that is not a
 tensor. Here the first makes nothing but what a table of plain tensors is made of, and the second does not take place.
 Tensors themselves torch loads with `weights_only=True`.
+
+Nor does a file get memory beyond a multiple of its own size: the table is compared with its hash first, which finds
+damage, and what a table made on purpose could ask for is checked against the sizes of the files.
 """
 
+import hashlib
 import io
 import math
 import pickle
+import pickletools
 import warnings
-from collections.abc import Callable, Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,9 +36,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry, read_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    BrokenCheckpoint,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    read_regular,
+)
 
 METADATA = ".metadata"
+MOST_TABLE_BYTES = 1 << 30
+"""Of `.metadata`: 143 bytes for each part of a tensor that a rank wrote, so 7 million parts."""
+MOST_DIMENSIONS = 64
+MOST_FIELDS = 16
+"""Of an object in the table."""
+MEMO_BY_NUMBER = {"PUT", "BINPUT", "LONG_BINPUT"}
+"""Opcodes that have the unpickler allocate as many entries as the number they give. Since its protocol 4, the default
+since Python 3.8, pickle writes MEMOIZE in their place."""
 
 
 class _Sealed(type):
@@ -44,12 +66,27 @@ class _Sealed(type):
 def _stand_in(made: type, make: Callable[..., Any] | None = None) -> type:
     """What a pickle gets in place of a class or function: it makes what `make` returns, else an instance of `made`."""
 
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        # A pickle may name one large dictionary as the state of many objects, which each copy it.
+        if not isinstance(state, dict) or len(state) > MOST_FIELDS:
+            raise BrokenCheckpoint(f"{METADATA} has a {made.__name__} of other fields than a table's")
+        self.__dict__.update(state)
+        object.__setattr__(self, "__class__", made)
+
     def new(cls: type, *args: Any) -> Any:
         if make is not None:
             return make(*args)
-        return made(*args) if args else object.__new__(made)
+        return made(*args) if args else object.__new__(unset)
 
+    takes_fields = is_dataclass(made) and not hasattr(made, "__setstate__")
+    unset = type(made.__name__, (made,), {"__setstate__": set_state}) if takes_fields else made
     return _Sealed(made.__name__, (), {"__new__": new})
+
+
+def _make_size(sizes: tuple[int, ...]) -> torch.Size:
+    if len(sizes) > MOST_DIMENSIONS:
+        raise BrokenCheckpoint(f"{METADATA} has a tensor of {len(sizes)} dimensions")
+    return torch.Size(sizes)
 
 
 _DTYPE_NAMES = {
@@ -80,11 +117,11 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{(each.__module__, each.__qualname__): _stand_in(each) for each in _CLASSES},
     (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__qualname__): _MEMORY_FORMAT,
     ("builtins", "getattr"): _stand_in(_MEM_FORMAT_ENCODING, _get_memory_format),
-    ("torch", "Size"): _stand_in(torch.Size, torch.Size),
+    ("torch", "Size"): _stand_in(torch.Size, _make_size),
     ("torch.serialization", "_get_layout"): _stand_in(torch.layout, {"torch.strided": torch.strided}.__getitem__),
-    # Of the folder that it was written in; its module has another name in Python 3.13.
-    ("pathlib", "PosixPath"): _stand_in(PurePosixPath, PurePosixPath),
-    ("pathlib._local", "PosixPath"): _stand_in(PurePosixPath, PurePosixPath),
+    # Of the folder that it was written in, which does not matter; its module has another name in Python 3.13.
+    ("pathlib", "PosixPath"): _stand_in(PurePosixPath, lambda *parts: PurePosixPath()),
+    ("pathlib._local", "PosixPath"): _stand_in(PurePosixPath, lambda *parts: PurePosixPath()),
 }
 """What DCP's pickled table of plain tensors names, by module and name, and what is made of it here."""
 
@@ -99,22 +136,33 @@ class _TableUnpickler(pickle.Unpickler):
         return ALLOWED[module, name]
 
 
-def _read_table(folder: Path) -> tuple[Metadata, dict[str, TensorEntry], set[str]]:
-    """DCP's table, its tensors, and the names of the files they are in."""
+def _read_table(folder: Path, files: Mapping[str, FileEntry] | None = None) -> tuple[Metadata, dict[str, TensorEntry]]:
+    """DCP's table and its tensors. If the `files` of a manifest are given, it is as written and reads these alone."""
     try:
-        table = _TableUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
-        tensors = {name: _entry(tensor) for name, tensor in table.state_dict_metadata.items()}
-        return table, tensors, {info.relative_path for info in table.storage_data.values()}
+        content = read_regular(folder / METADATA, most=MOST_TABLE_BYTES)
+        if files is not None and FileEntry(len(content), hashlib.sha256(content).hexdigest()) != files.get(METADATA):
+            raise BrokenCheckpoint(f"{METADATA}: its contents have changed")
+        # Finds lengths beyond the end too, which the unpickler would allocate first.
+        if by_number := {opcode.name for opcode, _, _ in pickletools.genops(content)} & MEMO_BY_NUMBER:
+            raise BrokenCheckpoint(f"{METADATA} holds the opcode {min(by_number)}, which no table of tensors does")
+        table = _TableUnpickler(io.BytesIO(content)).load()
+        for info in table.storage_data.values():
+            _check_place(info, files)
+        return table, {name: _entry(tensor) for name, tensor in table.state_dict_metadata.items()}
     except OSError as error:
         raise BrokenCheckpoint(f"{METADATA}: {error.strerror}") from error
     except BrokenCheckpoint:
         raise
     except Exception as error:  # there is none that damaged bytes could not raise
-        raise BrokenCheckpoint(f"{METADATA}: not a table of tensors: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())  # on one line
+        raise BrokenCheckpoint(f"{METADATA}: not a table of tensors: {type(error).__name__}: {reason}") from error
 
 
 def _entry(tensor: TensorStorageMetadata) -> TensorEntry:
     """What the table says of a tensor. Its parts, which do not overlap, must be all of it."""
+    for size in (tensor.size, *(each for chunk in tensor.chunks for each in (chunk.sizes, chunk.offsets))):
+        if not isinstance(size, torch.Size) or any(length < 0 for length in size):
+            raise ValueError(f"{size!r} is no size of a tensor")
     stored, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
     if stored != whole:
         raise ValueError(f"it has {stored} of the {whole} elements of a tensor")
@@ -131,17 +179,30 @@ class SafeReader(FileSystemReader):
     """Reads the checkpoint in a folder, as `storage_reader` of dcp.load.
 
     Its constructor raises BrokenCheckpoint unless the manifest and DCP's table can be read and agree on the tensors,
-    and all of these are in files of the manifest. It does not look into the files: see broken_files."""
+    and all of these are in files of the manifest, within their sizes. It does not look into the files, nor at their
+    sizes on disk: see broken_files."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.manifest = read_manifest(folder)
-        self._table, tensors, files = _read_table(folder)
+        self._table, tensors = _read_table(folder, self.manifest.files)
         if tensors != self.manifest.tensors:
             names = sorted(name for name, _ in tensors.items() ^ self.manifest.tensors.items())
             raise BrokenCheckpoint(f"{METADATA}: {names[0]} is not as in the manifest")
-        if strangers := files - self.manifest.files.keys():
-            raise BrokenCheckpoint(f"{METADATA} reads {sorted(map(str, strangers))[0]}, which is not in the manifest")
+        _check_sizes(self.manifest)
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        """The archive of a part of a tensor. Raises BrokenCheckpoint for one that unpacks to more than it is long."""
+        part = super()._slice_file(file, sinfo)
+        try:
+            members = zipfile.ZipFile(_Archive(part, sinfo.length)).infolist()
+        except (zipfile.BadZipFile, ValueError, EOFError) as error:
+            raise BrokenCheckpoint(f"{sinfo.relative_path}: not an archive of torch at byte {sinfo.offset}") from error
+        packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        if packed or sum(member.file_size for member in members) > sinfo.length:
+            raise BrokenCheckpoint(f"{sinfo.relative_path}: the archive at byte {sinfo.offset} unpacks to more")
+        part.seek(0)
+        return part
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's table, read once."""
@@ -163,6 +224,51 @@ class SafeReader(FileSystemReader):
         except CheckpointException as error:
             raise BrokenCheckpoint(load_failure(error)) from error
         return tensors
+
+
+class _Archive(io.RawIOBase):
+    """A part of a file for zipfile: torch's view of it takes an offset from the end with the wrong sign."""
+
+    def __init__(self, part: IO[bytes], length: int) -> None:
+        self._part, self._length = part, length
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The place of the next byte."""
+        return self._part.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place, and return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence]
+        return self._part.seek(base + offset)
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        return self._part.read(size)
+
+
+def _check_place(info: _StorageInfo, files: Mapping[str, FileEntry] | None) -> None:
+    """Raise BrokenCheckpoint unless a part of a tensor is, as it is, in one of the files, if those are given."""
+    name, place = info.relative_path, (info.offset, info.length)
+    if files is None:
+        return
+    if name not in files:
+        raise BrokenCheckpoint(f"{METADATA} reads {name}, which is not in the manifest")
+    if not all(type(each) is int and each >= 0 for each in place) or sum(place) > files[name].size:
+        raise BrokenCheckpoint(f"{METADATA} reads {info.length} bytes at {info.offset}, beyond the end of {name}")
+    if info.transform_descriptors:
+        raise BrokenCheckpoint(f"{METADATA} has {name} unpacked, and a save packs nothing")
+
+
+def _check_sizes(manifest: Manifest) -> None:
+    """Raise BrokenCheckpoint if the tensors are larger than the files that hold them."""
+    wanted = sum(math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize for entry in manifest.tensors.values())
+    stored = sum(entry.size for entry in manifest.files.values())
+    if wanted > stored:
+        raise BrokenCheckpoint(f"{METADATA} has tensors of {wanted} bytes, and the files have {stored}")
 
 
 class SafePlanner(DefaultLoadPlanner):

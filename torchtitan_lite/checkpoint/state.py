@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.changes import tensor_changes
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
+from torchtitan_lite.checkpoint.manifest import MOST_JSON_BYTES, BrokenCheckpoint, TensorEntry, read_regular
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
@@ -145,7 +145,7 @@ def load_random_state(path: Path, *, device: torch.device) -> None:
     """Have this rank's random generators go on from what a checkpoint's file holds. One that it lacks, CUDA's of a run
     on CPU, stays. Raises BrokenCheckpoint for a file of another kind."""
     try:
-        state = json.loads(path.read_text())
+        state = json.loads(read_regular(path, most=MOST_JSON_BYTES))
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         inner = state["numpy"]["state"]
@@ -153,7 +153,9 @@ def load_random_state(path: Path, *, device: torch.device) -> None:
         torch.set_rng_state(_decode(state["torch"]))
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except BrokenCheckpoint:
+        raise
+    except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
 
 
