@@ -359,9 +359,10 @@ def _not_free(path: Path, entries: Iterable[str]) -> list[str]:
 
 
 def _check_nothing_foreign(path: Path, entries: Iterable[str], *, resumed_config: str | None) -> None:
-    """Raise ConfigError if a run in the folder, which has no status.json of ours, would move or replace something. A
-    checkpoint that verifies shows that all else is a run's, but for a status.json, and for a config.toml of another
-    text than `resumed_config`."""
+    """Raise ConfigError if a run would move or replace something in the folder, which has no status.json of ours.
+
+    With a checkpoint to resume from, all else is a run's too, except a status.json, and a config.toml whose text is not
+    `resumed_config`."""
     foreign = _not_free(path, entries)
     if resumed_config is not None:
         config = path / CONFIG_FILE

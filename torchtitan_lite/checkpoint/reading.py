@@ -251,7 +251,7 @@ class _Archive(io.RawIOBase):
 
 
 def _check_place(info: _StorageInfo, files: Mapping[str, FileEntry] | None) -> None:
-    """Raise BrokenCheckpoint unless a part of a tensor is, as it is, in one of the files, if those are given."""
+    """Raise BrokenCheckpoint unless a part of a tensor lies, unpacked, within one of the files, if those are given."""
     name, place = info.relative_path, (info.offset, info.length)
     if files is None:
         return
