@@ -105,6 +105,7 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
     except RunError as error:
         if folder is not None:
             folder.refuse(cause=str(error), exit_code=error.exit_code)
+            folder.close()
         raise
     return folder, resume
 

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +186,8 @@ def contents(path: Path) -> dict[str, str | None]:
     """What is in a folder and behind its links, with the text of files."""
     found = (Path(folder) / name for folder, *names in os.walk(path, followlinks=True) for name in sum(names, []))
     files = {str(each.relative_to(path)): each.read_text() if each.is_file() else None for each in found}
-    return files | ({".lock": None} if ".lock" in files else {})  # which says who held it last
+    files.pop(".lock", None)  # which says who held it last
+    return files
 
 
 def refuse(path: Path, match: str, *, resume: bool = False) -> None:
@@ -301,19 +301,6 @@ def test_a_kill_at_any_first_write_leaves_a_folder_that_starts_again(
         if left >= 0:
             break
     assert after > 8
-
-
-def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
-    first = open_run_folder(tmp_path)
-    second: list[RunFolder] = []
-    waiting = threading.Thread(target=lambda: second.append(open_run_folder(tmp_path)))
-    waiting.start()
-    time.sleep(0.5)
-    first.refuse(cause="refused", exit_code=2)
-    first.close()
-    waiting.join()
-    assert os.path.samestat((tmp_path / ".lock").stat(), os.fstat(second[0]._lock))
-    assert second[0]._made_lock
 
 
 def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:

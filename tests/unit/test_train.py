@@ -49,7 +49,7 @@ def test_the_first_run_in_a_folder_that_holds_something_else_leaves_it_alone(wor
         opened_step(tmp_path)
     with pytest.raises(CheckpointError, match=r"load_step = 7: .* has no checkpoint of that step"):
         opened_step(tmp_path, load_step=7)
-    assert names(tmp_path) == ["config.toml"]
+    assert names(tmp_path) == [".lock", "config.toml"]
 
 
 def test_a_copied_checkpoint_is_resumed_and_its_config_replaced(world: None, tmp_path: Path) -> None:

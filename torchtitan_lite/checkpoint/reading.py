@@ -14,11 +14,10 @@ import math
 import pickle
 import pickletools
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -191,19 +190,6 @@ class SafeReader(FileSystemReader):
             raise BrokenCheckpoint(f"{METADATA}: {names[0]} is not as in the manifest")
         _check_sizes(self.manifest)
 
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        """The archive of a part of a tensor. Raises BrokenCheckpoint for one that unpacks to more than it is long."""
-        part = super()._slice_file(file, sinfo)
-        try:
-            members = zipfile.ZipFile(_Archive(part, sinfo.length)).infolist()
-        except (zipfile.BadZipFile, ValueError, EOFError) as error:
-            raise BrokenCheckpoint(f"{sinfo.relative_path}: not an archive of torch at byte {sinfo.offset}") from error
-        packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
-        if packed or sum(member.file_size for member in members) > sinfo.length:
-            raise BrokenCheckpoint(f"{sinfo.relative_path}: the archive at byte {sinfo.offset} unpacks to more")
-        part.seek(0)
-        return part
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's table, read once."""
         return self._table
@@ -224,30 +210,6 @@ class SafeReader(FileSystemReader):
         except CheckpointException as error:
             raise BrokenCheckpoint(load_failure(error)) from error
         return tensors
-
-
-class _Archive(io.RawIOBase):
-    """A part of a file for zipfile: torch's view of it takes an offset from the end with the wrong sign."""
-
-    def __init__(self, part: IO[bytes], length: int) -> None:
-        self._part, self._length = part, length
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """The place of the next byte."""
-        return self._part.tell()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, and return it."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence]
-        return self._part.seek(base + offset)
-
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
-        return self._part.read(size)
 
 
 def _check_place(info: _StorageInfo, files: Mapping[str, FileEntry] | None) -> None:
