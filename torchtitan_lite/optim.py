@@ -52,7 +52,7 @@ class LowBitAdamW(torch.optim.Optimizer):
     floating-point number is rounded stochastically.
 
     Like torch's fused AdamW it takes a `found_inf`, on the device, with which a step leaves all as it was. On a GPU the
-    update is compiled to one kernel a parameter."""
+    update is compiled: to 2 kernels a parameter in bfloat16, 5 to 7 in 8 bits."""
 
     found_inf: Tensor | None = None
 
@@ -155,7 +155,8 @@ def _round_stochastically(x: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor
     take no state, and are the same on all ranks that hold the same elements."""
     dropped, mask = 23 - MANTISSA_BITS[dtype], 2**31 - 1
     place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    bits = (place * 2654435761 + step.long() * 2246822519) & mask
+    # Odd factors modulo 2^32, negative to fit int32: Triton multiplies a place by no other.
+    bits = (place * -0x61C8864F + step.long() * -0x7A143589) & mask
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product is above 2^63
         bits = ((bits >> shift) ^ bits) * factor & mask
     threshold = (bits >> (31 - dropped)).int()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_lite import optim
 from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
@@ -175,6 +176,12 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         assert ((rounded / x - 1).abs() < torch.finfo(dtype).eps).all()  # a neighbour, never one further
         exact = x.to(dtype)
         assert (optim._round_stochastically(exact.float(), dtype, torch.tensor(3.0)).float() == exact.float()).all()
+
+
+def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
+    graph = make_fx(lambda x, step: optim._round_stochastically(x, torch.bfloat16, step))(torch.ones(8), torch.ones(()))
+    constants = [value for node in graph.graph.nodes for value in node.args if type(value) is int]
+    assert len(constants) > 5 and all(-(2**31) <= value < 2**31 for value in constants)
 
 
 def test_what_the_moments_take() -> None:
