@@ -37,11 +37,21 @@ def test_backends_that_the_device_lacks_are_not_timed() -> None:
     assert list(seconds) == ["FLASH_ATTENTION"] and seconds["FLASH_ATTENTION"] > 0
 
 
-def test_a_preferred_backend_is_asked_first_and_none_is_left_out() -> None:
+def test_a_preferred_backend_is_asked_first_and_none_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch._C._get_sdp_priority_order()
+    # What PyTorch does on Hopper at a process's first choice of a backend.
+    own_orders = iter([[int(backend.value) for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)]])
+
+    def choose(*tensors: torch.Tensor, **options: object) -> int:
+        for order in own_orders:
+            torch._C._set_sdp_priority_order(order)
+        return int(SDPBackend.MATH.value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     with torch.compiler.config.patch(cache_key_tag="tp"):
         try:
             prefer_backend("CUDNN_ATTENTION")
+            attention_backend(args(), tp_degree=1, dtype=torch.bfloat16, device=CPU)
             order, tag = torch._C._get_sdp_priority_order(), torch.compiler.config.cache_key_tag
         finally:
             torch._C._set_sdp_priority_order(before)

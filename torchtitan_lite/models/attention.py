@@ -40,8 +40,12 @@ def attention_backend(args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, de
     if masked and device.type == "cuda":
         return "FLEX_ATTENTION"
     mask = torch.ones(1, 1, args.max_seq_len, args.max_seq_len, dtype=torch.bool, device=device) if masked else None
-    q, k, v = attention_inputs(args, batch_size=1, tp_degree=tp_degree, dtype=dtype, device=device)
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)).name
+    return _choice(*attention_inputs(args, batch_size=1, tp_degree=tp_degree, dtype=dtype, device=device), mask).name
+
+
+def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> SDPBackend:
+    """The backend that PyTorch takes for causal attention, or for attention under `mask`."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True))
 
 
 def time_backends(q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
@@ -54,10 +58,13 @@ def time_backends(q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
     seconds = {}
     for backend in FUSED:
         try:
-            with sdpa_kernel(backend):
+            # Allowed alone, a backend that cannot compute attention warns why it cannot.
+            with sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
+                if _choice(q, k, v) != backend:
+                    continue
                 _time(q, k, v)  # the first call may build a plan
                 seconds[backend.name] = statistics.median(_time(q, k, v) for _ in range(TRIALS))
-        except RuntimeError:  # no such kernel for them, on this device
+        except RuntimeError:  # cuDNN may find no kernel only when it is called
             continue
     return seconds
 
@@ -74,6 +81,8 @@ def _time(q: Tensor, k: Tensor, v: Tensor) -> float:
 def prefer_backend(name: str) -> None:
     """Have PyTorch take the backend called `name` before others, from now on in this process, where it can. What was
     compiled with another is not taken from the compiler's cache, which does not tell them apart."""
+    # On Hopper a process's first choice sets an order of its own (torch 2.11 to 2.13): that must be before this one.
+    _choice(*torch.empty(3, 1, 1, 1, 8, device="cuda" if torch.cuda.is_available() else "cpu"))
     chosen = getattr(SDPBackend, name)
     order = [chosen, *(other for other in (*FUSED, SDPBackend.MATH) if other != chosen)]
     torch._C._set_sdp_priority_order([int(backend.value) for backend in order])

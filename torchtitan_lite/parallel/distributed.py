@@ -50,7 +50,6 @@ def init_distributed(comm: CommConfig) -> torch.device:
         torch.cuda.set_device(device)
         _let_segments_grow()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))  # its name before torch 2.12
         backend = "cpu:gloo,cuda:nccl"
     else:
         if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
