@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from torchtitan_lite.config import Config, DatasetConfig, ParallelismConfig, TrainingConfig
+from torchtitan_lite.config import Config, DatasetConfig, ParallelismConfig, TrainingConfig, checks
 from torchtitan_lite.config.checks import (
     BatchSizes,
     ParallelDegrees,
@@ -13,6 +13,7 @@ from torchtitan_lite.config.checks import (
     resolve_shares,
 )
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import FLAVORS
 
 
 def check(world_size: int = 1, unsound: tuple[str, ...] = (), **tables: dict[str, object]) -> list[str]:
@@ -363,3 +364,33 @@ def test_rules_on_unsound_tables_are_left_out() -> None:
     broken = {"model": {"flavor": "7B"}, "compile": {"enable": True, "components": []}}
     assert len(check(**broken)) == 2
     assert [message.split("]")[0] for message in check(unsound=("model",), **broken)] == ["[compile"]
+
+
+MEMORY_BUDGET = {"activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}}
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "tp", "message"),
+    [
+        ("2.11.0+cu130", 1, "of torch 2.11.0+cu130 where n_kv_heads = 8 is not n_heads = 16, as in [model] flavor = "),
+        ("2.12.1", 1, None),
+        ("2.12.1", 2, "of torch 2.12.1 under [parallelism] tensor_parallel_degree = 2; install torch 2.13, or set "),
+        ("2.13.0a0+git1234", 2, None),
+    ],
+)
+def test_a_memory_budget_is_refused_where_it_crashes_the_compiler(
+    torch_version: str, tp: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "version", lambda package: torch_version)
+    found = check(2, parallelism={"tensor_parallel_degree": tp}, model={"flavor": "debugmodel"}, **MEMORY_BUDGET)
+    assert len(found) == (message is not None)
+    if message:
+        assert found[0].startswith(f'[activation_checkpoint] mode = "memory_budget" crashes the compiler {message}')
+
+
+def test_a_memory_budget_works_with_torch_2_11_where_each_head_has_its_own_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "version", lambda package: "2.11.0")
+    monkeypatch.setitem(FLAVORS, "mha", dataclasses.replace(FLAVORS["debugmodel"], n_kv_heads=16))
+    assert check(2, parallelism={"tensor_parallel_degree": 2}, model={"flavor": "mha"}, **MEMORY_BUDGET) == []

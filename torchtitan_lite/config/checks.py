@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.metadata import version
 from pathlib import PurePosixPath
 
 from torchtitan_lite.config.keys import did_you_mean, show
@@ -133,6 +134,10 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("optimizer",), _check_optimizer(c.optimizer)),
         (("compile",), _check_compile(c.compile)),
         (("compile", "activation_checkpoint"), _check_memory_budget(c.compile, c.activation_checkpoint)),
+        (
+            ("model", "parallelism", "activation_checkpoint"),
+            _check_memory_budget_torch(c.model, c.parallelism, c.activation_checkpoint),
+        ),
         (("compile", "parallelism"), _check_async_tensor_parallel(c.compile, c.parallelism)),
         (("float8",), _check_float8(c.float8)),
         (("float8", "training"), _check_float8_training(c.float8, c.training)),
@@ -236,6 +241,29 @@ def _check_memory_budget(compile: CompileConfig, activation_checkpoint: Activati
         yield (
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] enable = true, with '
             '"model" among its components, or the mode to "selective"'
+        )
+
+
+def _check_memory_budget_torch(
+    model: ModelConfig, parallelism: ParallelismConfig, activation_checkpoint: ActivationCheckpointConfig
+) -> Iterator[str]:
+    """The compiler of torch 2.11 cannot count the FLOPs of grouped-query attention on a GPU, and the compiler of torch
+    2.12 takes DTensor's mesh for an activation of unknown size."""
+    if activation_checkpoint.mode != "memory_budget":
+        return
+    torch_version = version("torch")
+    minor = tuple(int(part) for part in torch_version.split(".")[:2])
+    rule = f'[activation_checkpoint] mode = "memory_budget" crashes the compiler of torch {torch_version}'
+    args, tp = FLAVORS.get(model.flavor), parallelism.tensor_parallel_degree
+    if minor < (2, 12) and args and args.n_kv_heads != args.n_heads:
+        yield (
+            f"{rule} where n_kv_heads = {args.n_kv_heads} is not n_heads = {args.n_heads}, as in [model] flavor = "
+            f'{show(model.flavor)}; install torch 2.13, or set the mode to "selective"'
+        )
+    if minor == (2, 12) and tp > 1:
+        yield (
+            f"{rule} under [parallelism] tensor_parallel_degree = {tp}; install torch 2.13, or set the degree to 1 or "
+            'the mode to "selective"'
         )
 
 

@@ -42,6 +42,9 @@ def apply_compile(
     if activation_checkpoint.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
         weigh_cudnn_attention()
+        if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):  # from torch 2.13 on
+            # Under tensor parallelism a block keeps DTensor's mesh, which holds no activations.
+            torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
     if compile.covers("model"):
         for block in model.get_submodule("layers").children():
             block.compile(fullgraph=True)
