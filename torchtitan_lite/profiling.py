@@ -18,8 +18,16 @@ SNAPSHOT_EVENTS = 100_000
 class Profiler:
     """Tells the profilers that a step has ended. Made by `profile`."""
 
-    def __init__(self, trace: torch.profiler.profile | None, snapshots: Path | None, *, freq: int, rank: int) -> None:
+    def __init__(
+        self, trace: torch.profiler.profile | None, snapshots: Path | None, *, freq: int, rank: int, done_steps: int
+    ) -> None:
         self._trace, self._snapshots, self._freq, self._rank = trace, snapshots, freq, rank
+        self._done_steps = done_steps
+
+    def writes(self, step: int) -> bool:
+        """Whether a trace or a snapshot is written after `step`."""
+        traced = self._trace is not None and (step - self._done_steps) % self._freq == 0
+        return traced or (self._snapshots is not None and step % self._freq == 0)
 
     def end_step(self, step: int) -> None:
         """Write what is due after `step`."""
@@ -76,7 +84,7 @@ def profile(
                     activities=activities, schedule=schedule, on_trace_ready=export, record_shapes=True
                 )
             )
-        profiler = Profiler(trace, snapshots, freq=freq, rank=rank)
+        profiler = Profiler(trace, snapshots, freq=freq, rank=rank, done_steps=done_steps)
         try:
             yield profiler
         except torch.OutOfMemoryError:

@@ -261,7 +261,9 @@ class Trainer:
             try:
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
-                    profiler.end_step(step)
+                    writes = profiler.writes(step)
+                    with self.metrics.outside_step("profiling", step=step) if writes else contextlib.nullcontext():
+                        profiler.end_step(step)
             except Stopped as stopped:
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()
@@ -278,7 +280,7 @@ class Trainer:
         return STOPPED_EXIT_CODE if stopped_by else 0
 
     def advance(self, step: int) -> None:
-        """Train, log and follow up `step`. Validation and checkpoints are in no step's time."""
+        """Train, log and follow up `step`. Validation, checkpoints and garbage collection are in no step's time."""
         config = self.config
         measured = self.numerics.due(step) and step > self.first_step  # the first compiles, within a longer time-out
         observer = StepObserver() if step == self.first_step else None
@@ -300,10 +302,10 @@ class Trainer:
             self.validate(step)
         if saves:
             self.save()
-        if step % config.training.gc_freq == 0:
-            gc.collect()
+        if step == self.first_step or step % config.training.gc_freq == 0:
+            with self.metrics.outside_step("gc", step=step):
+                gc.collect()
         if step == self.first_step:
-            gc.collect()
             gc.freeze()  # what stays for the whole run is not looked at again
             set_timeouts(config.comm.train_timeout_seconds, but_of=self.checkpointer.group)
             self.watchdog.timeout_s = config.comm.train_timeout_seconds

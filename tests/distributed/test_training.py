@@ -22,10 +22,10 @@ def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> No
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
     _, *steps, last = ask("reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2)
     # In each step what the ranks agree on before its two forward passes, and the state of the CPU's random generator:
-    # both are on the CPU on any device. In the last step the values of all six, and the records of steps 1, 3 and 6.
-    # After the first, ranks also agree on what it ran.
+    # both are on the CPU on any device. In the last step the values of steps 2 to 6, and the records of steps 3 and 6.
+    # After the first, ranks also agree on what it ran, and garbage is collected, before which its record is made.
     assert steps == [{"tolist": 2, "numpy": 1}] * 4
-    assert last == {"tolist": 2 + 6 + 3, "numpy": 1}
+    assert last == {"tolist": 2 + 5 + 2, "numpy": 1}
 
 
 @pytest.mark.timeout(300)
@@ -97,3 +97,11 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     assert read_losses(folder) == before
     (previous,) = (folder / "previous").iterdir()
     assert read_losses(previous) == before
+
+
+@pytest.mark.timeout(300)
+def test_garbage_collection_and_traces_are_in_no_steps_time(tmp_path: Path) -> None:
+    settings = [f"{STEPS}=6", "--training.gc_freq=3", "--profiling.enable_profiling", "--profiling.profile_freq=4"]
+    output = finish(*train_arguments(tmp_path, *settings), processes=1)
+    outside = re.findall(r"step (\d)/6  (gc|profiling)_s \d", output)
+    assert outside == [("1", "gc"), ("3", "gc"), ("4", "profiling"), ("6", "gc")]

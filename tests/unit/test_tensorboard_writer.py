@@ -34,7 +34,17 @@ CURVES = {
     "validation_metrics/global_avg_loss": 5.5,
     "time_metrics/validation_s": 2.0,
     "time_metrics/checkpoint_s": 3.0,
+    "time_metrics/gc_s": 5.0,
+    "time_metrics/profiling_s": 6.0,
     "time_metrics/compile_s": 4.0,
+}
+OUTSIDE = {
+    "validation_loss": 5.5,
+    "validation_s": 2.0,
+    "checkpoint_s": 3.0,
+    "compile_s": 4.0,
+    "gc_s": 5.0,
+    "profiling_s": 6.0,
 }
 
 
@@ -79,7 +89,7 @@ def read_hparams(events: EventAccumulator) -> dict[str, plugin_data_pb2.HParamsP
 def test_tags(tmp_path):
     writer = open_writer(tmp_path)
     writer.write(RECORD)
-    writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0, "compile_s": 4.0})
+    writer.write_scalars(12, OUTSIDE)
     writer.close(None)
     curves = {tag: points for tag, points in read_curves(tmp_path).items() if not tag.startswith("pages/")}
     assert curves == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
@@ -114,7 +124,7 @@ def test_curves_are_on_disk_before_they_are_closed(tmp_path):
 def test_every_curve_of_a_page_can_be_drawn(tmp_path):
     writer = open_writer(tmp_path, numerics=True)
     writer.write(replace(RECORD, mfu_fp8_peak=7.0))
-    writer.write_scalars(12, {"validation_loss": 5.5, "validation_s": 2.0, "checkpoint_s": 3.0, "compile_s": 4.0})
+    writer.write_scalars(12, OUTSIDE)
     casts = dict.fromkeys(("input", "weight", "grad_output"), WEIGHT)
     writer.write_numerics(12, {"attention.wo": casts, "feed_forward.w2": casts})
     writer.close(None)
@@ -158,6 +168,8 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
         "time_metrics/compile_s",
         "time_metrics/checkpoint_s",
         "time_metrics/validation_s",
+        "time_metrics/gc_s",
+        "time_metrics/profiling_s",
     }
 
 

@@ -49,7 +49,7 @@ PAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "memory": {"peak, GiB": ("memory_gib",)},
     "times": {
         "step, seconds": ("step_time_s", "data_time_s"),
-        "outside of steps, seconds": ("compile_s", "checkpoint_s", "validation_s"),
+        "outside of steps, seconds": ("compile_s", "checkpoint_s", "validation_s", "gc_s", "profiling_s"),
     },
     "float8": {
         "SQNR of inputs, dB": ("sqnr_db/input/",),
