@@ -35,6 +35,8 @@ OVERRUN = 3.0
 """Times its expected seconds that a row may take."""
 LEAST_S = 30.0
 """That any row may take: where little is expected, a busy machine adds more than a multiple of it."""
+FIRST_SHARE = 0.5
+"""Of the time left, that a row may take where none that compiles the same is done: how long that takes is a guess."""
 END_S = 3.0
 """Of the budget, kept for the end."""
 CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0
@@ -123,17 +125,25 @@ class Benchmark:
         return folder
 
     def expected_s(self, row: Row) -> float:
-        """Seconds that `row` has taken; or should take, by what rows of its shape have taken at most, in steps as a
-        multiple of what was expected, and besides them."""
+        """Seconds that `row` has taken; or should take, by what rows of its shape have taken at most in steps, as a
+        multiple of what was expected, and besides them, by those that compile the same."""
         done, known = self._done, self.forecasts[row.name]
         if row.name in done:
             return done[row.name]["seconds"]
         alike = [each for each in done.values() if each["shape"] == row.shape.name]
         paces = [each["step_time_s"] / self.forecasts[each["name"]].step_s for each in alike]
-        overheads = [
-            each["seconds"] - row.steps * each["step_time_s"] for each in alike if each["compile"] == row.compiled
+        overhead_s = max(self._overheads(row), default=known.overhead_s)
+        return overhead_s + row.steps * known.step_s * max(paces, default=1.0)
+
+    def _overheads(self, row: Row) -> list[float]:
+        """Seconds besides their steps of the rows that compile what `row` does: float8 compiles several times as long
+        as bf16, and an eager row nothing."""
+        return [
+            each["seconds"] - row.steps * each["step_time_s"]
+            for each in self._done.values()
+            if (each["shape"], each["compile"]) == (row.shape.name, row.compiled)
+            and (not row.compiled or each["recipe"] == row.recipe)
         ]
-        return max(overheads, default=known.overhead_s) + row.steps * known.step_s * max(paces, default=1.0)
 
     def run(self) -> None:
         """Measure all rows that the budget allows for, and take some apart where that is asked for."""
@@ -171,7 +181,8 @@ class Benchmark:
 
     def _measure(self, row: Row, *, left_s: float) -> None:
         began, folder = time.monotonic(), self._new_folder()
-        limit_s = min(left_s, max(OVERRUN * self.expected_s(row), LEAST_S))
+        least_s = LEAST_S if self._overheads(row) else max(LEAST_S, FIRST_SHARE * left_s)
+        limit_s = min(left_s, max(OVERRUN * self.expected_s(row), least_s))
         outcome = self._call(train, self._config(row, folder), row.args, False, timeout_s=limit_s, folder=folder)
         if outcome.status == "timed out" and limit_s == left_s:
             self._skip(row.name, NO_TIME)

@@ -236,6 +236,21 @@ def test_a_small_model_that_waits_for_the_host_costs_the_large_ones_no_time(
     assert "8B" in shapes[shapes.index("debug") :] and found["seconds"] > 480  # of 525
 
 
+def test_a_recipe_that_has_not_run_yet_has_time_to_compile_whatever_bf16_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"name": "NVIDIA H200", "memory_gib": 139.0, "float8": True, "ceilings": {"bf16": 800.0, "fp8": 1500.0}}
+    runs = FakeRuns(seconds=5.0, device=gpu)
+    found = run(tmp_path, runs, monkeypatch, quick=False, only="8B op compiled b1")
+    assert [row["recipe"] for row in found["rows"]] == ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+    left = [525.0 - 3.0 - 5.0 * number for number in range(4)]
+    assert runs.timeouts == pytest.approx([seconds / 2 for seconds in left])
+    again = FakeRuns(seconds=5.0, device=gpu)
+    (tmp_path / "again").mkdir()
+    found = run(tmp_path / "again", again, monkeypatch, quick=False, only="8B compiled tensorwise")
+    assert again.timeouts[0] > 200 > max(again.timeouts[1:])  # what compiling takes is known from the first on
+
+
 def test_no_time_is_kept_for_the_profile_of_a_row_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Benchmark, "expected_s", lambda benchmark, row: 18.0)  # of 80
     kept = run(tmp_path, FakeRuns(seconds=14.0), monkeypatch, profile=True)
