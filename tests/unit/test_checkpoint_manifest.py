@@ -3,10 +3,12 @@
 import errno
 import hashlib
 import json
+import platform
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from hypothesis import given
@@ -203,6 +205,16 @@ def test_ranks_share_the_hashing(folder, monkeypatch):
         shares.append(tuple(read))
         read.clear()
     assert shares == [("__0_0.distcp", "__1_0.distcp"), (".metadata",), ("rank-00000.json",)]  # by size
+
+
+def test_a_package_that_is_run_from_its_folder_has_no_version(monkeypatch):
+    def find(name: str) -> str:
+        if name == "torchtitan_lite":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(manifest, "version", find)
+    assert manifest.installed_versions() == {"torch": "1.0", "torchao": "1.0", "python": platform.python_version()}
 
 
 def test_neither_manifests_nor_folders_nor_reports_import_torch():

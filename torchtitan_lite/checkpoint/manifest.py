@@ -8,9 +8,9 @@ import json
 import platform
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,9 +117,11 @@ _READER = TypeAdapter(Manifest)
 
 
 def installed_versions() -> dict[str, str]:
-    """What a manifest written now says of versions."""
-    packages = {name: version(name) for name in ("torchtitan_lite", "torch", "torchao")}
-    return packages | {"python": platform.python_version()}
+    """Versions for a manifest that is written now; this package has none where it is run from its folder."""
+    versions = {"torch": version("torch"), "torchao": version("torchao"), "python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        versions["torchtitan_lite"] = version("torchtitan_lite")
+    return versions
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
