@@ -1,0 +1,41 @@
+"""A program of the project on the fake GPU: `program.py train ARGUMENTS`, under torchrun, or `program.py bench
+ARGUMENTS`. Added are the models of these tests. Taken out is what needs values and times of a device: the checks that
+weights are finite, when they were made and when they are saved, and the timing of a kernel's configurations."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from running import FLAVORS_OF_TESTS
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from triton.runtime.autotuner import Autotuner
+
+from torchtitan_lite import train
+from torchtitan_lite.checkpoint import checkpointer
+from torchtitan_lite.errors import run_script
+from torchtitan_lite.models import init
+from torchtitan_lite.models.flavors import FLAVORS
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+# At the level of the module, and so in processes too that multiprocessing starts from this one.
+FLAVORS.update(FLAVORS_OF_TESTS)
+init._all_finite = lambda tensor: True
+checkpointer.first_non_finite = lambda state: None
+build_autotuner = CachingAutotuner.__init__
+
+
+def take_first_configuration(self: CachingAutotuner, *args: Any, configs: list[Any], **kwargs: Any) -> None:
+    build_autotuner(self, *args, configs=configs[:1], **kwargs)
+
+
+CachingAutotuner.__init__ = take_first_configuration
+Autotuner._bench = lambda self, *args, config, **kwargs: [float(self.configs.index(config))] * 3
+
+if __name__ == "__main__":
+    if sys.argv.pop(1) == "train":
+        train.main()
+    else:
+        import bench
+
+        run_script(bench.main)

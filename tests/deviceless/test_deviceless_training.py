@@ -1,0 +1,133 @@
+"""What a run does on a GPU, but for values and times: that it ends well, its float8 matmuls, its waits, its memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from running import FLAVORS_OF_TESTS, TWO_LAYERS, train
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.plan import make_plan, resolve_device
+
+pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
+COMPILED = "--compile.enable"
+FLOAT8 = "--float8.enable_float8_linear"
+GATHERED = "--float8.enable_fsdp_float8_all_gather"
+PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
+TP = "--parallelism.tensor_parallel_degree=2"
+SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
+BLACKWELL = {"FAKE_GPU_MAJOR": "10", "FAKE_GPU_NAME": "NVIDIA B200", "FAKE_GPU_GIB": "178"}
+PER_MATMUL = 7 * 2 * 2 * 3
+"""Seven linears in each of two layers, two microbatches, three steps."""
+TENSORWISE = {
+    "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
+    "matmul e4m3 x e5m2, scales: tensor, tensor": 2 * PER_MATMUL,
+}
+# For gradients, whose sums must be exact, torchao multiplies without scales and then scales the rows of the product.
+ROWWISE = {
+    "matmul e4m3 x e4m3, scales: row, row": PER_MATMUL,
+    "matmul e4m3 x e4m3, scales: tensor, tensor": 2 * PER_MATMUL,
+}
+GW_HP = {
+    "matmul e4m3 x e4m3, scales: row, row": PER_MATMUL,
+    "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
+}
+MXFP8 = {"matmul e4m3 x e4m3, scales: 32, 32": 3 * PER_MATMUL}
+CASTS = 2 * 4 * 8192 * 14336 / 2**30
+"""GiB of an activation of w2, twice in float32: what eager casts to float8 hold, and the planner leaves out."""
+
+
+def recipe(name: str) -> tuple[str, str]:
+    return FLOAT8, f"--float8.recipe_name={name}"
+
+
+def checkpointing(mode: str, *more: str) -> tuple[str, ...]:
+    return f"--activation_checkpoint.mode={mode}", *more
+
+
+@dataclass(frozen=True)
+class Case:
+    overrides: tuple[str, ...]
+    matmuls: dict[str, int] = field(default_factory=dict)
+    """In float8, of each rank."""
+    gpus: int = 1
+    device: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the fake GPU."""
+    steady: bool = False
+    """Whether the waits of longer runs are compared too."""
+
+    @property
+    def words(self) -> list[str]:
+        """What is added to the config."""
+        dp_degree = 1 if TP in self.overrides else self.gpus
+        return [f"--training.global_batch_size={2 * dp_degree}", *self.overrides]
+
+
+CASES = {
+    # Optimizer states.
+    "float32 states": Case(("--optimizer.state_dtype=float32",), steady=True),
+    "bfloat16 states": Case(("--optimizer.state_dtype=bfloat16",)),
+    "int8 states": Case(("--optimizer.state_dtype=int8",), steady=True),
+    "float8 states": Case(("--optimizer.state_dtype=float8",)),
+    # Float8.
+    "tensorwise": Case((FLOAT8,), TENSORWISE, steady=True),
+    "tensorwise, compiled": Case((FLOAT8, COMPILED), TENSORWISE, steady=True),
+    "tensorwise, gathered": Case((FLOAT8, GATHERED), TENSORWISE),
+    "tensorwise, gathered, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE),
+    "rowwise": Case(recipe("rowwise"), ROWWISE),
+    "rowwise, compiled": Case((*recipe("rowwise"), COMPILED), ROWWISE),
+    "rowwise_with_gw_hp": Case(recipe("rowwise_with_gw_hp"), GW_HP),
+    "rowwise_with_gw_hp, compiled": Case((*recipe("rowwise_with_gw_hp"), COMPILED), GW_HP),
+    "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL),
+    "mxfp8, compiled": Case((*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, steady=True),
+    # What is recomputed.
+    "bf16, compiled": Case((COMPILED,)),
+    "selective op": Case(checkpointing("selective")),
+    "selective op, compiled": Case((*checkpointing("selective"), COMPILED)),
+    "selective 2": Case(checkpointing("selective", "--activation_checkpoint.selective_ac_option=2")),
+    "full": Case(checkpointing("full")),
+    "memory budget": Case((*checkpointing("memory_budget"), COMPILED)),
+    "auto": Case(checkpointing("auto")),
+    # Attention within documents.
+    "document mask": Case(("--training.document_mask",)),
+    "document mask, compiled": Case(("--training.document_mask", COMPILED)),
+    # Layouts.
+    "FSDP": Case((FLOAT8, GATHERED, PRECOMPUTED), TENSORWISE, gpus=2, steady=True),
+    "FSDP, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2),
+    "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2, steady=True),
+    "TP, compiled": Case((FLOAT8, TP, COMPILED), TENSORWISE, gpus=2),
+    "TP, memory budget": Case((TP, *checkpointing("memory_budget"), COMPILED), gpus=2),
+    "CPU offload": Case((*SMALL, "--training.enable_cpu_offload")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    if case.device and version("torchao") < "0.18":
+        pytest.skip("torchao has no MXFP8 for training before 0.18")
+    run = train(tmp_path / "run", *case.words, gpus=case.gpus, env=case.device)
+    assert run.float8_matmuls == case.matmuls
+
+    if SMALL[0] not in case.overrides:  # else what the libraries take for themselves is most of it
+        assert run.reserved_gib <= planned_gib(case, monkeypatch)
+
+    if case.steady:  # the first run compiled, for which the host may wait, too
+        waits = [
+            train(tmp_path / steps, *case.words, f"--training.steps={steps}", gpus=case.gpus, env=case.device).waits
+            for steps in ("3", "6")
+        ]
+        assert waits[0] == waits[1]
+
+
+def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
+    """What the planner says that a GPU reserves at most."""
+    for flavor, args in FLAVORS_OF_TESTS.items():
+        monkeypatch.setitem(FLAVORS, flavor, args)
+    config = load_config(["--job.config_file", str(TWO_LAYERS), *case.words], world_size=case.gpus)
+    device = resolve_device("B200" if case.device else "H100 SXM")
+    reserved = make_plan(config, world_size=case.gpus, device=device)["memory"]["reserved"] / 2**30
+    return reserved + (CASTS if FLOAT8 in case.overrides and COMPILED not in case.overrides else 0)
