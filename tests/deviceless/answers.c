@@ -1,14 +1,18 @@
-// What calls answer in a line each. The first six arguments are a to f; CUDA's headers, which have the real
-// signatures, are not included here. Success is 0.
+// What calls answer, a line each. Their first six arguments are a to f: CUDA's headers, which have
+// the real signatures, are not included here. Success is 0.
 
+#define _GNU_SOURCE
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 int cudaGetDevice(int *number);
 int fake_device_count(void);
 int fake_malloc(void **start, size_t bytes);
 int fake_pinned_malloc(void **start, size_t bytes);
+const char *fake_device_name(void);
 void fake_count(const char *format, ...);
 void fake_copy(void *to, const void *from, size_t bytes);
 void fake_free(void *start);
@@ -24,7 +28,7 @@ void fake_pinned_free(void *start);
 #define HANDLE(argument) *(void **)argument
 #define TEXT(text) return (long)text
 
-enum { NVML_UNSUPPORTED = 3, DRIVER_NOT_FOUND = 500, RUNTIME_UNSUPPORTED = 801, CUDNN_UNSUPPORTED = 3000 };
+enum { NVML_UNSUPPORTED = 3, NOT_FOUND = 500, UNSUPPORTED = 801, CUDNN_UNSUPPORTED = 3000 };
 static char context[8];
 
 // Memory.
@@ -42,18 +46,19 @@ ANSWER(cudaMemcpyAsync, fake_copy(a, b, (size_t)c))
 ANSWER(cudaMemcpyPeerAsync, fake_copy(a, c, (size_t)e))
 ANSWER(cudaMemPoolGetAttribute, *(long *)c = 0)
 ANSWER(cuMemGetAllocationGranularity, *(size_t *)a = 2 << 20)
-ANSWER(cudaIpcGetMemHandle, return RUNTIME_UNSUPPORTED)  // no other process can open this one's memory
+ANSWER(cudaIpcGetMemHandle, return UNSUPPORTED)  // no process can open another's memory
 
 // The device.
 ANSWER(cudaGetDeviceCount, INT(a) = fake_device_count())
 ANSWER(cuDeviceGetCount, INT(a) = fake_device_count())
 ANSWER(cuDeviceGet, INT(a) = (int)(long)b)
+ANSWER(cuDeviceGetName, snprintf(a, (int)(long)b, "%s", fake_device_name()))
 ANSWER(cudaDeviceCanAccessPeer, INT(a) = 1)
 ANSWER(cuDevicePrimaryCtxGetState, INT(b) = 0; INT(c) = 1)
 ANSWER(cuDevicePrimaryCtxRetain, HANDLE(a) = context)
 ANSWER(cuCtxGetCurrent, HANDLE(a) = context)
 ANSWER(cuCtxGetDevice, return cudaGetDevice(a))
-ANSWER(cuGetExportTable, return DRIVER_NOT_FOUND)  // for libraries that hold a runtime of their own: no device
+ANSWER(cuGetExportTable, return NOT_FOUND)  // what has a runtime of its own finds no device
 ANSWER(cudaGetErrorName, TEXT("fake CUDA error"))
 ANSWER(cudaGetErrorString, TEXT(((long)a == 2 ? "out of memory" : "fake CUDA error")))
 ANSWER(cuGetErrorString, HANDLE(b) = "fake CUDA driver error")
@@ -70,6 +75,10 @@ ANSWER(cudaStreamGetCaptureInfo, INT(b) = 0; if (c) *(long *)c = 0)
 ANSWER(cudaEventCreate, HANDLE(a) = calloc(1, 16))
 ANSWER(cudaEventCreateWithFlags, HANDLE(a) = calloc(1, 16))
 ANSWER(cudaEventDestroy, free(a))
+ANSWER(cudaEventRecord, clock_gettime(CLOCK_MONOTONIC, a))
+ANSWER(cudaEventRecordWithFlags, clock_gettime(CLOCK_MONOTONIC, a))
+ANSWER(cudaLaunchHostFunc, ((void (*)(void *))b)(c))
+ANSWER(cudaStreamAddCallback, ((void (*)(void *, int, void *))b)(a, 0, c))
 ANSWER(cudaStreamSynchronize, fake_count("wait for a stream"))
 ANSWER(cudaDeviceSynchronize, fake_count("wait for the device"))
 ANSWER(cudaEventSynchronize, fake_count("wait for an event"))
@@ -79,6 +88,7 @@ ANSWER(__cudaRegisterFatBinary, return (long)malloc(8))
 ANSWER(__cudaGetKernel, HANDLE(a) = b)
 ANSWER(__cudaLaunchKernel, fake_launch(a))
 ANSWER(cudaLaunchKernel, fake_launch(a))
+ANSWER(cudaLaunchKernelExC, fake_launch(b))
 ANSWER(cudaLaunchCooperativeKernel, fake_launch(a))
 ANSWER(cudaOccupancyMaxActiveBlocksPerMultiprocessor, INT(a) = 2)
 ANSWER(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, INT(a) = 2)
@@ -91,7 +101,8 @@ ANSWER(cuLaunchKernel, fake_count("kernel %s", a))
 ANSWER(cuLaunchCooperativeKernel, fake_count("kernel %s", a))
 ANSWER(cuLaunchKernelEx, fake_count("kernel %s", b))
 
-// cuBLAS, cuBLASLt; cuDNN, which refuses every graph, because its engines ask for the device: other kernels are taken.
+// cuBLAS, cuBLASLt; cuDNN, which refuses every graph, as its engines ask the device: PyTorch takes
+// other kernels.
 ANSWER(cublasCreate_v2, HANDLE(a) = malloc(1))
 ANSWER(cublasGetMathMode, INT(b) = 0)
 ANSWER(cublasGetPointerMode_v2, INT(b) = 0)

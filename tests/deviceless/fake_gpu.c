@@ -1,10 +1,11 @@
-// A GPU that computes nothing, for PyTorch's CUDA build on a machine without a GPU: memory, device, kernels, matmuls.
-// answers.c says in a line each what the other calls answer, and fake_gpu.py generates those that only succeed.
+// A GPU that computes nothing, for PyTorch's CUDA build on a machine without a GPU. Here are its
+// memory, its device, its kernels and its matmuls. answers.c has a line for each of the other calls
+// that answer something, and fake_gpu.py generates those that only succeed.
 //
-// The library is preloaded, so that PyTorch's calls of CUDA end here; it is also what is found by the names of the
-// driver and of NVML. Kernels, matmuls and collectives do not run: they are counted. Device memory is a range of
-// addresses, so that allocators see the sizes of a real device. It holds zeros: that is what copies from it bring, and
-// nothing is ever written there.
+// The library is preloaded, so that PyTorch's calls of CUDA end here; it is also found by the names
+// of the driver and of NVML. Kernels, matmuls and collectives do not run: they are counted. Device
+// memory is a range of addresses, so that allocators see the sizes of a real device. It holds
+// zeros: copies from it bring them, and nothing is ever written there.
 
 #define _GNU_SOURCE
 #include <cublasLt.h>
@@ -23,14 +24,14 @@
 #include <time.h>
 #include <unistd.h>
 
-// Settings: environment variables, read at each use, because a process may have been forked before they were set.
+// Settings: environment variables, read at each use, as a process may fork before they are set.
 
 static double number_setting(const char *name, double otherwise) {
     const char *text = getenv(name);
     return text ? atof(text) : otherwise;
 }
 
-static const char *device_name(void) {
+const char *fake_device_name(void) {
     const char *name = getenv("FAKE_GPU_NAME");
     return name ? name : "NVIDIA H100 80GB HBM3";
 }
@@ -41,8 +42,8 @@ static int capability_major(void) { return number_setting("FAKE_GPU_MAJOR", 9); 
 
 int fake_device_count(void) { return number_setting("FAKE_GPU_COUNT", 1); }
 
-// Counters: a table in a file of the folder FAKE_GPU_COUNTS, one file a process. The file is mapped, so that the
-// counts outlive the process however it ends.
+// Counters: a table in a file of the folder FAKE_GPU_COUNTS, one file a process. The file is
+// mapped, so that the counts outlive the process however it ends.
 
 enum { COUNTERS = 4096 };
 
@@ -83,7 +84,7 @@ void fake_count(const char *format, ...) {
     for (const char *c = name; *c; c++) hash = hash * 33 + (unsigned char)*c;
 
     pthread_mutex_lock(&lock);
-    if (counted_process != getpid()) open_counters(folder);  // the first call, or the first after a fork
+    if (counted_process != getpid()) open_counters(folder);  // also after a fork
     for (int probes = 0; probes < COUNTERS; probes++) {
         Counter *counter = &counters[(hash + probes) % COUNTERS];
         if (!counter->n) strcpy(counter->name, name);
@@ -94,7 +95,7 @@ void fake_count(const char *format, ...) {
     pthread_mutex_unlock(&lock);
 }
 
-// Memory. An arena hands out addresses in steps of 2 MiB, as the driver does, and none of them twice.
+// Memory. An arena hands out addresses in steps of 2 MiB, as the driver does, and none twice.
 
 enum { GRANULE = 2 << 20 };
 #define ARENA_BYTES (16ul << 40)
@@ -112,7 +113,8 @@ static void *reserve(Arena *arena, size_t bytes) {
     pthread_mutex_lock(&lock);
     if (!arena->base) {
         int access = arena == &pinned ? PROT_READ | PROT_WRITE : PROT_NONE;
-        arena->base = mmap(NULL, ARENA_BYTES, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        arena->base = mmap(NULL, ARENA_BYTES, access, flags, -1, 0);
     }
     size_t start = arena->used;
     arena->used += (bytes + GRANULE - 1) / GRANULE * GRANULE;
@@ -148,11 +150,15 @@ static int holds(const Arena *arena, const char *p) {
     return arena->base && p >= arena->base && p < arena->base + ARENA_BYTES;
 }
 
-int fake_malloc(void **start, size_t bytes) { return allocate(&device, start, bytes, device_bytes()); }
+int fake_malloc(void **start, size_t bytes) {
+    return allocate(&device, start, bytes, device_bytes());
+}
 
 void fake_free(void *start) { release(&device, start); }
 
-int fake_pinned_malloc(void **start, size_t bytes) { return allocate(&pinned, start, bytes, ARENA_BYTES); }
+int fake_pinned_malloc(void **start, size_t bytes) {
+    return allocate(&pinned, start, bytes, ARENA_BYTES);
+}
 
 void fake_pinned_free(void *start) { release(&pinned, start); }
 
@@ -184,18 +190,25 @@ cudaError_t cudaHostUnregister(void *start) {
 }
 
 static int is_pinned(const char *p) {
-    for (int i = 0; i < REGIONS; i++)
-        if (regions[i].start && p >= regions[i].start && p < regions[i].start + regions[i].bytes) return 1;
+    for (int i = 0; i < REGIONS; i++) {
+        char *start = regions[i].start;
+        if (start && p >= start && p < start + regions[i].bytes) return 1;
+    }
     return holds(&pinned, p);
 }
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *p) {
-    int on_device = holds(&device, p), on_host = is_pinned(p);
     memset(found, 0, sizeof *found);
-    found->type = on_device ? cudaMemoryTypeDevice : on_host ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
     cudaGetDevice(&found->device);
-    found->devicePointer = on_device || on_host ? (void *)p : NULL;
-    found->hostPointer = on_device ? NULL : (void *)p;
+    if (holds(&device, p)) {
+        found->type = cudaMemoryTypeDevice;
+        found->devicePointer = (void *)p;
+    } else {
+        int known = is_pinned(p);
+        found->type = known ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+        found->devicePointer = known ? (void *)p : NULL;
+        found->hostPointer = (void *)p;
+    }
     return cudaSuccess;
 }
 
@@ -209,7 +222,8 @@ CUresult cuPointerGetAttribute(void *found, CUpointer_attribute attribute, CUdev
     return CUDA_SUCCESS;
 }
 
-// Memory as PyTorch's expandable segments take it, addresses and contents apart. A handle is the number of its bytes.
+// Memory as PyTorch's expandable segments take it: addresses, and handles for what lies behind
+// them. A handle is the number of its bytes.
 
 CUresult cuMemAddressReserve(CUdeviceptr *start, size_t bytes, size_t alignment, CUdeviceptr hint,
                              unsigned long long flags) {
@@ -217,8 +231,8 @@ CUresult cuMemAddressReserve(CUdeviceptr *start, size_t bytes, size_t alignment,
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *kind,
-                     unsigned long long flags) {
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
+                     const CUmemAllocationProp *kind, unsigned long long flags) {
     *handle = bytes;
     return hold(&device, bytes, device_bytes()) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -228,7 +242,9 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     return CUDA_SUCCESS;
 }
 
-static const char *place(const void *p) { return holds(&device, p) ? "device" : is_pinned(p) ? "pinned" : "pageable"; }
+static const char *place(const void *p) {
+    return holds(&device, p) ? "device" : is_pinned(p) ? "pinned" : "pageable";
+}
 
 void fake_copy(void *to, const void *from, size_t bytes) {
     fake_count("copy from %s to %s", place(from), place(to));
@@ -239,7 +255,9 @@ void fake_copy(void *to, const void *from, size_t bytes) {
         memmove(to, from, bytes);
 }
 
-// The device: what an H100 SXM says of itself, but for the settings. What is not listed it does not have.
+// The device: what an H100 SXM says of itself, but for the settings. It lacks what is not listed.
+
+enum { MAX_SHARED_BYTES = 232448 };
 
 static const int attributes[CU_DEVICE_ATTRIBUTE_MAX] = {
     [CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT] = 132,
@@ -249,8 +267,8 @@ static const int attributes[CU_DEVICE_ATTRIBUTE_MAX] = {
     [CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK] = 65536,
     [CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR] = 65536,
     [CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK] = 49152,
-    [CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN] = 232448,
-    [CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR] = 233472,
+    [CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN] = MAX_SHARED_BYTES,
+    [CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR] = MAX_SHARED_BYTES + 1024,
     [CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X] = INT32_MAX,
     [CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y] = 65535,
     [CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z] = 65535,
@@ -276,37 +294,40 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
 
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int number) {
     memset(found, 0, sizeof *found);
-    snprintf(found->name, sizeof found->name, "%s", device_name());
+    snprintf(found->name, sizeof found->name, "%s", fake_device_name());
     found->totalGlobalMem = device_bytes();
     found->major = capability_major();
     found->pciBusID = number + 1;
-    found->multiProcessorCount = attributes[CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT];
-    found->warpSize = attributes[CU_DEVICE_ATTRIBUTE_WARP_SIZE];
-    found->maxThreadsPerBlock = attributes[CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK];
-    found->maxThreadsPerMultiProcessor = attributes[CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR];
-    found->regsPerBlock = attributes[CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK];
-    found->regsPerMultiprocessor = attributes[CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR];
-    found->sharedMemPerBlock = attributes[CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK];
-    found->sharedMemPerBlockOptin = attributes[CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN];
-    found->sharedMemPerMultiprocessor = attributes[CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR];
-    found->l2CacheSize = attributes[CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE];
-    found->memoryBusWidth = attributes[CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH];
     found->unifiedAddressing = found->cooperativeLaunch = found->concurrentKernels = 1;
-    for (int i = 0; i < 3; i++) {
-        found->maxThreadsDim[i] = i < 2 ? 1024 : 64;
-        found->maxGridSize[i] = attributes[CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X + i];
-    }
+
+    const struct { int *field, attribute; } fields[] = {
+        {&found->multiProcessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT},
+        {&found->warpSize, CU_DEVICE_ATTRIBUTE_WARP_SIZE},
+        {&found->maxThreadsPerBlock, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK},
+        {&found->maxThreadsPerMultiProcessor, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR},
+        {&found->regsPerBlock, CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK},
+        {&found->regsPerMultiprocessor, CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR},
+        {&found->l2CacheSize, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE},
+        {&found->memoryBusWidth, CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH},
+        {&found->maxGridSize[0], CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X},
+        {&found->maxGridSize[1], CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y},
+        {&found->maxGridSize[2], CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z},
+        {&found->maxThreadsDim[0], CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK},
+        {&found->maxThreadsDim[1], CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK},
+    };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        *fields[i].field = attributes[fields[i].attribute];
+    found->maxThreadsDim[2] = 64;
+
+    found->sharedMemPerBlock = attributes[CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK];
+    found->sharedMemPerBlockOptin = MAX_SHARED_BYTES;
+    found->sharedMemPerMultiprocessor = MAX_SHARED_BYTES + 1024;
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char *id, int length, int number) {
     snprintf(id, length, "0000:%02x:00.0", number + 1);
     return cudaSuccess;
-}
-
-CUresult cuDeviceGetName(char *name, int length, CUdevice number) {
-    snprintf(name, length, "%s", device_name());
-    return CUDA_SUCCESS;
 }
 
 static __thread int current_device;
@@ -322,67 +343,50 @@ cudaError_t cudaSetDevice(int number) {
     return cudaSuccess;
 }
 
-int fake_version(int *version, int value) {
+static int set(int *version, int value) {
     *version = value;
     return 0;
 }
 
-cudaError_t cudaDriverGetVersion(int *version) { return fake_version(version, CUDA_VERSION); }
+cudaError_t cudaDriverGetVersion(int *version) { return set(version, CUDA_VERSION); }
 
-CUresult cuDriverGetVersion(int *version) { return fake_version(version, CUDA_VERSION); }
+CUresult cuDriverGetVersion(int *version) { return set(version, CUDA_VERSION); }
 
-cudaError_t cudaRuntimeGetVersion(int *version) { return fake_version(version, CUDART_VERSION); }
+cudaError_t cudaRuntimeGetVersion(int *version) { return set(version, CUDART_VERSION); }
 
-ncclResult_t ncclGetVersion(int *version) { return fake_version(version, NCCL_VERSION_CODE); }
+ncclResult_t ncclGetVersion(int *version) { return set(version, NCCL_VERSION_CODE); }
 
 size_t cublasLtGetVersion(void) { return CUBLAS_VERSION; }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
-                                             unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
+                                             unsigned long long flags,
+                                             enum cudaDriverEntryPointQueryResult *found) {
     *function = dlsym(RTLD_DEFAULT, name);
-    if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return *function ? cudaSuccess : cudaErrorSymbolNotFound;
 }
 
-// Events. Work is done when the call returns, so that an event is the host's time when it was recorded.
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-    return cudaEventRecord(event, stream);
-}
-
+// An event is the host's time when it was recorded: work is done when the call returns.
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t began, cudaEvent_t ended) {
     const struct timespec *a = (struct timespec *)began, *b = (struct timespec *)ended;
     *milliseconds = 1e3 * (b->tv_sec - a->tv_sec) + 1e-6 * (b->tv_nsec - a->tv_nsec);
     return cudaSuccess;
 }
 
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-    function(data);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-    function(stream, cudaSuccess, data);
-    return cudaSuccess;
-}
-
-// Kernels: a library that is loaded registers each of its own under the address of a function on the host.
+// Kernels: a library registers each of its own, when it is loaded, by the address of a function.
 
 enum { KERNELS = 1 << 19 };
 static struct { const void *function; const char *name; } kernels[KERNELS];
 
 static size_t kernel_slot(const void *function) {
     size_t slot = ((uintptr_t)function >> 4) % KERNELS;
-    while (kernels[slot].function && kernels[slot].function != function) slot = (slot + 1) % KERNELS;
+    while (kernels[slot].function && kernels[slot].function != function)
+        slot = (slot + 1) % KERNELS;
     return slot;
 }
 
-void __cudaRegisterFunction(void **binary, const char *function, char *device_function, const char *name) {
+void __cudaRegisterFunction(void **binary, const char *function, char *device_function,
+                            const char *name) {
     size_t slot = kernel_slot(function);
     kernels[slot].function = function;
     kernels[slot].name = name;
@@ -391,11 +395,6 @@ void __cudaRegisterFunction(void **binary, const char *function, char *device_fu
 void fake_launch(const void *function) {
     const char *name = kernels[kernel_slot(function)].name;
     fake_count("kernel %s", name ? name : "unknown");
-}
-
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *shape, const void *function, void **arguments) {
-    fake_launch(function);
-    return cudaSuccess;
 }
 
 // `kernel<<<...>>>(...)` pushes the shape of the launch, and pops it where the arguments are known.
@@ -420,7 +419,7 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *function) {
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = attributes[CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK];
-    found->maxDynamicSharedSizeBytes = attributes[CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN];
+    found->maxDynamicSharedSizeBytes = MAX_SHARED_BYTES;
     found->numRegs = 64;
     found->ptxVersion = found->binaryVersion = 10 * capability_major();
     return cudaSuccess;
@@ -453,58 +452,65 @@ static const char *scale_name(int mode) {
     }
 }
 
-cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op, int m, int n, int k,
-                            const void *alpha, const void *a, cudaDataType a_type, int a_stride, const void *b,
-                            cudaDataType b_type, int b_stride, const void *beta, void *c, cudaDataType c_type,
-                            int c_stride, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
-    fake_count("matmul %s x %s", type_name(a_type), type_name(b_type));
+static cublasStatus_t count_matmul(cudaDataType a, cudaDataType b) {
+    fake_count("matmul %s x %s", type_name(a), type_name(b));
     return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t a_op, cublasOperation_t b_op,
+                            int m, int n, int k, const void *alpha, const void *a,
+                            cudaDataType a_type, int a_stride, const void *b, cudaDataType b_type,
+                            int b_stride, const void *beta, void *c, cudaDataType c_type,
+                            int c_stride, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+    return count_matmul(a_type, b_type);
 }
 
 typedef struct { int a_scale, b_scale; } Matmul;
 
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *matmul, cublasComputeType_t compute, cudaDataType scale) {
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *matmul, cublasComputeType_t compute,
+                                        cudaDataType scale) {
     *matmul = calloc(1, sizeof(Matmul));
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t matmul, cublasLtMatmulDescAttributes_t attribute,
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t matmul,
+                                              cublasLtMatmulDescAttributes_t attribute,
                                               const void *value, size_t bytes) {
-    if (attribute == CUBLASLT_MATMUL_DESC_A_SCALE_MODE) ((Matmul *)matmul)->a_scale = *(int *)value;
-    if (attribute == CUBLASLT_MATMUL_DESC_B_SCALE_MODE) ((Matmul *)matmul)->b_scale = *(int *)value;
+    Matmul *kept = (Matmul *)matmul;
+    if (attribute == CUBLASLT_MATMUL_DESC_A_SCALE_MODE) kept->a_scale = *(int *)value;
+    if (attribute == CUBLASLT_MATMUL_DESC_B_SCALE_MODE) kept->b_scale = *(int *)value;
     return CUBLAS_STATUS_SUCCESS;
 }
 
 // Of a matrix's layout the type is kept.
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type, uint64_t rows,
-                                          uint64_t columns, int64_t stride) {
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type,
+                                          uint64_t rows, uint64_t columns, int64_t stride) {
     cudaDataType *kept = malloc(sizeof type);
     *kept = type;
     *layout = (cublasLtMatrixLayout_t)kept;
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t matmul,
-                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
-                                              cublasLtMatmulPreference_t preference, int wanted,
-                                              cublasLtMatmulHeuristicResult_t *found, int *n) {
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
+    cublasLtHandle_t handle, cublasLtMatmulDesc_t matmul, cublasLtMatrixLayout_t a,
+    cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+    cublasLtMatmulPreference_t preference, int wanted, cublasLtMatmulHeuristicResult_t *found,
+    int *n) {
     memset(found, 0, sizeof *found);
     *n = 1;
     return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t matmul, const void *alpha, const void *a,
-                              cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout,
-                              const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
-                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *algorithm, void *workspace,
-                              size_t workspace_bytes, cudaStream_t stream) {
-    const Matmul *scaled = (Matmul *)matmul;
+cublasStatus_t cublasLtMatmul(
+    cublasLtHandle_t handle, cublasLtMatmulDesc_t matmul, const void *alpha, const void *a,
+    cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout,
+    const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
+    cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *algorithm, void *workspace,
+    size_t workspace_bytes, cudaStream_t stream) {
     cudaDataType a_type = *(cudaDataType *)a_layout, b_type = *(cudaDataType *)b_layout;
-    if (a_type == CUDA_R_8F_E4M3 || a_type == CUDA_R_8F_E5M2)
-        fake_count("matmul %s x %s, scales: %s, %s", type_name(a_type), type_name(b_type),
-                   scale_name(scaled->a_scale), scale_name(scaled->b_scale));
-    else
-        fake_count("matmul %s x %s", type_name(a_type), type_name(b_type));
+    if (a_type != CUDA_R_8F_E4M3 && a_type != CUDA_R_8F_E5M2) return count_matmul(a_type, b_type);
+    const Matmul *kept = (Matmul *)matmul;
+    fake_count("matmul %s x %s, scales: %s, %s", type_name(a_type), type_name(b_type),
+               scale_name(kept->a_scale), scale_name(kept->b_scale));
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -24,11 +24,11 @@ COUNTER = struct.Struct("Q248s")
 
 
 def build() -> Path:
-    """The folder of the library and of compiled kernels: in the user's cache, one for each torch and state of the
-    sources."""
+    """The folder of the library: in the user's cache, one for each torch and state of the sources."""
     sources = b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__)))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "torchtitan_lite/fake_gpu" / f"torch-{version('torch')}-{hashlib.sha256(sources).hexdigest()[:12]}"
+    of_torch = cache / "torchtitan_lite/fake_gpu" / f"torch-{version('torch')}"
+    folder = of_torch / hashlib.sha256(sources).hexdigest()[:12]
     library = folder / "libfake_gpu.so"
     if library.exists():
         return folder
@@ -78,8 +78,8 @@ def environment(folder: Path) -> dict[str, str]:
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor"),
+        "TRITON_CACHE_DIR": str(folder.parent / "triton"),
     }
 
 
