@@ -10,6 +10,7 @@ import sysconfig
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / "fake_gpu.c", FOLDER / "answers.c"]
@@ -33,24 +34,26 @@ def build() -> Path:
     if library.exists():
         return folder
 
-    # Headers of CUDA include one that no wheel has, and that C has no use for.
-    build = folder / f"build-{os.getpid()}"
-    (build / "nv").mkdir(parents=True)
-    (build / "nv/target").touch()
-    compiler = ["gcc", "-O1", "-fPIC", *(f"-I{include}" for include in (build, *INCLUDES))]
-    for source in SOURCES:
-        subprocess.run([*compiler, "-c", source, "-o", build / f"{source.stem}.o"], check=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as temporary:
+        build = Path(temporary)
+        # Headers of CUDA include one that no wheel has, and that C has no use for.
+        (build / "nv").mkdir()
+        (build / "nv/target").touch()
+        compiler = ["gcc", "-O1", "-fPIC", *(f"-I{include}" for include in (build, *INCLUDES))]
+        for source in SOURCES:
+            subprocess.run([*compiler, "-c", source, "-o", build / f"{source.stem}.o"], check=True)
 
-    objects = [build / f"{source.stem}.o" for source in SOURCES]
-    defined = set().union(*(_symbols(each, "--defined-only") for each in objects))
-    stubs = build / "stubs.c"
-    stubs.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(_wanted() - defined)))
-    subprocess.run([*compiler, "-shared", *objects, stubs, "-o", build / library.name, "-lpthread"], check=True)
+        objects = list(build.glob("*.o"))
+        defined = set().union(*(_symbols(each, "--defined-only") for each in objects))
+        stubs = build / "stubs.c"
+        stubs.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(_wanted() - defined)))
+        subprocess.run([*compiler, "-shared", *objects, stubs, "-o", build / library.name], check=True)
 
-    for name in ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"):
-        (build / name).symlink_to(library.name)
-        (build / name).replace(folder / name)
-    (build / library.name).replace(library)
+        for name in ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"):
+            (build / name).symlink_to(library.name)
+            (build / name).replace(folder / name)
+        (build / library.name).replace(library)
     return folder
 
 

@@ -20,13 +20,14 @@ PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree=2"
 SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
 BLACKWELL = {"FAKE_GPU_MAJOR": "10", "FAKE_GPU_NAME": "NVIDIA B200", "FAKE_GPU_GIB": "178"}
+MX_TORCHAO, BUDGET_TORCH = ("torchao", "0.18"), ("torch", "2.13")
 PER_MATMUL = 7 * 2 * 2 * 3
 """Seven linears in each of two layers, two microbatches, three steps."""
 TENSORWISE = {
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
     "matmul e4m3 x e5m2, scales: tensor, tensor": 2 * PER_MATMUL,
 }
-# For gradients, whose sums must be exact, torchao multiplies without scales and then scales the rows of the product.
+# Without fast accumulation, as it multiplies gradients, torchao scales the product in place of its operands.
 ROWWISE = {
     "matmul e4m3 x e4m3, scales: row, row": PER_MATMUL,
     "matmul e4m3 x e4m3, scales: tensor, tensor": 2 * PER_MATMUL,
@@ -58,6 +59,8 @@ class Case:
     """Settings of the fake GPU."""
     steady: bool = False
     """Whether the waits of longer runs are compared too."""
+    needs: tuple[str, str] = ("torch", "2.11")
+    """A package and its first version with which such a run is not refused."""
 
     @property
     def words(self) -> list[str]:
@@ -81,15 +84,15 @@ CASES = {
     "rowwise, compiled": Case((*recipe("rowwise"), COMPILED), ROWWISE),
     "rowwise_with_gw_hp": Case(recipe("rowwise_with_gw_hp"), GW_HP),
     "rowwise_with_gw_hp, compiled": Case((*recipe("rowwise_with_gw_hp"), COMPILED), GW_HP),
-    "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL),
-    "mxfp8, compiled": Case((*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, steady=True),
+    "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL, needs=MX_TORCHAO),
+    "mxfp8, compiled": Case((*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, steady=True, needs=MX_TORCHAO),
     # What is recomputed.
     "bf16, compiled": Case((COMPILED,)),
     "selective op": Case(checkpointing("selective")),
     "selective op, compiled": Case((*checkpointing("selective"), COMPILED)),
     "selective 2": Case(checkpointing("selective", "--activation_checkpoint.selective_ac_option=2")),
     "full": Case(checkpointing("full")),
-    "memory budget": Case((*checkpointing("memory_budget"), COMPILED)),
+    "memory budget": Case((*checkpointing("memory_budget"), COMPILED), needs=BUDGET_TORCH),
     "auto": Case(checkpointing("auto")),
     # Attention within documents.
     "document mask": Case(("--training.document_mask",)),
@@ -99,7 +102,7 @@ CASES = {
     "FSDP, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2),
     "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2, steady=True),
     "TP, compiled": Case((FLOAT8, TP, COMPILED), TENSORWISE, gpus=2),
-    "TP, memory budget": Case((TP, *checkpointing("memory_budget"), COMPILED), gpus=2),
+    "TP, memory budget": Case((TP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH),
     "CPU offload": Case((*SMALL, "--training.enable_cpu_offload")),
 }
 
@@ -107,8 +110,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    if case.device and version("torchao") < "0.18":
-        pytest.skip("torchao has no MXFP8 for training before 0.18")
+    package, first = case.needs
+    if version(package) < first:
+        pytest.skip(f"refused before {package} {first}")
     run = train(tmp_path / "run", *case.words, gpus=case.gpus, env=case.device)
     assert run.float8_matmuls == case.matmuls
 
