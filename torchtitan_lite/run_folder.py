@@ -39,8 +39,11 @@ from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
-MAX_CAUSE_IN_PLACE = 2000
-"""Characters of a cause that fit into the 4 KiB block that every status.json has."""
+BLOCK_BYTES = 4096
+"""Every file of one byte or more has a block of this size on the disk."""
+LOCK_FILE = ".lock"
+OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")
+"""Content of a lock file: the last run that held it, or nothing yet."""
 LOCK_SECONDS = 10.0
 """How long a new run waits for the lock: processes of a torchrun that was killed need some seconds to end."""
 
@@ -132,8 +135,19 @@ class RunFolder:
         with _explained(self.path):
             replace_file(self.path / CONFIG_FILE, text)
 
+    def is_ours(self) -> bool:
+        """Whether the folder is still the one that this process locked: it may have been moved, deleted or replaced."""
+        with suppress(OSError):
+            return os.path.samestat((self.path / LOCK_FILE).stat(), os.fstat(self._lock))
+        return False
+
     def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write into status.json how far the run is."""
+        """Write into status.json how far the run is. Raises StorageError if the folder is no longer this run's."""
+        if not self.is_ours():
+            raise StorageError(
+                f'[job] dump_folder = "{self.path}" was moved or deleted, or another run has it; this one ends at step '
+                f"{step}. Leave the folder and its {LOCK_FILE} alone until a run has ended."
+            )
         _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
 
     def done(self) -> None:
@@ -164,10 +178,15 @@ def _job_name() -> str:
 
 def read_status(path: Path) -> Status | None:
     """The status on file in the run folder; None if there is none, or none of ours."""
-    try:
-        return Status(**json.loads((path / STATUS_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+    file = path / STATUS_FILE
+    if not file.is_file():  # a pipe would be waited for
         return None
+    try:
+        status = Status(**json.loads(file.read_text()))
+        _time_name(status.started)
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
+        return None
+    return status
 
 
 def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None, step: int) -> None:
@@ -316,30 +335,42 @@ def _write_status(path: Path, status: Status) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or status.exit_code is None:
                 raise
-            short = dataclasses.replace(status, cause=(status.cause or "")[:MAX_CAUSE_IN_PLACE], before=None)
+            short = dataclasses.replace(status, before=None)
+            while len(_to_json(short)) > BLOCK_BYTES and short.cause:
+                short = dataclasses.replace(short, cause=short.cause[: len(short.cause) // 2])
+            if len(_to_json(short)) > BLOCK_BYTES:
+                raise
             with file.open("r+b") as stream:
-                stream.write(_to_json(short).encode())
+                stream.write(_to_json(short))
                 stream.truncate()
 
 
-def _to_json(status: Status) -> str:
-    return json.dumps(dataclasses.asdict(status), indent=1) + "\n"
+def _to_json(status: Status) -> bytes:
+    return (json.dumps(dataclasses.asdict(status), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def _take_lock(path: Path) -> int:
-    """Descriptor of the locked file. The kernel frees the lock when the process ends, so no lock outlives its run."""
-    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    """Descriptor of the locked file. The kernel frees the lock when the process ends, so no lock outlives its run.
+    Raises ConfigError for a file of that name that no run has made."""
+    file = path / LOCK_FILE
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not OWN_LOCK.match(os.read(lock, 100).decode(errors="replace")):
+        os.close(lock)
+        raise ConfigError(
+            f'[job] dump_folder = "{path}" holds a file {LOCK_FILE} that no run has left; move it elsewhere, or name '
+            "another folder."
+        )
     deadline = time.monotonic() + LOCK_SECONDS
     while not _try_lock(lock):
         if time.monotonic() > deadline:
             os.close(lock)
             raise ConfigError(
-                f'[job] dump_folder = "{path}" belongs to a live run: {(path / ".lock").read_text()}; '
+                f'[job] dump_folder = "{path}" belongs to a live run: {file.read_text()}; '
                 "wait for it or stop it, or name another folder."
             )
         time.sleep(0.2)
     os.truncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {socket.gethostname()} since {_time_name(time.time())}".encode())
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {_time_name(time.time())}".encode(), 0)
     return lock
 
 
@@ -406,6 +437,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         mendable = isinstance(error, FileExistsError | NotADirectoryError | PermissionError)
+        mendable |= error.errno == errno.ELOOP  # a link in place of the lock
         raise (ConfigError if mendable else StorageError)(
             f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: {error.strerror}; '
             "make room or mend its permissions, or name another folder."

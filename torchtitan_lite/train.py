@@ -92,6 +92,12 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
 
     def begin() -> None:
         assert folder is not None, "rank 0 has locked it"
+        initial = checkpoint.initial_load_path
+        if resume is None and initial is not None and is_within(path / checkpoint.folder, initial):
+            raise ConfigError(
+                f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = "{path}", whose checkpoints '
+                "move to previous/ when a run begins anew; name another dump_folder."
+            )
         if checkpoint.enable:
             remove_drafts(path / checkpoint.folder)  # what a killed save left in a linked folder would be in the way
         folder.begin(resumed_config=None if resume is None else resume.config, entries=run_entries(config))
@@ -125,7 +131,7 @@ def explain_compiler(error: Exception) -> RunError | None:
 
 
 def is_within(folder: Path, file: str | bytes | int | None) -> bool:
-    """Whether the file name of an OSError, if it has one, lies in `folder`: the folder may have been unmounted."""
+    """Whether `file`, such as the file name of an OSError, if it has one, lies in `folder`, which may be gone."""
     return isinstance(file, str | bytes) and Path(os.fsdecode(file)).absolute().is_relative_to(folder.absolute())
 
 
@@ -147,10 +153,11 @@ def run(config: Config) -> int:
     """The exit code of the run that `config` describes, on this process."""
     rank, world_size = read_rank()
     path = Path(config.job.dump_folder)
+    folder: RunFolder | None = None
     opened = False
 
     def report(cause: str, exit_code: int = RankLostError.exit_code, rank: int | None = None) -> None:
-        if opened:  # before, the status on file is that of another run
+        if opened and (folder is None or folder.is_ours()):  # else the status on file is another run's
             with contextlib.suppress(RunError):  # a full disk: what is reported matters more
                 report_failure(path, cause=cause, exit_code=exit_code, rank=rank, step=watchdog.step)
 

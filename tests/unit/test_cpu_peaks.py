@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 import socket
 from pathlib import Path
 
@@ -140,6 +141,11 @@ def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
     assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
     assert log.messages == [f"{file} is damaged: the CPU's peaks are measured again"]
     assert json.loads(file.read_text())["tflops"] == {"bf16": 0.2}
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path, calls):
+    os.mkfifo(tmp_path / "peaks.json")
+    assert resolve_cpu_peaks(["bf16"], file=tmp_path / "peaks.json") == {"bf16": 0.2}
 
 
 @pytest.mark.parametrize(("cpu", "threads"), [("Another", 1), (None, 4)])

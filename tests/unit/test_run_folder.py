@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -134,7 +135,21 @@ def test_a_failure_without_a_status_is_written(tmp_path: Path) -> None:
     assert status_on_file(tmp_path)["cause"] == "no space"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"state": "running"}', '{"other": 1}'])
+STARTED = '{"state": "running", "time": 0, "started": %s}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"state": "running"}',
+        '{"other": 1}',
+        "[" * 10**5,
+        *(STARTED % s for s in ('"x"', "NaN", "1e300")),
+    ],
+)
 def test_a_status_of_another_form_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "status.json").write_text(content)
     assert read_status(tmp_path) is None
@@ -440,10 +455,66 @@ def test_on_a_full_disk_the_end_is_written_over_the_old_status(tmp_path: Path, m
     with pytest.raises(StorageError, match="No space left on device"):
         folder.running(step=3, last_checkpoint=None)
     assert (tmp_path / "status.json").read_text() == before  # how far it is can wait
-    report_failure(tmp_path, cause="full " * 2000, exit_code=7, rank=None, step=4)
+    report_failure(tmp_path, cause="full 満杯" * 2000, exit_code=7, rank=None, step=4)
     status = status_on_file(tmp_path)
-    assert (status["state"], status["exit_code"], status["step"], len(status["cause"])) == ("failed", 7, 4, 2000)
-    assert (tmp_path / "status.json").stat().st_size < 4096
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 7, 4)
+    assert status["cause"].startswith("full 満杯full")
+    assert 2000 < (tmp_path / "status.json").stat().st_size <= 4096
+
+
+def test_on_a_full_disk_a_status_that_does_not_fit_leaves_the_old_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=3, last_checkpoint="x" * 5000)
+    before = (tmp_path / "status.json").read_text()
+
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "replace_file", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        report_failure(tmp_path, cause="full", exit_code=7, rank=None, step=4)
+    assert (tmp_path / "status.json").read_text() == before
+
+
+@pytest.mark.parametrize("kind", ["text", "link"])
+def test_a_lock_file_of_somebody_else_is_not_written_to(tmp_path: Path, kind: str) -> None:
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("years of work")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if kind == "link":
+        (folder / ".lock").symlink_to(thesis)
+    else:
+        thesis = thesis.rename(folder / ".lock")
+    match = "cannot be written: .*symbolic links" if kind == "link" else r"holds a file \.lock that no run has left"
+    with pytest.raises(ConfigError, match=match):
+        open_run_folder(folder)
+    assert thesis.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "taken"])
+def test_a_run_notices_that_its_folder_has_gone(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "run"
+    folder = open_folder(path)
+    folder.running(step=1, last_checkpoint=None)
+    if how == "moved":
+        path.rename(tmp_path / "elsewhere")
+    elif how == "deleted":
+        shutil.rmtree(path)
+    else:
+        (path / ".lock").unlink()
+        open_run_folder(path)
+    with pytest.raises(StorageError, match="was moved or deleted, or another run has it; this one ends at step 2"):
+        folder.running(step=2, last_checkpoint=None)
+    assert not folder.is_ours()
+    assert path.exists() == (how == "taken")
+
+
+def test_a_pipe_in_place_of_the_status_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "status.json")
+    assert read_status(tmp_path) is None
 
 
 def run_main(path: Path, *, since: float, text: str | None, first_rank: int = 8) -> subprocess.CompletedProcess:

@@ -59,6 +59,14 @@ def test_a_copied_checkpoint_is_resumed_and_its_config_replaced(world: None, tmp
     assert (tmp_path / "config.toml").read_text() != CONFIG
 
 
+def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -> None:
+    initial = write_checkpoint(tmp_path / "checkpoint", 10)
+    with pytest.raises(ConfigError, match=r"initial_load_path = .* is in \[job\] dump_folder = .* name another"):
+        opened_step(tmp_path, load_step=0, initial_load_path=str(initial))
+    assert initial.is_dir()
+    assert opened_step(tmp_path, initial_load_path=str(initial)) == 10  # a run that resumes does not use it
+
+
 def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path) -> None:
     path, disk = tmp_path / "run", tmp_path / "disk"
     path.mkdir()

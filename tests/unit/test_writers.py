@@ -140,7 +140,7 @@ def test_jsonl_of_a_loss_that_is_not_finite_is_null(tmp_path, loss):
     assert (line["loss"], line["loss_max"], line["grad_norm"]) == (None, 5.9, 0.0)
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 5, "tok', "\0" * 20, "\udcff"])
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "tok', '{"loss": 5}', "[5]", "\0" * 20, "\udcff"])
 def test_jsonl_has_each_step_once_after_a_crash(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write_steps(JsonlWriter(path, resume_step=0), range(1, 11))

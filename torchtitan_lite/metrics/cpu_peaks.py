@@ -126,12 +126,12 @@ def _measure(precisions: Collection[Precision], *, threads: float) -> dict[Preci
 def _read(file: Path, *, cpu: str, threads: float) -> dict[Precision, float]:
     """The peaks kept in `file`; none if there is no such file, or if it is damaged or of another CPU
     or number of threads."""
-    if not file.exists():
+    if not file.is_file():  # also a pipe, which would be waited for
         return {}
     try:
         kept = CpuPeaks(**json.loads(file.read_text()))
-        whole = all(name in _DTYPES and 0 < peak < math.inf for name, peak in kept.tflops.items())
-    except (OSError, ValueError, TypeError, AttributeError):
+        whole = all(name in _DTYPES and 0 < float(peak) < math.inf for name, peak in kept.tflops.items())
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         whole = False
     if not whole:
         logger.info(f"{file} is damaged: the CPU's peaks are measured again")

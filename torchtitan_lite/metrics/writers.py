@@ -190,8 +190,8 @@ def _finite(value: Any) -> Any:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of the file; past every step if the line is not whole."""
+    """The step of a line of the file; past every step if the line is no record."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError, RecursionError):
         return math.inf
