@@ -1,5 +1,7 @@
 """MXFP8 on two ranks gives the losses of one: blocks of 32 do not cross ranks, which compute on what they have."""
 
+from importlib.metadata import version
+
 import pytest
 from launching import read_losses, train_together
 from matrix import RECIPES, TOLERANCE
@@ -13,6 +15,8 @@ LAYOUTS = {
     "TP": [TP],
     "TP, op": [TP, OP],
 }
+
+pytestmark = pytest.mark.skipif(version("torchao").startswith("0.17."), reason="a torchao without MXFP8")
 
 
 @pytest.fixture(scope="module")
