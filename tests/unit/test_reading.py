@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from sample_checkpoints import add_manifest, renew_manifest, save, small_tensors, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -179,8 +179,52 @@ def test_a_table_that_another_python_wrote_is_read(checkpoint):
 def test_a_table_gets_no_attribute_of_anything_else(checkpoint):
     (checkpoint / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__base__'\ntR.")
     renew_manifest(checkpoint)
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata asks for __base__ of <class .*Size'>, which no table"):
+    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: .*_AnyMemoryFormat' object has"):
         SafeReader(checkpoint)
+
+
+SET_VALUE = b"(K\x00tR(N(S'_value_'\nK\x63dtb0"  # of the member 0 of the enum before it
+
+
+def test_a_table_cannot_change_how_the_process_saves(checkpoint):
+    """The members of an enum are the whole process's; DCP pickles this one with every table."""
+    change = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n" + SET_VALUE
+    (checkpoint / ".metadata").write_bytes(change + (checkpoint / ".metadata").read_bytes())
+    renew_manifest(checkpoint)
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    try:
+        with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: "):
+            SafeReader(checkpoint)
+        assert member._value_ == 0
+    finally:
+        member._value_ = 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([(2, 4, 0, 0), (1, 4, 3, 0)], r"a part of \[1, 4\] at \[3, 0\] is not within a tensor of \[3, 4\]"),
+        ([(3, 4, 0, 10**9)], r"a part of \[3, 4\] at \[0, 1000000000\] is not within a tensor of \[3, 4\]"),
+        ([(12, 0)], r"a part of \[12\] at \[0\] is not within a tensor of \[3, 4\]"),
+        ([(2, 4, 0, 0), (1, 4, 0, 0)], "2 parts of a tensor begin at 1 places"),
+    ],
+)
+def test_parts_that_do_not_make_a_tensor_are_refused(checkpoint, parts, reason):
+    def cut(table):
+        table.state_dict_metadata["model.w"].chunks = [
+            ChunkStorageMetadata(sizes=torch.Size(part[: len(part) // 2]), offsets=torch.Size(part[len(part) // 2 :]))
+            for part in parts
+        ]
+
+    edit_table(checkpoint, cut)
+    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata: not a table of tensors: ValueError: {reason}$"):
+        SafeReader(checkpoint)
+
+
+def test_empty_parts_may_share_a_place(checkpoint):
+    empty = ChunkStorageMetadata(sizes=torch.Size((0, 4)), offsets=torch.Size((3, 0)))
+    edit_table(checkpoint, lambda table: table.state_dict_metadata["model.w"].chunks.extend([empty, empty]))
+    SafeReader(checkpoint)
 
 
 @pytest.mark.parametrize(

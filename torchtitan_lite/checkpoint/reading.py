@@ -4,8 +4,9 @@ torch.distributed.checkpoint (DCP) unpickles twice: its table of tensors, `.meta
 tensor. Here the first makes nothing but what a table of plain tensors is made of, and the second does not take place.
 Tensors themselves torch loads with `weights_only=True`.
 
-Nor does a file get memory beyond a multiple of its own size: the table is compared with its hash first, which finds
-damage, and what a table made on purpose could ask for is checked against the sizes of the files.
+The manifest and the table get no memory beyond a multiple of their own sizes: the table is compared with its hash
+first, which finds damage, and what a table made on purpose could ask for is checked against the sizes of the files. Not
+bounded are the time that such a table takes, and the memory and time that a file of tensors made on purpose asks for.
 """
 
 import hashlib
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, M
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
@@ -88,19 +88,20 @@ def _make_size(sizes: tuple[int, ...]) -> torch.Size:
     return torch.Size(sizes)
 
 
+class _AnyMemoryFormat:
+    """A tensor's memory format, which reading does not use. It equals each of the enum that DCP compares it with; a
+    member of the enum itself would be the whole process's, and a pickle could change it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
 _DTYPE_NAMES = {
     each: str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)
 }
-_MEMORY_FORMAT = _stand_in(_MEM_FORMAT_ENCODING)
-
-
-def _get_memory_format(found: type, name: str) -> _MEM_FORMAT_ENCODING:
-    """In place of getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
-    if found is not _MEMORY_FORMAT:
-        raise BrokenCheckpoint(f"{METADATA} asks for {name} of {found}, which no table of tensors does")
-    return _MEM_FORMAT_ENCODING[name]
-
-
+_MEMORY_FORMAT = _stand_in(_AnyMemoryFormat, lambda *args: _AnyMemoryFormat())
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _CLASSES = (
     ChunkStorageMetadata,
@@ -114,8 +115,8 @@ _CLASSES = (
 ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
     **{(each.__module__, each.__qualname__): _stand_in(each) for each in _CLASSES},
-    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__qualname__): _MEMORY_FORMAT,
-    ("builtins", "getattr"): _stand_in(_MEM_FORMAT_ENCODING, _get_memory_format),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    ("builtins", "getattr"): _MEMORY_FORMAT,  # by which Python 3.11.0 to 3.11.3 pickle a member of an enum
     ("torch", "Size"): _stand_in(torch.Size, _make_size),
     ("torch.serialization", "_get_layout"): _stand_in(torch.layout, {"torch.strided": torch.strided}.__getitem__),
     # Of the folder that it was written in, which does not matter; its module has another name in Python 3.13.
@@ -158,10 +159,18 @@ def _read_table(folder: Path, files: Mapping[str, FileEntry] | None = None) -> t
 
 
 def _entry(tensor: TensorStorageMetadata) -> TensorEntry:
-    """What the table says of a tensor. Its parts, which do not overlap, must be all of it."""
+    """What the table says of a tensor. Its parts lie within it, begin at different places and have all its elements."""
     for size in (tensor.size, *(each for chunk in tensor.chunks for each in (chunk.sizes, chunk.offsets))):
         if not isinstance(size, torch.Size) or any(length < 0 for length in size):
             raise ValueError(f"{size!r} is no size of a tensor")
+    for chunk in tensor.chunks:
+        shape, sizes, offsets = list(tensor.size), list(chunk.sizes), list(chunk.offsets)
+        ends = [offset + length for offset, length in zip(offsets, sizes, strict=True)]
+        if len(ends) != len(shape) or any(end > length for end, length in zip(ends, shape, strict=True)):
+            raise ValueError(f"a part of {sizes} at {offsets} is not within a tensor of {shape}")
+    begins = [chunk.offsets for chunk in tensor.chunks if math.prod(chunk.sizes)]
+    if len(set(begins)) < len(begins):
+        raise ValueError(f"{len(begins)} parts of a tensor begin at {len(set(begins))} places")
     stored, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
     if stored != whole:
         raise ValueError(f"it has {stored} of the {whole} elements of a tensor")
