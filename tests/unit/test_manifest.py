@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sample_stores import RECIPE, write_store
 
 from torchtitan_lite.data import manifest
-from torchtitan_lite.data.manifest import Shard, check_sizes, fingerprint_of, read_manifest, write_json, wrong_sizes
+from torchtitan_lite.data.manifest import Shard, check_sizes, fingerprint_of, read_manifest, wrong_sizes
 from torchtitan_lite.errors import DataError
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
@@ -51,11 +51,29 @@ def test_the_fingerprint_follows_ids_and_nothing_else(tmp_path, store):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"recipe": vars(RECIPE) | {"dtype": "O"}}, r"its ids are of type 'O', not '<u2' or '<u4'"),
+        ({"recipe": vars(RECIPE) | {"dtype": "O"}}, r"recipe\.dtype: Input should be '<u2' or '<u4'"),
         ({"recipe": {"format": 1}}, r"its format is 1, this version reads 2; make it anew"),
-        ({"surplus": 1}, r"unexpected keyword argument 'surplus'"),
-        ({"shards": [{}]}, r"missing 4 required positional arguments"),
+        ({"surplus": 1}, r"surplus: Unexpected keyword argument"),
+        ({"shards": [{}]}, r"shards\.0\.tokens: Field required"),
+        ({"shards": 5}, r"shards: Input should be a valid array"),
         ({"recipe": None}, r"'NoneType' object is not subscriptable"),
+        (
+            {"recipe": vars(RECIPE) | {"shard_tokens": 0}},
+            r"recipe\.shard_tokens: Input should be greater than or equal",
+        ),
+        (
+            {"recipe": vars(RECIPE) | {"shard_tokens": 2**33}},
+            r"recipe\.shard_tokens: Input should be less than or equal",
+        ),
+        ({"recipe": vars(RECIPE) | {"shard_tokens": "x"}}, r"recipe\.shard_tokens: Input should be a valid integer"),
+        ({"recipe": vars(RECIPE) | {"shard_tokens": 9}}, r"its shards do not have 9 tokens each, the last one at most"),
+        ({"recipe": vars(RECIPE) | {"shard_tokens": 12}}, r"its shards do not have 12 tokens each, the last one at m"),
+        ({"recipe": vars(RECIPE) | {"vocab_size": 2**16 + 1}}, r"its tokenizer has 65537 ids, more than type '<u2'"),
+        ({"recipe": vars(RECIPE) | {"vocab_size": 10**12, "dtype": "<u4"}}, r"its tokenizer has 10{12} ids, more than"),
+        ({"max_token_id": -1}, r"max_token_id: Input should be greater than or equal to 0"),
+        ({"documents": True}, r"documents: Input should be a valid integer"),
+        ({"documents": 5}, r"its shards have 18 tokens and 4 documents, not 18 and 5"),
+        ({"tokens": 2**62}, r"its shards have 18 tokens and 4 documents, not 4611686018427387904 and 4"),
     ],
 )
 def test_a_manifest_that_is_not_right(store, fields, message):
@@ -87,6 +105,9 @@ def test_a_manifest_that_is_missing_or_cut_off(store):
     path.write_text("{}")
     with pytest.raises(DataError, match="is damaged: manifest.json: no field 'recipe'"):
         read_manifest(store)
+    path.write_text("[" * 200_000)
+    with pytest.raises(DataError, match="is damaged: manifest.json: maximum recursion depth"):
+        read_manifest(store)
     path.unlink()
     with pytest.raises(DataError, match="is damaged: manifest.json: .*No such file"):
         read_manifest(store)
@@ -103,11 +124,3 @@ def test_files_of_wrong_sizes(store):
     ]  # fmt: skip
     with pytest.raises(DataError, match=f"^token store {store} is damaged: documents-00000.bin: No such file"):
         check_sizes(store, found)
-
-
-def test_json_is_old_or_new(tmp_path):
-    path = tmp_path / "x.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}

@@ -176,7 +176,9 @@ def test_files_that_lost_what_was_committed(tmp_path, corpus, small_steps, which
         made(tmp_path / "store", corpus)
 
 
-@pytest.mark.parametrize("progress", ["", "{", "[]", '{"tokens": 1}', '{"recipe": {}, "position": 3, "shards": []}'])
+@pytest.mark.parametrize(
+    "progress", ["", "{", "[]", "[" * 200_000, '{"tokens": 1}', '{"recipe": {}, "position": 3, "shards": []}']
+)
 def test_what_cannot_be_read_is_not_removed(tmp_path, corpus, progress):
     partial = tmp_path / "store.partial"
     partial.mkdir()
@@ -189,6 +191,13 @@ def test_what_cannot_be_read_is_not_removed(tmp_path, corpus, progress):
     assert [path.name for path in partial.iterdir()] == ["notes.txt"]
     (partial / "notes.txt").unlink()
     made(tmp_path / "store", corpus)
+
+
+def test_a_run_that_was_killed_in_its_first_write(tmp_path, corpus):
+    whole = made(tmp_path / "whole", corpus)
+    (tmp_path / "store.partial").mkdir()
+    (tmp_path / "store.partial" / ".progress.json.host.1").write_text("{")
+    assert made(tmp_path / "store", corpus) == whole
 
 
 def test_other_files_beside_a_store_stay(tmp_path, corpus):
@@ -208,7 +217,7 @@ def test_a_draft_of_the_progress_does_not_stay(tmp_path, corpus, small_steps, mo
     assert "progress.json" not in whole
     with pytest.raises(Stopped):
         made(tmp_path / "store", corpus, report=stop_after(8))
-    (tmp_path / "store.partial" / "progress.tmp").write_text("{")
+    (tmp_path / "store.partial" / ".progress.json.host.1").write_text("{")
     monkeypatch.setattr(prepare, "COMMIT_SECONDS", 1000)
     assert made(tmp_path / "store", corpus) == whole
 

@@ -21,7 +21,7 @@ from torchtitan_lite.data import prepare, token_store
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.token_store import TokenStore, open_cached, open_data
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, StorageError
 
 TEXTS = ["first document\n", "the second", "third: é 日本"]
 DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]
@@ -254,6 +254,21 @@ def test_cache_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"^token cache .*file/cache cannot be written: Not a directory; set XDG_CACHE"):
         open_cached(source, build_tokenizer(""), cache_dir=tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_under_the_cache(corpus, cache, tmp_path, monkeypatch, code):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+    def fail(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        message = rf'^\[training\] dataset_path = "x": token cache .* cannot be written: {os.strerror(code)}; set XDG_'
+        with pytest.raises(StorageError, match=message):
+            open_data(str(corpus), tokenizer=build_tokenizer(""), **OPTIONS)
+    assert contents(open_data(str(corpus), tokenizer=build_tokenizer(""), **OPTIONS)) == expected_ids()
 
 
 def make_in_process(path, cache, started):

@@ -7,20 +7,22 @@ where in its shard each document begins, uint32. All numbers are little endian.
 
 import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import replace_file
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
 START_DTYPE = np.dtype("<u4")
 """Of the documents files: a shard has at most MAX_SHARD_TOKENS ids."""
 MAX_SHARD_TOKENS = 2**32
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,19 @@ class Recipe:
     source_fingerprint: str
     tokenizer: str = field(compare=False)
     tokenizer_fingerprint: str
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    dtype: str
-    shard_tokens: int
+    vocab_size: Count
+    bos_id: Count
+    eos_id: Count
+    dtype: Literal["<u2", "<u4"]
+    shard_tokens: Annotated[int, Field(ge=1, le=MAX_SHARD_TOKENS)]
 
 
 @dataclass(frozen=True)
 class Shard:
     """The sizes and sha256 of a shard's two files."""
 
-    tokens: int
-    documents: int
+    tokens: Count
+    documents: Count
     tokens_sha256: str
     documents_sha256: str
 
@@ -54,13 +56,18 @@ class Shard:
 class Manifest:
     """What a store holds. `fingerprint` changes with any of its ids, and with nothing else: shards are cut alike."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # of what is read from disk, nested classes included
+
     recipe: Recipe
-    tokens: int
-    documents: int
-    max_token_id: int
-    skipped_rows: int
+    tokens: Count
+    documents: Count
+    max_token_id: Count
+    skipped_rows: Count
     fingerprint: str
     shards: tuple[Shard, ...]
+
+
+_READER = TypeAdapter(Manifest)
 
 
 def tokens_file(folder: Path, shard: int) -> Path:
@@ -86,20 +93,10 @@ def fingerprint_of(recipe: Recipe, shards: tuple[Shard, ...]) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Put `fields` into a file that is old or new and whole, whenever the process or the machine dies."""
-    draft = path.with_suffix(".tmp")
-    with draft.open("w") as file:
-        json.dump(fields, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Put a manifest, with a hash of all its fields, into a store's folder."""
     fields = asdict(manifest)
-    write_json(folder / MANIFEST_FILE, fields | {"sha256": _hash(fields)})
+    replace_file(folder / MANIFEST_FILE, json.dumps(fields | {"sha256": _hash(fields)}, indent=1))
 
 
 def _hash(fields: dict[str, Any]) -> str:
@@ -115,15 +112,31 @@ def read_manifest(folder: Path) -> Manifest:
         recipe = fields["recipe"]
         if recipe["format"] != FORMAT:
             raise ValueError(f"its format is {recipe['format']}, this version reads {FORMAT}; make it anew")
-        if recipe["dtype"] not in ("<u2", "<u4"):
-            raise ValueError(f"its ids are of type {recipe['dtype']!r}, not '<u2' or '<u4'")
         if fields.pop("sha256") != _hash(fields):
             raise ValueError("its contents have changed")
-        shards = tuple(Shard(**shard) for shard in fields["shards"])
-        return replace(Manifest(**fields), recipe=Recipe(**recipe), shards=shards)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = f"no field {error}" if isinstance(error, KeyError) else error
+        manifest = _READER.validate_json(json.dumps(fields))  # from JSON, so that strictness lets a list be a tuple
+        _check_counts(manifest)
+        return manifest
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise DataError(f"token store {folder} is damaged: {path.name}: {reason}") from error
+
+
+def _check_counts(manifest: Manifest) -> None:
+    """Raise ValueError unless the numbers of a manifest go together, as those do from which places are computed."""
+    recipe, sizes = manifest.recipe, [shard.tokens for shard in manifest.shards]
+    if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
+        raise ValueError(f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds")
+    if any(size != recipe.shard_tokens for size in sizes[:-1]) or max(sizes, default=0) > recipe.shard_tokens:
+        raise ValueError(f"its shards do not have {recipe.shard_tokens} tokens each, the last one at most as many")
+    tokens, documents = sum(sizes), sum(shard.documents for shard in manifest.shards)
+    if (tokens, documents) != (manifest.tokens, manifest.documents):
+        raise ValueError(
+            f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and {manifest.documents}"
+        )
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

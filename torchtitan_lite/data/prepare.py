@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -19,6 +19,7 @@ from typing import IO
 from torchtitan_lite.data.encoder import encode_batches
 from torchtitan_lite.data.manifest import (
     FORMAT,
+    MANIFEST_FILE,
     MAX_SHARD_TOKENS,
     Manifest,
     Recipe,
@@ -26,16 +27,15 @@ from torchtitan_lite.data.manifest import (
     check_sizes,
     is_store,
     read_manifest,
-    write_json,
     write_manifest,
     wrong_sizes,
 )
 from torchtitan_lite.data.rows import Position, Row
 from torchtitan_lite.data.sources import Source
-from torchtitan_lite.data.store_writer import PROGRESS_FILE, Progress, StoreWriter
+from torchtitan_lite.data.store_writer import PROGRESS_FILE, Progress, StoreWriter, write_progress
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import remove_folder
+from torchtitan_lite.files import fsync_folder, remove_folder
 from torchtitan_lite.logger import logger
 
 SHARD_TOKENS = 2**29
@@ -117,11 +117,10 @@ def make_store(
             remove_folder(partial)
             raise DataError(f"{source.name} holds 0 documents; name text that has some")
         write_manifest(partial, manifest)
-        for left in partial.glob("progress.*"):
-            left.unlink()
-    _sync_folder(partial)
+        (partial / PROGRESS_FILE).unlink(missing_ok=True)
+    fsync_folder(partial)
     partial.rename(folder)
-    _sync_folder(folder.parent)
+    fsync_folder(folder.parent)
     logger.info(
         f"tokenized {source.name}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
         f"{manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
@@ -177,15 +176,6 @@ def _is_open_as(path: Path, lock: IO[str]) -> bool:
         return False
 
 
-def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -225,9 +215,12 @@ def _unfinished(partial: Path, recipe: Recipe) -> Progress:
     """How far a killed run came in `partial`, which is made if it is not there. Raises DataError for a folder that is
     something else, and for files that are not what was left."""
     partial.mkdir(exist_ok=True)
+    for name in (PROGRESS_FILE, MANIFEST_FILE):
+        for draft in partial.glob(f".{name}.*"):  # of a run that was killed while it wrote the file
+            draft.unlink()
     if not any(partial.iterdir()):
         progress = Progress(recipe)
-        write_json(partial / PROGRESS_FILE, asdict(progress))
+        write_progress(partial, progress)
         return progress
     try:
         saved = json.loads((partial / PROGRESS_FILE).read_text())
@@ -237,7 +230,7 @@ def _unfinished(partial: Path, recipe: Recipe) -> Progress:
             position=Position(*saved["position"]),
             shards=tuple(Shard(**shard) for shard in saved["shards"]),
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{partial} is in the way, and no unfinished token store: {error}; remove it") from error
     _check_recipe(partial, progress.recipe, recipe)
     if problems := wrong_sizes(partial, recipe, progress.shards):

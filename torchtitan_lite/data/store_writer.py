@@ -1,6 +1,7 @@
 """Shards, written: documents appended to the files of a store that is being made, and what survives a crash of it."""
 
 import hashlib
+import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from torchtitan_lite.data.manifest import (
     documents_file,
     fingerprint_of,
     tokens_file,
-    write_json,
 )
 from torchtitan_lite.data.rows import START, Position
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import replace_file
 
 PROGRESS_FILE = "progress.json"
 
@@ -36,6 +37,11 @@ class Progress:
     skipped_rows: int = 0
     shards: tuple[Shard, ...] = ()
     """Those that are full."""
+
+
+def write_progress(folder: Path, progress: Progress) -> None:
+    """Put the progress of an unfinished store into its folder. Raises OSError if the disk fails."""
+    replace_file(folder / PROGRESS_FILE, json.dumps(asdict(progress), indent=1))
 
 
 class StoreWriter:
@@ -87,7 +93,7 @@ class StoreWriter:
         """Have all that was appended on disk, and go on from here after a crash."""
         for part in self._parts:
             part.sync()
-        write_json(self.folder / PROGRESS_FILE, asdict(self.progress))
+        write_progress(self.folder, self.progress)
 
     def finish(self) -> Manifest:
         """The manifest of all that was appended, which is on disk then."""

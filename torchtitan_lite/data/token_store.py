@@ -4,6 +4,7 @@ Files are read, not mapped into memory: of a file that is cut off while it is in
 kills the process by SIGBUS.
 """
 
+import errno
 import hashlib
 import os
 from functools import lru_cache
@@ -22,7 +23,7 @@ from torchtitan_lite.data.manifest import (
 from torchtitan_lite.data.prepare import exclusive, lock_of, make_store
 from torchtitan_lite.data.sources import HF_PREFIX, Source, build_source
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, StorageError
 from torchtitan_lite.files import remove_folder
 from torchtitan_lite.logger import logger
 
@@ -145,7 +146,7 @@ class TokenStore:
 def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, setting: str) -> TokenStore:
     """The tokens at `path`: a token store, or text, of pystdlib if None, whose tokens are made where they are not in
     the cache yet. `setting` leads every message. Raises DataError for a path that is neither, and for a store of
-    another tokenizer."""
+    another tokenizer, and StorageError if the cache's disk is full."""
     try:
         if path is not None and is_store(folder := Path(path).expanduser()):
             store = TokenStore(folder)
@@ -156,13 +157,13 @@ def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, settin
                 f"training reads no Hugging Face dataset; make a store of it: scripts/prepare_data.py make {path} STORE"
             )
         return open_cached(build_source(path, text_field=text_field), tokenizer)
-    except DataError as error:
-        raise DataError(f"{setting}: {error}") from error
+    except (DataError, StorageError) as error:
+        raise type(error)(f"{setting}: {error}") from error
 
 
 def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     recipe = store.manifest.recipe
-    if recipe.tokenizer_fingerprint != tokenizer.fingerprint:
+    if (recipe.tokenizer_fingerprint, recipe.vocab_size) != (tokenizer.fingerprint, tokenizer.vocab_size):
         raise DataError(
             f"token store {store.folder} was made with tokenizer {recipe.tokenizer} ({recipe.vocab_size} ids, "
             f"fingerprint {recipe.tokenizer_fingerprint[:12]}), and [model] tokenizer_path names {tokenizer.name} "
@@ -173,7 +174,8 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
 def open_cached(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None) -> TokenStore:
     """The tokens of a source, from the cache. The first process to ask makes them while the others wait, each machine
     or shared file system once; a damaged store is made anew. `cache_dir` is `torchtitan_lite/tokens` in
-    $XDG_CACHE_HOME or ~/.cache if not given. Raises DataError if it cannot be written."""
+    $XDG_CACHE_HOME or ~/.cache if not given. Raises StorageError if its disk is full, DataError if it cannot be written
+    otherwise."""
     key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
     folder = (cache_dir or _user_cache()) / key
     try:
@@ -184,7 +186,8 @@ def open_cached(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None 
                 store = TokenStore(folder)
         return store
     except OSError as error:
-        raise DataError(
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (StorageError if full else DataError)(
             f"token cache {folder.parent} cannot be written: {error.strerror}; "
             "set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
         ) from error
