@@ -260,7 +260,7 @@ def _write_shard(reader: SafeReader, path: Path, args: ModelArgs, dtypes: Mappin
 def copy_tokenizer(manifest: Manifest, folder: Path) -> Tokenizer | None:
     """The tokenizer that a checkpoint's config names, its file in `folder` too if transformers reads the whole of its
     form. None if the config names none that can be read. Either lack is told of."""
-    path = tomli.loads(manifest.config)["model"].get("tokenizer_path")
+    path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
     if path is None:
         logger.warning("no tokenizer is exported: the checkpoint's config names none")
         return None

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -43,6 +43,8 @@ SAMPLE = Manifest(
     files={name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in FILES.items()},
     tensors={"model.w": TensorEntry("float32", (3, 4)), "optimizer.w.step": TensorEntry("float32", ())},
 )
+
+PROGRESS = asdict(SAMPLE.progress)
 
 
 @pytest.fixture
@@ -88,6 +90,16 @@ def test_windows_held_out_are_by_store():
         ({"tensors": {"w": {"dtype": "float32", "shape": [1.5]}}}, r"tensors\.w\.shape\.0: Input should be .* integer"),
         ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
         ({"progress": None}, r"progress: Input should be"),
+        ({"progress": PROGRESS | {"skipped_steps": 10**30}}, r"progress\.skipped_steps: Input should be less"),
+        (
+            {"progress": PROGRESS | {"data": {"store 1 held out": "7"}}},
+            r"progress\.data: .*store 1 held out = '7' is no",
+        ),
+        ({"progress": PROGRESS | {"data": {"store 1 held out": -1}}}, r"progress\.data: .*store 1 held out = -1 is no"),
+        ({"progress": PROGRESS | {"data": {"store 1 held out": 2**63}}}, r"progress\.data: .* is no number of windows"),
+        ({"config": "not [ toml"}, r"config: Value error, Expected '='"),
+        ({"config": "a = 1"}, r"config: Value error, has a key outside of a table"),
+        ({"config": "a = " + "[" * 50_000}, r"(config|not JSON): .*(recursion|nest)"),
     ]
     + [
         ({"files": {name: {"size": 1, "sha256": ""}}}, r"files.*: String should match pattern")

@@ -449,6 +449,13 @@ def test_without_a_tokenizer_the_weights_are_exported(tmp_path: Path, caplog: py
     assert load(out).config.bos_token_id is None
 
 
+def test_a_config_without_a_model_names_no_tokenizer(
+    tmp_path: Path, step_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert convert_hf.copy_tokenizer(replace(read_manifest(step_dir), config="[job]\n"), tmp_path) is None
+    assert "no tokenizer is exported: the checkpoint's config names none" in caplog.text
+
+
 def test_an_imports_tokenizer_is_exported_again(
     tmp_path: Path, hf_dir: Path, step_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -338,6 +338,14 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path):
         open_data(str(folder), tokenizer=build_tokenizer(""), **OPTIONS)
 
 
+def test_a_store_that_claims_another_number_of_ids_than_its_tokenizer_is_refused(tmp_path):
+    tokenizer = build_tokenizer("")
+    recipe = replace(RECIPE, tokenizer_fingerprint=tokenizer.fingerprint, vocab_size=2**32, dtype="<u4")
+    folder = write_store(tmp_path / "store", DOCUMENTS, recipe)
+    with pytest.raises(DataError, match=r"was made with tokenizer none \(4294967296 ids, .* \(2256 ids, "):
+        open_data(str(folder), tokenizer=tokenizer, **OPTIONS)
+
+
 def test_data_that_training_does_not_read(tmp_path):
     for path, message in {
         "hf:some/set": "training reads no Hugging Face dataset; make a store of it: .* make hf:some/set STORE",

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+import tomli
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from torchtitan_lite.errors import CheckpointError, StorageError
 from torchtitan_lite.files import replace_file
@@ -34,6 +35,21 @@ MOST_JSON_BYTES = 16 << 20
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
 """A name within the folder, which no path that leaves it is."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+HELD_OUT = " held out"
+"""End of the keys of a run's data that count windows."""
+
+
+def _check_data(data: dict[str, int | str]) -> dict[str, int | str]:
+    for key, value in data.items():
+        if key.endswith(HELD_OUT) and not (isinstance(value, int) and 0 <= value < 2**63):
+            raise ValueError(f"{key} = {value!r} is no number of windows")
+    return data
+
+
+def _check_tables(config: str) -> str:
+    if not all(isinstance(table, dict) for table in tomli.loads(config).values()):
+        raise ValueError("has a key outside of a table")
+    return config
 
 
 class BrokenCheckpoint(CheckpointError):
@@ -49,18 +65,18 @@ class Progress:
     """Trained on by all ranks since step 1."""
     tokens: Count
     """Trained on by all ranks since step 1."""
-    data: dict[str, int | str]
+    data: Annotated[dict[str, int | str], AfterValidator(_check_data)]
     """What decides which tokens a sample has, apart from its number."""
-    skipped_steps: int = 0
+    skipped_steps: Count = 0
     """Steps without an update, because the loss or the gradient was not finite or spiked."""
-    consecutive_skips: int = 0
+    consecutive_skips: Count = 0
     """Those since the last step that had one."""
     loss_mean: float | None = None
     """Running mean of the losses, in nats; None until there is one."""
 
     def held_out(self, store: int) -> int:
         """Windows of a store, by its number from 1, that were held out for validation."""
-        return int(self.data.get(f"store {store} held out", 0))
+        return int(self.data.get(f"store {store}{HELD_OUT}", 0))
 
 
 NEW_RUN = Progress(step=0, samples=0, tokens=0, data={})
@@ -101,7 +117,7 @@ class Manifest:
     """Of torchtitan_lite, torch, torchao and python."""
     model: dict[str, Any]
     """The model's dimensions."""
-    config: str
+    config: Annotated[str, AfterValidator(_check_tables)]
     """The resolved config, as TOML."""
     files: dict[FileName, FileEntry]
     """Every file of the checkpoint but this one, by its name within the folder."""
@@ -166,8 +182,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except ValidationError as error:
         first = error.errors()[0]
-        place = " ".join(".".join(map(str, first["loc"])).split())  # a key may hold line breaks
-        raise BrokenCheckpoint(f"{MANIFEST}: {place}: {first['msg']}") from error
+        reason = " ".join(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".split())  # a key may hold line breaks
+        raise BrokenCheckpoint(f"{MANIFEST}: {reason}") from error
     except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise BrokenCheckpoint(f"{MANIFEST}: not JSON: {error}") from error
 
