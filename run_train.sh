@@ -73,7 +73,7 @@ dump_folder=$("$python" -m torchtitan_lite.config --world-size "$world_size" --g
 log_dir=$dump_folder/logs/$(date +%Y-%m-%dT%H-%M-%S)-${HOSTNAME:-node}
 if ! problem=$(export LC_ALL=C && { mkdir -p "$log_dir" && : >"$log_dir/torchrun.log"; } 2>&1); then
     echo "run_train.sh: [job] dump_folder = \"$dump_folder\" cannot be written: $problem; name a folder that can." >&2
-    [[ $problem == *'No space left'* ]] && exit 7
+    [[ $problem =~ No\ space|[Qq]uota|Read-only ]] && exit 7
     exit 2
 fi
 

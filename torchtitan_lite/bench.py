@@ -36,7 +36,7 @@ OVERRUN = 3.0
 LEAST_S = 30.0
 """That any row may take: where little is expected, a busy machine adds more than a multiple of it."""
 FIRST_SHARE = 0.5
-"""Of the time left, that a row may take where none that compiles the same is done: how long that takes is a guess."""
+"""Share of the remaining time for the first row of its kind of compilation, whose duration cannot be estimated."""
 END_S = 3.0
 """Of the budget, kept for the end."""
 CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0
@@ -125,8 +125,8 @@ class Benchmark:
         return folder
 
     def expected_s(self, row: Row) -> float:
-        """Seconds that `row` has taken; or should take, by what rows of its shape have taken at most in steps, as a
-        multiple of what was expected, and besides them, by those that compile the same."""
+        """Measured seconds of `row`, or an estimate: the overhead of rows that compile the same, plus its steps at the
+        slowest pace seen for its shape."""
         done, known = self._done, self.forecasts[row.name]
         if row.name in done:
             return done[row.name]["seconds"]

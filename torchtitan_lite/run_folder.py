@@ -1,7 +1,7 @@
 """The run folder: one live run at a time, earlier runs moved aside, and a status.json that says how the run ended.
 
-A status.json of ours is the first file that a run writes, and the last that moves aside, so it proves that what a run
-writes in the folder is a run's. Without one, nothing in the folder is moved or replaced.
+A run writes its status.json before anything that could be moved, and moves it last. So a status.json proves that the
+other files under a run's names are a run's. Without one, nothing in the folder is moved or replaced.
 
 `python -m torchtitan_lite.run_folder` is the last step of run_train.sh: it tells what ended a run that did not finish.
 """
@@ -40,7 +40,7 @@ from torchtitan_lite.logger import logger
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
 BLOCK_BYTES = 4096
-"""Every file of one byte or more has a block of this size on the disk."""
+"""Size of the disk's blocks, as most file systems have it: a file can be overwritten up to it without new space."""
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")
 """Content of a lock file: the last run that held it, or nothing yet."""
@@ -125,8 +125,8 @@ class RunFolder:
         _write_status(self.path, Status(started=now, time=now, job=_job_name(), **fields))
 
     def refuse(self, *, cause: str, exit_code: int) -> None:
-        """Write into status.json why the run did not begin, which is as far as the one before it. In a folder without a
-        run before nothing is written: a status would make what is in it a run's."""
+        """Write into status.json why the run did not begin; step and last checkpoint stay the earlier run's. Without an
+        earlier run write nothing: a status.json would mark foreign files as a run's."""
         if (before := read_status(self.path)) is not None:
             self._begin(before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code)
 
@@ -135,19 +135,17 @@ class RunFolder:
         with _explained(self.path):
             replace_file(self.path / CONFIG_FILE, text)
 
-    def is_ours(self) -> bool:
-        """Whether the folder is still the one that this process locked: it may have been moved, deleted or replaced."""
-        with suppress(OSError):
-            return os.path.samestat((self.path / LOCK_FILE).stat(), os.fstat(self._lock))
-        return False
-
-    def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write into status.json how far the run is. Raises StorageError if the folder is no longer this run's."""
-        if not self.is_ours():
+    def check_is_ours(self, *, step: int) -> None:
+        """Raise StorageError unless the folder is still the one that this process locked."""
+        if lock_inode(self.path) != os.fstat(self._lock).st_ino:
             raise StorageError(
                 f'[job] dump_folder = "{self.path}" was moved or deleted, or another run has it; this one ends at step '
                 f"{step}. Leave the folder and its {LOCK_FILE} alone until a run has ended."
             )
+
+    def running(self, *, step: int, last_checkpoint: str | None) -> None:
+        """Write into status.json how far the run is. Raises StorageError if the folder is no longer this run's."""
+        self.check_is_ours(step=step)
         _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
 
     def done(self) -> None:
@@ -161,6 +159,14 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
+
+
+def lock_inode(path: Path) -> int | None:
+    """What identifies the lock file of a run folder as long as a process holds it; None if there is no such file."""
+    try:
+        return (path / LOCK_FILE).stat().st_ino
+    except OSError:
+        return None
 
 
 def open_run_folder(path: Path) -> RunFolder:
@@ -346,7 +352,7 @@ def _write_status(path: Path, status: Status) -> None:
 
 
 def _to_json(status: Status) -> bytes:
-    return (json.dumps(dataclasses.asdict(status), indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(dataclasses.asdict(status), indent=1) + "\n").encode()
 
 
 def _take_lock(path: Path) -> int:
@@ -401,8 +407,8 @@ def _check_nothing_foreign(path: Path, entries: Iterable[str], *, resumed_config
         foreign = [entry for entry in foreign if entry in {CONFIG_FILE, STATUS_FILE} - own]
     if foreign:
         raise ConfigError(
-            f'[job] dump_folder = "{path}" holds {", ".join(foreign)}, and no {STATUS_FILE} of a run that may have '
-            "left that; move it elsewhere, or name another folder."
+            f'[job] dump_folder = "{path}" holds {", ".join(foreign)}, but no {STATUS_FILE} of a run, so no run may '
+            "have written that; move it elsewhere, or name another folder."
         )
 
 
@@ -412,9 +418,9 @@ def _move_to_previous(path: Path, entries: Iterable[str], *, started: float) -> 
     found = _not_free(path, entries)
     if links := [entry for entry in found if (path / entry).is_symlink()]:
         raise ConfigError(
-            f'[job] dump_folder = "{path}" holds {links[0]}, a link to {(path / links[0]).readlink()}, which is no '
-            "empty folder; a run that resumes nothing moves an earlier run's files to previous/, and not through "
-            "links: link an empty folder, or name another dump_folder."
+            f'[job] dump_folder = "{path}" holds {links[0]}, a link to {(path / links[0]).readlink()}, which is not '
+            "empty; a new run cannot move the files behind a link to previous/: link an empty folder, or name another "
+            "dump_folder."
         )
     name = _time_name(started)
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))

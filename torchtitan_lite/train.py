@@ -36,7 +36,7 @@ from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
-from torchtitan_lite.run_folder import RunFolder, open_run_folder, report_failure
+from torchtitan_lite.run_folder import RunFolder, lock_inode, open_run_folder, read_status, report_failure
 from torchtitan_lite.trainer import Trainer
 
 NOT_TRIED_AGAIN = {
@@ -66,8 +66,8 @@ def run_entries(config: Config) -> list[str]:
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """By name, what must be the same on all ranks: the config, the versions of torch and torchao, and this package's
-    sources."""
+    """Return by name what must be the same on all ranks: the config, the versions of torchtitan_lite, torch and
+    torchao, and this package's sources."""
     versions = {name: version for name, version in installed_versions().items() if name != "python"}
     sources = hash_sources(Path(__file__).parent)
     return {**shared_settings(config), **versions, "sources of torchtitan_lite (SHA-256)": sources[:16]}
@@ -75,8 +75,8 @@ def start_facts(config: Config) -> dict[str, str]:
 
 def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
     """The run folder, on rank 0, and the manifest of the checkpoint to resume from, on all ranks. What an earlier run
-    left there is moved aside where nothing is resumed. Raises ConfigError, and leaves all as it is, where that is not a
-    run's."""
+    left there is moved aside where nothing is resumed. Raises ConfigError, without changing anything, if the folder
+    holds files that no run wrote."""
     path, checkpoint = Path(config.job.dump_folder), config.checkpoint
     folder: RunFolder | None = None
 
@@ -96,10 +96,10 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
         if resume is None and initial is not None and is_within(path / checkpoint.folder, initial):
             raise ConfigError(
                 f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = "{path}", whose checkpoints '
-                "move to previous/ when a run begins anew; name another dump_folder."
+                "move to previous/ when a new run starts; name another dump_folder."
             )
-        if checkpoint.enable:
-            remove_drafts(path / checkpoint.folder)  # what a killed save left in a linked folder would be in the way
+        if checkpoint.enable and read_status(path) is not None:
+            remove_drafts(path / checkpoint.folder)  # a killed save's draft in a linked folder would be in the way
         folder.begin(resumed_config=None if resume is None else resume.config, entries=run_entries(config))
         folder.write_config(dump_config(config))
 
@@ -131,8 +131,8 @@ def explain_compiler(error: Exception) -> RunError | None:
 
 
 def is_within(folder: Path, file: str | bytes | int | None) -> bool:
-    """Whether `file`, such as the file name of an OSError, if it has one, lies in `folder`, which may be gone."""
-    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).absolute().is_relative_to(folder.absolute())
+    """Return whether `file` is a path inside `folder`; neither needs to exist."""
+    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).resolve().is_relative_to(folder.resolve())
 
 
 def explain(error: Exception, *, config: Config, watchdog: Watchdog) -> RunError | None:
@@ -153,11 +153,10 @@ def run(config: Config) -> int:
     """The exit code of the run that `config` describes, on this process."""
     rank, world_size = read_rank()
     path = Path(config.job.dump_folder)
-    folder: RunFolder | None = None
-    opened = False
+    lock: int | None = None
 
     def report(cause: str, exit_code: int = RankLostError.exit_code, rank: int | None = None) -> None:
-        if opened and (folder is None or folder.is_ours()):  # else the status on file is another run's
+        if lock is not None and lock == lock_inode(path):  # else the status on file is another run's
             with contextlib.suppress(RunError):  # a full disk: what is reported matters more
                 report_failure(path, cause=cause, exit_code=exit_code, rank=rank, step=watchdog.step)
 
@@ -172,7 +171,7 @@ def run(config: Config) -> int:
         check_started_alike(start_facts(config), timeout_s=config.comm.init_timeout_seconds)
         device = init_distributed(config.comm)
         folder, resume = open_folder(config)
-        opened = True
+        lock = lock_inode(path)
         logger.info(f"run folder: {path}")
         if config.job.description:
             logger.info(config.job.description)

@@ -315,9 +315,15 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the last finished step."""
         self.watchdog.at(self.step, "checkpoint")
+        on_rank0(self.check_run_folder)
         with self.metrics.outside_step("checkpoint", step=self.step):
             self.checkpointer.save(self.progress(), self.generators)
         self.saved_step, self.save_wanted = self.step, False
+
+    def check_run_folder(self) -> None:
+        """Raise StorageError if the run folder is no longer this run's; on rank 0."""
+        assert self.run_folder is not None, "rank 0 has it"
+        self.run_folder.check_is_ours(step=self.step)
 
     def progress(self) -> Progress:
         """What is saved of the last finished step, besides tensors and random states."""

@@ -45,7 +45,7 @@ def names(path: Path) -> list[str]:
 
 def test_the_first_run_in_a_folder_that_holds_something_else_leaves_it_alone(world: None, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds config\.toml, and no status\.json of a run that may have left that"):
+    with pytest.raises(ConfigError, match=r"holds config\.toml, but no status\.json of a run"):
         opened_step(tmp_path)
     with pytest.raises(CheckpointError, match=r"load_step = 7: .* has no checkpoint of that step"):
         opened_step(tmp_path, load_step=7)
@@ -77,7 +77,7 @@ def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path
     assert opened_step(path) == 0
     write_checkpoint(disk, 10)
     assert opened_step(path) == 10
-    with pytest.raises(ConfigError, match=r"holds checkpoint, a link to .*/disk, which is no empty folder"):
+    with pytest.raises(ConfigError, match=r"holds checkpoint, a link to .*/disk, which is not empty"):
         opened_step(path, load_step=0)
     assert names(disk) == ["step-00000010"] and (path / "checkpoint").is_symlink()
 

@@ -87,7 +87,7 @@ def compare(old: Path, new: Path) -> Comparison:
 
 
 def _open(path: Path) -> SafeReader:
-    """The reader of the checkpoint at `path`, whose files of tensors have their sizes."""
+    """Open the checkpoint at `path` after checking the sizes of its tensor files."""
     with naming(path):
         reader = SafeReader(path)
         data = {name: entry for name, entry in reader.manifest.files.items() if name.endswith(TENSORS_SUFFIX)}

@@ -163,7 +163,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 
 def _foreign_file(folder: Path) -> Path | None:
-    """Something in a folder that no save puts there; None for a link, whose target is never changed."""
+    """Return a file in `folder` that no save writes, or None. A link counts as ours: only the link is changed."""
     if folder.is_symlink():
         return None
     return next((path for path in folder.iterdir() if not OURS.fullmatch(path.name) or path.is_dir()), None)

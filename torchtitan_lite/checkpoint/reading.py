@@ -89,8 +89,8 @@ def _make_size(sizes: tuple[int, ...]) -> torch.Size:
 
 
 class _AnyMemoryFormat:
-    """A tensor's memory format, which reading does not use. It equals each of the enum that DCP compares it with; a
-    member of the enum itself would be the whole process's, and a pickle could change it."""
+    """Compares equal to every memory format, which reading does not use. A real member of the enum is shared by the
+    process, and a pickle could modify it."""
 
     __slots__ = ()
 
@@ -137,7 +137,8 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _read_table(folder: Path, files: Mapping[str, FileEntry] | None = None) -> tuple[Metadata, dict[str, TensorEntry]]:
-    """DCP's table and its tensors. If the `files` of a manifest are given, it is as written and reads these alone."""
+    """DCP's table and its tensors. With the `files` of a manifest, check the table's hash and that it refers only to
+    them."""
     try:
         content = read_regular(folder / METADATA, most=MOST_TABLE_BYTES)
         if files is not None and FileEntry(len(content), hashlib.sha256(content).hexdigest()) != files.get(METADATA):

@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_counts(manifest: Manifest) -> None:
-    """Raise ValueError unless the numbers of a manifest go together, as those do from which places are computed."""
+    """Raise ValueError if vocabulary, shard sizes and totals are inconsistent; offsets are computed from them."""
     recipe, sizes = manifest.recipe, [shard.tokens for shard in manifest.shards]
     if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
         raise ValueError(f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds")

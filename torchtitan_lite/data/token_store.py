@@ -1,7 +1,7 @@
 """Token stores, opened: ids read from any place, and the data that a config names.
 
-Files are read, not mapped into memory: of a file that is cut off while it is in use, a read reports the end, and a map
-kills the process by SIGBUS.
+Files are read, not mapped into memory: if a file is truncated during a run, a read reports the end of the file, and a
+memory map kills the process with SIGBUS.
 """
 
 import errno

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel.distributed import read_rank
+from torchtitan_lite.parallel.distributed import local_world_size, read_rank
 from torchtitan_lite.parallel.store import connect_store
 
 PREFIX = "agreement"
@@ -25,10 +25,10 @@ SHOWN_RANKS = 4
 
 
 def check_started_alike(facts: Mapping[str, str], *, timeout_s: float) -> None:
-    """Raise ConfigError on every rank unless all of them state the same `facts`, values by name, and run on equally
-    many nodes and processes a node. Waits up to `timeout_s` for the slowest rank."""
+    """Raise ConfigError on every rank unless all of them state the same `facts`, values by name, and the same numbers
+    of nodes and of processes per node. Waits up to `timeout_s` for the slowest rank."""
     rank, world_size = read_rank()
-    own = {**facts, "NNODES": os.environ["GROUP_WORLD_SIZE"], "NGPU": os.environ["LOCAL_WORLD_SIZE"]}
+    own = {**facts, "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"), "NGPU": str(local_world_size())}
     compare_facts(connect_store(timeout_s), own, rank=rank, world_size=world_size)
 
 
@@ -67,14 +67,12 @@ def describe_differences(first: Mapping[str, str], answers: list[dict]) -> str:
         for rank, answer in enumerate(answers):
             value = answer["differing"].get(name, first.get(name, "none"))
             holders[value].append(f"{rank} on {answer['host']}")
-        values = "; ".join(f"{value} (rank {shorten(ranks)})" for value, ranks in holders.items())
-        lines.append(f"{name} differs between ranks: {values}")
+
+        values = []
+        for value, ranks in holders.items():
+            more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+            values.append(f"{value} (rank {', '.join(ranks[:SHOWN_RANKS])}{more})")
+        lines.append(f"{name} differs between ranks: {'; '.join(values)}")
     if lines:
         lines.append("start every node with the same config, command line and installation.")
     return "\n".join(lines)
-
-
-def shorten(ranks: list[str]) -> str:
-    """The first few of many."""
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return ", ".join(ranks[:SHOWN_RANKS]) + more
