@@ -321,9 +321,9 @@ class Trainer:
         self.saved_step, self.save_wanted = self.step, False
 
     def check_run_folder(self) -> None:
-        """Raise StorageError if the run folder is no longer this run's; on rank 0."""
-        assert self.run_folder is not None, "rank 0 has it"
-        self.run_folder.check_is_ours(step=self.step)
+        """Raise StorageError if the run folder, where this rank has it, is no longer this run's."""
+        if self.run_folder is not None:
+            self.run_folder.check_is_ours(step=self.step)
 
     def progress(self) -> Progress:
         """What is saved of the last finished step, besides tensors and random states."""
