@@ -1,10 +1,14 @@
 """Files that survive a crash whole, and folders removed: standard library only."""
 
+import errno
 import hashlib
 import os
 import shutil
 import socket
 from pathlib import Path
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a disk or a quota without room."""
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

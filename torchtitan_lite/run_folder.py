@@ -34,7 +34,7 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
-from torchtitan_lite.files import replace_file
+from torchtitan_lite.files import DISK_FULL, replace_file
 from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
@@ -339,7 +339,7 @@ def _write_status(path: Path, status: Status) -> None:
         try:
             replace_file(file, _to_json(status))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or status.exit_code is None:
+            if error.errno not in DISK_FULL or status.exit_code is None:
                 raise
             short = dataclasses.replace(status, before=None)
             while len(_to_json(short)) > BLOCK_BYTES and short.cause:

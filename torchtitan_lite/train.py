@@ -30,7 +30,7 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
-from torchtitan_lite.files import hash_sources
+from torchtitan_lite.files import DISK_FULL, hash_sources
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
@@ -48,7 +48,7 @@ CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 """How the names begin of modules that are loaded from the compiler's cache."""
 
 
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def run_entries(config: Config) -> list[str]:

@@ -4,7 +4,6 @@ Files are read, not mapped into memory: if a file is truncated during a run, a r
 memory map kills the process with SIGBUS.
 """
 
-import errno
 import hashlib
 import os
 from functools import lru_cache
@@ -24,7 +23,7 @@ from torchtitan_lite.data.prepare import exclusive, lock_of, make_store
 from torchtitan_lite.data.sources import HF_PREFIX, Source, build_source
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import remove_folder
+from torchtitan_lite.files import DISK_FULL, remove_folder
 from torchtitan_lite.logger import logger
 
 OPEN_SHARDS = 256
@@ -186,8 +185,7 @@ def open_cached(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None 
                 store = TokenStore(folder)
         return store
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise (StorageError if full else DataError)(
+        raise (StorageError if error.errno in DISK_FULL else DataError)(
             f"token cache {folder.parent} cannot be written: {error.strerror}; "
             "set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
         ) from error
