@@ -1,6 +1,8 @@
-"""How fast it trains: a matrix of real runs on the device at hand, as a table and as JSON; see docs/performance.md.
+"""How fast it trains: a matrix of real runs on the device at hand, as a table and as JSON; see
+docs/performance.md.
 
-python scripts/bench.py [--quick] [--only WORDS] [--out FILE.json] [--profile] [--check FILE.json [--tolerance PCT]]
+python scripts/bench.py [--quick] [--only WORDS] [--out FILE.json] [--profile]
+                        [--check FILE.json [--tolerance PCT]]
 python scripts/bench.py --dry-run [--device "H100 SXM"] [--quick] [--only WORDS]
 
   --quick           the most important rows only, with fewer steps
@@ -33,7 +35,9 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/bench.py", usage=__doc__, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench.py", usage=__doc__, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
@@ -44,16 +48,31 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device")
     words = parser.parse_args(argv)
     if words.dry_run:
-        given = {"--out": words.out, "--profile": words.profile, "--check": words.check, "--tolerance": words.tolerance}
+        given = {
+            "--out": words.out,
+            "--profile": words.profile,
+            "--check": words.check,
+            "--tolerance": words.tolerance,
+        }
         if unused := [name for name, value in given.items() if value not in (None, False)]:
-            raise ConfigError(f"{', '.join(unused)}: --dry-run runs and writes nothing; leave it out.")
+            raise ConfigError(
+                f"{', '.join(unused)}: --dry-run runs and writes nothing; leave it out."
+            )
         name = words.device or (None if torch.cuda.is_available() else "H200")
-        print(format_plan(make_plan(planned_device(resolve_device(name)), quick=words.quick, only=words.only)))
+        print(
+            format_plan(
+                make_plan(planned_device(resolve_device(name)), quick=words.quick, only=words.only)
+            )
+        )
         return
     if words.device is not None:
-        raise ConfigError(f'--device "{words.device}" is for --dry-run: rows run on the device at hand; leave it out.')
+        raise ConfigError(
+            f'--device "{words.device}" is for --dry-run: rows run on the device at hand; leave it out.'
+        )
     if words.tolerance is not None and words.check is None:
-        raise ConfigError(f"--tolerance {words.tolerance} is for --check; name a baseline, or leave it out.")
+        raise ConfigError(
+            f"--tolerance {words.tolerance} is for --check; name a baseline, or leave it out."
+        )
     tolerance_of("", words.tolerance)  # refused now, not after the rows
     baseline = None if words.check is None else read_baseline(words.check)
     command = shlex.join(["python", "scripts/bench.py", *argv])

@@ -1,7 +1,9 @@
-"""What a save costs: torchrun --nproc-per-node 2 scripts/bench_checkpoint.py [--mib N] [--rounds N] [--folder DIR]
+"""What a save costs: torchrun --nproc-per-node 2 scripts/bench_checkpoint.py [--mib N] [--rounds N]
+[--folder DIR]
 
-Saves a sharded model of that state synchronously, asynchronously, and asynchronously without hashing, and copies the
-state, each in turn; prints for how long training would stand still, as ratios of medians without the first round.
+Saves a sharded model of that state synchronously, asynchronously, and asynchronously without
+hashing, and copies the state, each in turn; prints for how long training would stand still, as
+ratios of medians without the first round.
 
   --mib N       MiB of state a rank (default: 256)
   --rounds N    of each kind (default: 8)
@@ -27,13 +29,17 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/bench_checkpoint.py", usage=__doc__, add_help=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_checkpoint.py", usage=__doc__, add_help=False
+    )
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args(argv)
     if options.mib < 1 or options.rounds < 2:
-        raise ConfigError(f"--mib {options.mib} must be at least 1, and --rounds {options.rounds} at least 2")
+        raise ConfigError(
+            f"--mib {options.mib} must be at least 1, and --rounds {options.rounds} at least 2"
+        )
     device = init_distributed(CommConfig())
     folder = on_rank0(lambda: Path(tempfile.mkdtemp(dir=options.folder)))
     try:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How fast data is made and read, each beside a baseline in the same run, and how random its order is.
+"""How fast data is made and read, each beside a baseline in the same run, and how random its order
+is.
 
 Needs 2 GB of disk in the temporary folder.
 """
@@ -31,20 +32,34 @@ ORDERS, LENGTH = 200, 2**14
 
 def main() -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a window (default: 8192)")
-    parser.add_argument("--source", default=None, help="text to tokenize (default: the running Python's library)")
-    parser.add_argument("--tokenizer", default="", help="tokenizer file or folder (default: the one shipped)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=8192, help="tokens of a window (default: 8192)"
+    )
+    parser.add_argument(
+        "--source", default=None, help="text to tokenize (default: the running Python's library)"
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="tokenizer file or folder (default: the one shipped)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        store = synthetic_store(folder / "store", shard_sizes=[2**25] * 8, documents=[2**15] * 8, sparse=False)
+        store = synthetic_store(
+            folder / "store", shard_sizes=[2**25] * 8, documents=[2**15] * 8, sparse=False
+        )
         for comparison in compare_windows(store, seq_len=args.seq_len, count=2048):
             print(comparison)
         print(compare_permutation(n=10**12, count=4_000_000))
-        huge = synthetic_store(folder / "huge", shard_sizes=[2**29] * 1000, documents=[10**6] * 1000, sparse=True)
+        huge = synthetic_store(
+            folder / "huge", shard_sizes=[2**29] * 1000, documents=[10**6] * 1000, sparse=True
+        )
         opening = measure_opening(huge)
-        print(f"a store of 10^9 documents opens in {opening.seconds:.3f} s and {opening.mib:.1f} MiB")
+        print(
+            f"a store of 10^9 documents opens in {opening.seconds:.3f} s and {opening.mib:.1f} MiB"
+        )
         try:
             cores = len(os.sched_getaffinity(0))
             source, tokenizer = build_source(args.source), build_tokenizer(args.tokenizer)
@@ -54,7 +69,9 @@ def main() -> int:
             return error.exit_code
     rng = np.random.default_rng(0)
     for what, orders in {
-        "ours": np.array([Permutation(LENGTH, key=f"seed 0 epoch {e}")(np.arange(LENGTH)) for e in range(ORDERS)]),
+        "ours": np.array(
+            [Permutation(LENGTH, key=f"seed 0 epoch {e}")(np.arange(LENGTH)) for e in range(ORDERS)]
+        ),
         "numpy shuffles": np.array([rng.permutation(LENGTH) for _ in range(ORDERS)]),
         "LCG, multiplier 5": lcg_orders(LENGTH, multiplier=5, count=ORDERS),
     }.items():

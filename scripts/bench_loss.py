@@ -1,4 +1,5 @@
-"""Memory and time of the loss and its backward, ours and PyTorch's own, each in a process of its own.
+"""Memory and time of the loss and its backward, ours and PyTorch's own, each in a process of its
+own.
 
 python scripts/bench_loss.py [--tokens 8192] [--vocab-size 128256] [--dim 256]
 
@@ -17,7 +18,9 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/bench_loss.py", usage=__doc__, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_loss.py", usage=__doc__, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--dim", type=int, default=256)

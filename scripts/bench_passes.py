@@ -1,5 +1,6 @@
-"""What the compiler makes of a block besides matmuls and attention, in bf16 and in each float8 recipe: python
-scripts/bench_passes.py. It compiles, and needs no GPU; docs/performance.md tells how to read it."""
+"""What the compiler makes of a block besides matmuls and attention, in bf16 and in each float8
+recipe: python scripts/bench_passes.py. It compiles, and needs no GPU; docs/performance.md tells how
+to read it."""
 
 from torchtitan_lite.benchmarks.passes import format_passes
 from torchtitan_lite.errors import ConfigError, run_script

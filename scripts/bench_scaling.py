@@ -1,6 +1,7 @@
 """How the cost of training grows with the work, on CPU, beside the law that is expected of it:
 
-python scripts/bench_scaling.py [layers] [seq_len] [batch] [ranks] [steps] [--rounds N] [--steps N] [--out FILE]
+python scripts/bench_scaling.py [layers] [seq_len] [batch] [ranks] [steps] [--rounds N] [--steps N]
+[--out FILE]
 
   layers seq_len ...  parts to run (default: all)
   --rounds N          runs of each point, forward and backward in turn (default: 2)
@@ -25,7 +26,9 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/bench_scaling.py", usage=__doc__, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench_scaling.py", usage=__doc__, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)

@@ -1,7 +1,8 @@
-"""torchtitan_lite against torchtitan 0.2.2 on CPU: speed, time to the first step, memory. docs/performance.md tells how
-to make an environment with torchtitan.
+"""torchtitan_lite against torchtitan 0.2.2 on CPU: speed, time to the first step, memory.
+docs/performance.md tells how to make an environment with torchtitan.
 
-python scripts/bench_torchtitan.py --python ENV/bin/python --job.config_file X.toml [--training.steps 40] ...
+python scripts/bench_torchtitan.py --python ENV/bin/python --job.config_file X.toml
+[--training.steps 40] ...
 
   --python PATH       the Python that has torchtitan 0.2.2
   --processes N       of each run (default: 2)
@@ -24,7 +25,11 @@ from torchtitan_lite.errors import ConfigError, run_script
 
 ADAPTER = Path(__file__).resolve().with_name("torchtitan_cpu.py")
 SETTINGS = [
-    *("--float8.enable_float8_linear=false", "--checkpoint.enable=false", "--validation.enable=false"),
+    *(
+        "--float8.enable_float8_linear=false",
+        "--checkpoint.enable=false",
+        "--validation.enable=false",
+    ),
     *("--metrics.log_freq=1", "--metrics.enable_tensorboard", "--training.epochs="),
 ]
 MODES = {"eager": ("eager",), "compiled": ("compiled",), "both": ("eager", "compiled")}
@@ -51,7 +56,9 @@ def main(argv: list[str]) -> None:
             f"--python {options.python} cannot be run; name that of an environment with torchtitan 0.2.2."
         )
     if options.pairs < 2 or options.processes < 1:
-        raise ConfigError(f"--pairs {options.pairs} must be at least 2, and --processes {options.processes} at least 1")
+        raise ConfigError(
+            f"--pairs {options.pairs} must be at least 2, and --processes {options.processes} at least 1"
+        )
     results = {}
     for mode in MODES[options.mode]:
         compile = f"--compile.enable={str(mode == 'compiled').lower()}"
@@ -64,7 +71,10 @@ def main(argv: list[str]) -> None:
             shard_one=options.shard_one,
         )
         versus = rival.compare(pairs=options.pairs, tell=lambda line: print(line, flush=True))
-        print(f"{mode}, {options.processes} processes, {versus.parameters:,} parameters\n{versus}\n", flush=True)
+        print(
+            f"{mode}, {options.processes} processes, {versus.parameters:,} parameters\n{versus}\n",
+            flush=True,
+        )
         results[mode] = versus.as_json()
     if options.out:
         options.out.write_text(json.dumps(results, indent=2))

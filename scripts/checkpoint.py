@@ -5,7 +5,8 @@
   verify PATH...   read every byte of them and name what is broken
   diff A B         tell what differs between two
 
-FOLDER is a run folder or its folder of checkpoints, PATH one of these or a step's folder, A and B are step folders.
+FOLDER is a run folder or its folder of checkpoints, PATH one of these or a step's folder, A and B
+are step folders.
 """
 
 import argparse
@@ -20,16 +21,24 @@ from torchtitan_lite.errors import CheckpointError, RunError, StorageError
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
     ls = commands.add_parser("ls", parents=[common], help="list the checkpoints of a run")
     ls.add_argument("folder", type=Path, help="run folder, or its folder of checkpoints")
-    verify = commands.add_parser("verify", parents=[common], help="name what is broken; exit code 4 if anything is")
-    verify.add_argument("paths", type=Path, nargs="+", metavar="path", help="step folder, or a folder that ls takes")
+    verify = commands.add_parser(
+        "verify", parents=[common], help="name what is broken; exit code 4 if anything is"
+    )
+    verify.add_argument(
+        "paths", type=Path, nargs="+", metavar="path", help="step folder, or a folder that ls takes"
+    )
     verify.add_argument("--quick", action="store_true", help="sizes only: do not read every byte")
-    diff = commands.add_parser("diff", parents=[common], help="tell what differs; exit code 1 if anything does")
+    diff = commands.add_parser(
+        "diff", parents=[common], help="tell what differs; exit code 1 if anything does"
+    )
     diff.add_argument("old", type=Path, metavar="A", help="step folder")
     diff.add_argument("new", type=Path, metavar="B", help="step folder")
     return parser.parse_args(argv)

@@ -1,8 +1,9 @@
-"""Runs held against each other at equal tokens: python scripts/compare_runs.py RUN RUN ... [--out FILE] [--last N]
+"""Runs held against each other at equal tokens: python scripts/compare_runs.py RUN RUN ... [--out
+FILE] [--last N]
 
-Prints, for each run, its final loss and how far that is from the first run's, the largest differences of loss and
-gradient norm, tps and mfu. Equal tokens are counts of tokens at which all the runs logged a step; nothing is
-interpolated.
+Prints, for each run, its final loss and how far that is from the first run's, the largest
+differences of loss and gradient norm, tps and mfu. Equal tokens are counts of tokens at which all
+the runs logged a step; nothing is interpolated.
 
   RUN         run folder, or its metrics.jsonl
   --out FILE  picture of loss, gradient norm, tps and mfu over tokens, .png or .svg; needs the plots extra

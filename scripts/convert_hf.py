@@ -18,13 +18,20 @@ from torchtitan_lite.logger import init_logger
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face model")
-    export.add_argument("step_dir", type=Path, help="checkpoint, such as outputs/checkpoint/step-00000100")
+    export.add_argument(
+        "step_dir", type=Path, help="checkpoint, such as outputs/checkpoint/step-00000100"
+    )
     export.add_argument("out_dir", type=Path, help="folder to make")
     export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "keep"), default="keep", help="of the weights (keep: as saved)"
+        "--dtype",
+        choices=("float32", "bfloat16", "keep"),
+        default="keep",
+        help="of the weights (keep: as saved)",
     )
     import_ = commands.add_parser("import", help="a Hugging Face model as a checkpoint")
     import_.add_argument("hf_dir", type=Path, help="folder with config.json and safetensors files")
@@ -33,8 +40,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 2 if OUT_DIR is not free, 4 for weights that are broken or do not fit, 7 if the disk fails, 130
-    after Ctrl-C."""
+    """The exit code: 2 if OUT_DIR is not free, 4 for weights that are broken or do not fit, 7 if
+    the disk fails, 130 after Ctrl-C."""
     init_logger()
     args = parse_arguments(argv)
     try:

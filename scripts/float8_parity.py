@@ -1,7 +1,9 @@
-"""Does float8 train as bf16 does, and a compiled run as an eager one? python scripts/float8_parity.py [--out DIR] ...
+"""Does float8 train as bf16 does, and a compiled run as an eager one? python
+scripts/float8_parity.py [--out DIR] ...
 
-Trains train_configs/float8_parity.toml with each recipe and seed, and with two of the recipes compiled, each run in a
-process of its own, and writes the page about them. Runs that are done are not repeated.
+Trains train_configs/float8_parity.toml with each recipe and seed, and with two of the recipes
+compiled, each run in a process of its own, and writes the page about them. Runs that are done are
+not repeated.
 
   --out DIR    folder of the runs (default: outputs/float8_parity)
   --page FILE  page to write, its pictures beside it (default: docs/float8_parity.md); needs the plots extra
@@ -23,13 +25,23 @@ import torch
 
 from torchtitan_lite.errors import ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.comparison import Run, compare, draw, format_runs, format_table, read_runs
+from torchtitan_lite.metrics.comparison import (
+    Run,
+    compare,
+    draw,
+    format_runs,
+    format_table,
+    read_runs,
+)
 from torchtitan_lite.run_folder import read_status
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)
 FLOAT8 = ("--float8.enable_float8_linear",)
-ALL_GATHER = ("--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp")
+ALL_GATHER = (
+    "--float8.enable_fsdp_float8_all_gather",
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
 RECIPES = {
     "bf16": (),
     "tensorwise": FLOAT8,
@@ -46,7 +58,8 @@ COMPILED = {
     "compile_op_ac": (*COMPILE, "--activation_checkpoint.mode=selective"),
     "compile_full_ac": (*COMPILE, "--activation_checkpoint.mode=full"),
 }
-"""What each compiled run adds to its recipe; it is held against the first steps of the eager one."""
+"""What each compiled run adds to its recipe; it is held against the first steps of the eager
+one."""
 LAST = 20
 """Steps that a final loss is the mean of."""
 COLUMNS = ("run", "steps", "final loss", "to first", "loss at most off", "grad norm at most off")
@@ -85,7 +98,9 @@ difference on: a step's own loss and gradient norm drift, the mean of the losses
 def list_runs() -> dict[str, tuple[str, ...]]:
     """What each run adds to the config, by its name."""
     eager = {
-        f"{recipe}-{seed}": (*words, f"--debug.seed={seed}") for recipe, words in RECIPES.items() for seed in SEEDS
+        f"{recipe}-{seed}": (*words, f"--debug.seed={seed}")
+        for recipe, words in RECIPES.items()
+        for seed in SEEDS
     }
     compiled = {
         f"{recipe}-{variant}": (*eager[f"{recipe}-{SEEDS[0]}"], *words)
@@ -118,15 +133,21 @@ def train(name: str, words: tuple[str, ...], *, out: Path) -> None:
 
 
 def summarize(out: Path) -> str:
-    """The final losses of all recipes and seeds as a table, and the largest distance of one to the first recipe's."""
-    comparisons = [compare(read_runs([out / f"{recipe}-{seed}" for recipe in RECIPES]), last=LAST) for seed in SEEDS]
+    """The final losses of all recipes and seeds as a table, and the largest distance of one to the
+    first recipe's."""
+    comparisons = [
+        compare(read_runs([out / f"{recipe}-{seed}" for recipe in RECIPES]), last=LAST)
+        for seed in SEEDS
+    ]
     rows = [
         [recipe, *(f"{run.final_loss:.4f} ({run.final_loss_pct:+.2f} %)" for run in runs)]
         for recipe, *runs in zip(RECIPES, *comparisons, strict=True)
     ]
     farthest = max(itertools.chain(*comparisons), key=lambda run: abs(run.final_loss_pct))
     table = format_table(["recipe", *(f"seed {seed}" for seed in SEEDS)], rows)
-    return f"{table}\n\nThe farthest from bf16 is {farthest.name}: {farthest.final_loss_pct:+.2f} %."
+    return (
+        f"{table}\n\nThe farthest from bf16 is {farthest.name}: {farthest.final_loss_pct:+.2f} %."
+    )
 
 
 def show(runs: Sequence[Run], picture: Path) -> str:
@@ -138,12 +159,17 @@ def show(runs: Sequence[Run], picture: Path) -> str:
 
 def write_page(out: Path, page: Path) -> None:
     """Write the page about the runs in `out`, and its pictures."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    )
     text = PAGE.format(
         made=f"{time.strftime('%Y-%m-%d')}, with {device}, torch {version('torch')}, torchao {version('torchao')}",
         last=LAST,
         summary=summarize(out),
-        first_seed=show(read_runs([out / f"{recipe}-{SEEDS[0]}" for recipe in RECIPES]), page.with_suffix(".png")),
+        first_seed=show(
+            read_runs([out / f"{recipe}-{SEEDS[0]}" for recipe in RECIPES]),
+            page.with_suffix(".png"),
+        ),
         compiled="\n\n".join(
             show(
                 read_runs([out / f"{recipe}-{part}" for part in (SEEDS[0], *COMPILED)]),

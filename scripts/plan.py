@@ -1,6 +1,8 @@
-"""What a run will cost and gain, before it is paid for: FLOPs, float8's effect, memory, rates and time.
+"""What a run will cost and gain, before it is paid for: FLOPs, float8's effect, memory, rates and
+time.
 
-python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"] [--tps X] [--json] [overrides]
+python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"] [--tps X]
+[--json] [overrides]
 
   --world-size N   processes, one a GPU (default: 8)
   --device NAME    GPU to plan for (default: the one at hand; needed where there is none)
@@ -24,7 +26,9 @@ def main(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return
-    parser = argparse.ArgumentParser(prog="scripts/plan.py", usage=__doc__, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/plan.py", usage=__doc__, add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--device")
     parser.add_argument("--tps", type=float)
@@ -35,7 +39,12 @@ def main(argv: list[str]) -> None:
     if options.tps is not None and not 0 < options.tps < float("inf"):
         raise ConfigError(f"--tps {options.tps} must be a positive number")
     config = load_config(words, world_size=options.world_size)
-    plan = make_plan(config, world_size=options.world_size, device=resolve_device(options.device), tps=options.tps)
+    plan = make_plan(
+        config,
+        world_size=options.world_size,
+        device=resolve_device(options.device),
+        tps=options.tps,
+    )
     print(json.dumps(plan, indent=2) if options.json else format_plan(plan))
 
 

@@ -1,7 +1,9 @@
-"""The MFU family as a picture: python scripts/plot_plan.py [--output docs/mfu.svg], with the plots extra.
+"""The MFU family as a picture: python scripts/plot_plan.py [--output docs/mfu.svg], with the plots
+extra.
 
-Of Llama 3 8B on 8 H100, at the speeds published for bf16 and for float8: the time of a token, and within it the time
-that its matmuls would take at one peak or another. The figures are the planner's; the same ones make the same file.
+Of Llama 3 8B on 8 H100, at the speeds published for bf16 and for float8: the time of a token, and
+within it the time that its matmuls would take at one peak or another. The figures are the
+planner's; the same ones make the same file.
 """
 
 import argparse
@@ -41,16 +43,23 @@ class Bar:
 
 def list_bars(file: str, tps: float) -> list[Bar]:
     """The family of the shipped config `file`, `mfu` first."""
-    config = load_config(["--job.config_file", str(ROOT / "train_configs" / file)], world_size=WORLD_SIZE)
+    config = load_config(
+        ["--job.config_file", str(ROOT / "train_configs" / file)], world_size=WORLD_SIZE
+    )
     plan = make_plan(config, world_size=WORLD_SIZE, device=resolve_device("H100 SXM"), tps=tps)
     flops, peaks, percents = plan["flops_per_token"], plan["peaks"], plan["schedule"]
-    ideal = {"mfu": {name: flops[name] / peaks[name] / 1e6 for name in ("fp8", "bf16") if flops[name]}}
-    ideal |= {figure: {peak: flops["total"] / peaks[peak] / 1e6} for figure, peak in DENOMINATORS.items()}
+    ideal = {
+        "mfu": {name: flops[name] / peaks[name] / 1e6 for name in ("fp8", "bf16") if flops[name]}
+    }
+    ideal |= {
+        figure: {peak: flops["total"] / peaks[peak] / 1e6} for figure, peak in DENOMINATORS.items()
+    }
     return [Bar(figure, percents[figure], 1e6 / tps, parts) for figure, parts in ideal.items()]
 
 
 def draw(groups: dict[str, list[Bar]], output: Path) -> None:
-    """Write `groups` of bars, by their titles, to the file `output`. Raises ConfigError without matplotlib."""
+    """Write `groups` of bars, by their titles, to the file `output`. Raises ConfigError without
+    matplotlib."""
     try:  # optional, and slow to import
         import matplotlib
         from matplotlib.figure import Figure
@@ -60,7 +69,12 @@ def draw(groups: dict[str, list[Bar]], output: Path) -> None:
         figure = Figure(figsize=(9.375, 4.7), facecolor="white")  # 900 pixels wide
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
-        axes.text(-31, 0, "Microseconds of a token on each device: ideal, at the peak named, within real", size=11)
+        axes.text(
+            -31,
+            0,
+            "Microseconds of a token on each device: ideal, at the peak named, within real",
+            size=11,
+        )
         y = 0.0
         for title, bars in groups.items():
             y += 1.2
@@ -82,10 +96,20 @@ def draw(groups: dict[str, list[Bar]], output: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Write the picture to the file that `argv` names. Raises ConfigError without matplotlib."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/mfu.svg", help="SVG file (default: docs/mfu.svg)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "docs/mfu.svg",
+        help="SVG file (default: docs/mfu.svg)",
+    )
     output = parser.parse_args(argv).output
-    draw({f"{name} at {tps:,} tokens/s": list_bars(file, tps) for name, (file, tps) in RUNS.items()}, output)
+    draw(
+        {f"{name} at {tps:,} tokens/s": list_bars(file, tps) for name, (file, tps) in RUNS.items()},
+        output,
+    )
 
 
 if __name__ == "__main__":

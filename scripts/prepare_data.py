@@ -5,8 +5,9 @@
   verify STORE        read all of it and name what is broken
   inspect STORE       print its counts and the text of a window
 
-SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet (parquet extra);
-hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the running Python's standard library.
+SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet
+(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the running
+Python's standard library.
 """
 
 import argparse
@@ -38,7 +39,9 @@ def count(minimum: int) -> Callable[[str], int]:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     tokenizer = argparse.ArgumentParser(add_help=False)
     tokenizer.add_argument(
@@ -49,14 +52,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
     make.add_argument("source", help="what to tokenize: see prepare_data.py --help")
     make.add_argument("store", type=Path, help="folder to make")
-    make.add_argument("--text-field", default="text", help="field of .jsonl and .parquet rows with the text (text)")
-    make.add_argument("--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)")
+    make.add_argument(
+        "--text-field",
+        default="text",
+        help="field of .jsonl and .parquet rows with the text (text)",
+    )
+    make.add_argument(
+        "--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)"
+    )
     make.add_argument("--workers", type=count(1), help="processes that tokenize (one a core)")
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
     verify = commands.add_parser("verify", help="read all of a store and name what is broken")
     verify.add_argument("store", type=Path, help="folder of the store")
-    inspect = commands.add_parser("inspect", parents=[tokenizer], help="print counts and the text of a window")
+    inspect = commands.add_parser(
+        "inspect", parents=[tokenizer], help="print counts and the text of a window"
+    )
     inspect.add_argument("store", type=Path, help="folder of the store")
     inspect.add_argument("--window", type=count(0), default=0, help="number of the window (0)")
     inspect.add_argument("--seq-len", type=count(1), default=256, help="tokens in a window (256)")
@@ -93,7 +104,11 @@ def inspect(args: argparse.Namespace) -> None:
     """Print the store."""
     store = TokenStore(args.store)
     print(format_store(store))
-    print(format_window(store, build_tokenizer(args.tokenizer), window=args.window, seq_len=args.seq_len))
+    print(
+        format_window(
+            store, build_tokenizer(args.tokenizer), window=args.window, seq_len=args.seq_len
+        )
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

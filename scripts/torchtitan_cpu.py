@@ -1,11 +1,14 @@
-"""torchtitan 0.2.2's Llama 3 on CPU, for scripts/bench_torchtitan.py, run under torchrun by the Python that has it:
+"""torchtitan 0.2.2's Llama 3 on CPU, for scripts/bench_torchtitan.py, run under torchrun by the
+Python that has it:
 
-scripts/torchtitan_cpu.py DIMENSIONS ...    a JSON object of what its model arguments are to be; then its own options
+scripts/torchtitan_cpu.py DIMENSIONS ...    a JSON object of what its model arguments are to be;
+then its own options
 
-torchtitan trains on accelerators, and asks theirs for memory figures and for synchronisation: on CPU it is told that
-there is nothing to tell. Its kernels for mixtures of experts, which Llama 3 has not, need Triton, and are left out. Its
-text and tokenizer are no part of its package: it trains on random tokens that are there before they are asked for, and
-so spends nothing on data. FSDP averages gradients, as gloo has no scaled sum. All else is its own.
+torchtitan trains on accelerators, and asks theirs for memory figures and for synchronisation: on
+CPU it is told that there is nothing to tell. Its kernels for mixtures of experts, which Llama 3 has
+not, need Triton, and are left out. Its text and tokenizer are no part of its package: it trains on
+random tokens that are there before they are asked for, and so spends nothing on data. FSDP averages
+gradients, as gloo has no scaled sum. All else is its own.
 """
 
 import dataclasses
@@ -26,7 +29,8 @@ FLAVOR = "debugmodel"
 
 
 class RandomBatches:
-    """The same batch of random tokens again and again, and what a checkpoint keeps of it: nothing."""
+    """The same batch of random tokens again and again, and what a checkpoint keeps of it:
+    nothing."""
 
     def __init__(self, job_config: Any, vocab_size: int) -> None:
         """As large as the config says."""
@@ -49,7 +53,8 @@ class RandomBatches:
 
 
 def import_for_cpu() -> None:
-    """Import torchtitan, which looks for its device while it is imported, so that it finds the CPU."""
+    """Import torchtitan, which looks for its device while it is imported, so that it finds the
+    CPU."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device_module = SimpleNamespace(
         current_device=lambda: 0,
@@ -73,7 +78,9 @@ def import_for_cpu() -> None:
 def main(dimensions: str) -> None:
     """Train as the rest of the command line says."""
     shard_one = SHARD_ONE in sys.argv
-    sys.argv[:] = [word for word in sys.argv if word != SHARD_ONE]  # before torchtitan is imported, which reads them
+    sys.argv[:] = [
+        word for word in sys.argv if word != SHARD_ONE
+    ]  # before torchtitan is imported, which reads them
     import_for_cpu()
     from torchtitan import train
     from torchtitan.distributed import ParallelDims
@@ -95,7 +102,9 @@ def main(dimensions: str) -> None:
     train_spec.register_train_spec(MODEL, spec)
     train.main(train.Trainer)
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the process group, and would abort the process as it ends
+    os._exit(
+        0
+    )  # gloo's threads may outlive the process group, and would abort the process as it ends
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Train a sentencepiece tokenizer on any text that a run can train on.
 
-The model shipped with the package: python scripts/train_tokenizer.py --output torchtitan_lite/data/pystdlib-2256.model
+The model shipped with the package: python scripts/train_tokenizer.py --output
+torchtitan_lite/data/pystdlib-2256.model
 """
 
 import argparse
@@ -15,17 +16,27 @@ from torchtitan_lite.errors import RunError
 
 def main() -> int:
     """The exit code; 3 if the text, the vocabulary or the output is not possible."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="pystdlib", help="pystdlib (default), a folder, a file, or hf:DATASET")
-    parser.add_argument("--text-field", default="text", help="field of rows that holds the text (default: text)")
-    parser.add_argument("--vocab-size", type=int, default=2256, help="number of ids (default: 2256)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", default="pystdlib", help="pystdlib (default), a folder, a file, or hf:DATASET"
+    )
+    parser.add_argument(
+        "--text-field", default="text", help="field of rows that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=2256, help="number of ids (default: 2256)"
+    )
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     args = parser.parse_args()
     path = None if args.source == "pystdlib" else args.source
     try:
         source = build_source(path, text_field=args.text_field)
-        train_tokenizer(source.documents(), vocab_size=args.vocab_size, output=args.output, overwrite=args.force)
+        train_tokenizer(
+            source.documents(), vocab_size=args.vocab_size, output=args.output, overwrite=args.force
+        )
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -18,7 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):  # the keywords hold the names of folders too
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU of compute capability 8.9 or newer"))
+            item.add_marker(
+                pytest.mark.skip(reason="no CUDA GPU of compute capability 8.9 or newer")
+            )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -33,8 +33,8 @@ class Gemms(NamedTuple):
 
 
 def make_data(*, outliers: bool, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Data:
-    """Gaussian data; with `outliers` four rows of each, tokens or out_features, are 10,000 times as large, as the
-    massive activations of a language model are (arXiv 2402.17762)."""
+    """Gaussian data; with `outliers` four rows of each, tokens or out_features, are 10,000 times as
+    large, as the massive activations of a language model are (arXiv 2402.17762)."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(shape, generator=generator) for shape in ((M, K), (N, K), (M, N))]
     for tensor in tensors:
@@ -44,9 +44,15 @@ def make_data(*, outliers: bool, seed: int = 0, dtype: torch.dtype = torch.bfloa
 
 
 def run_linear(
-    recipe: str | None, data: Data, *, device: str = "cpu", emulate: bool = True, compiled: bool = False
+    recipe: str | None,
+    data: Data,
+    *,
+    device: str = "cpu",
+    emulate: bool = True,
+    compiled: bool = False,
 ) -> Gemms:
-    """What a linear computes on `device`, in a recipe or, if that is None, as it is; on CPU afterwards."""
+    """What a linear computes on `device`, in a recipe or, if that is None, as it is; on CPU
+    afterwards."""
     model = nn.ModuleDict({"linear": nn.Linear(K, N, bias=False)})
     input, weight, grad_output = (tensor.to(device, copy=True) for tensor in data)
     model["linear"].weight = nn.Parameter(weight)
@@ -70,7 +76,10 @@ def exact_gemms(data: Data) -> Gemms:
 
 
 def sqnr(actual: Gemms, expected: Gemms) -> Gemms:
-    """Of each matmul the ratio of signal to noise in dB, as the mean over its rows: large rows hide no small ones."""
-    pairs = ((theirs.double(), ours.double()) for theirs, ours in zip(actual, expected, strict=True))
+    """Of each matmul the ratio of signal to noise in dB, as the mean over its rows: large rows hide
+    no small ones."""
+    pairs = (
+        (theirs.double(), ours.double()) for theirs, ours in zip(actual, expected, strict=True)
+    )
     ratios = (right.norm(dim=1) / (wrong - right).norm(dim=1) for wrong, right in pairs)
     return Gemms(*(20 * ratio.clamp(max=1e10).log10().mean().item() for ratio in ratios))

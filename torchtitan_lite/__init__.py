@@ -3,7 +3,8 @@
 import logging
 import warnings
 
-# What the libraries say on every rank and a user of this package can do nothing about. Set before they are imported.
+# What the libraries say on every rank and a user of this package can do nothing about. Set before
+# they are imported.
 for _name in (
     "torchao",  # its optional CUDA extensions are not built for this machine
     "torch.utils._pytree",  # a deprecation within torchao

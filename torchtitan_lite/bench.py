@@ -1,4 +1,5 @@
-"""The benchmark: the rows of its plan, run one after the other and measured by what they log. A hub."""
+"""The benchmark: the rows of its plan, run one after the other and measured by what they log. A
+hub."""
 
 import json
 import math
@@ -18,7 +19,16 @@ from torchtitan_lite.benchmarks import report
 from torchtitan_lite.benchmarks.child import Outcome, Stop, probe, run_child, train
 from torchtitan_lite.benchmarks.kernels import break_down, mean_of
 from torchtitan_lite.benchmarks.processes import read_records
-from torchtitan_lite.benchmarks.rows import BF16, Device, Forecast, Row, forecast, plan_rows, profiled, profiled_rows
+from torchtitan_lite.benchmarks.rows import (
+    BF16,
+    Device,
+    Forecast,
+    Row,
+    forecast,
+    plan_rows,
+    profiled,
+    profiled_rows,
+)
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
 from torchtitan_lite.files import replace_file
@@ -34,9 +44,11 @@ PROBE_S = 120.0
 OVERRUN = 3.0
 """Times its expected seconds that a row may take."""
 LEAST_S = 30.0
-"""That any row may take: where little is expected, a busy machine adds more than a multiple of it."""
+"""That any row may take: where little is expected, a busy machine adds more than a multiple of
+it."""
 FIRST_SHARE = 0.5
-"""Share of the remaining time for the first row of its kind of compilation, whose duration cannot be estimated."""
+"""Share of the remaining time for the first row of its kind of compilation, whose duration cannot
+be estimated."""
 END_S = 3.0
 """Of the budget, kept for the end."""
 CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0
@@ -61,11 +73,12 @@ class Options:
 
 
 class Benchmark:
-    """A benchmark under way: `report` is what it has found so far, in plain values that JSON can hold."""
+    """A benchmark under way: `report` is what it has found so far, in plain values that JSON can
+    hold."""
 
     def __init__(self, options: Options, *, stop: Stop, folder: Path, began: float) -> None:
-        """Find out what the device is. `folder` is for the runs' files; the budget counts from `began`, a moment of
-        time.monotonic. Raises RunError if that fails."""
+        """Find out what the device is. `folder` is for the runs' files; the budget counts from
+        `began`, a moment of time.monotonic. Raises RunError if that fails."""
         self.options, self._stop, self._folder, self._began = options, stop, folder, began
         report.check_out(options.out)
         self._children = 0
@@ -94,7 +107,11 @@ class Benchmark:
     @property
     def _done(self) -> dict[str, dict[str, Any]]:
         """What the rows that are done came to, by their names."""
-        return {result["name"]: result for result in self.report["rows"] if result["status"] == report.DONE}
+        return {
+            result["name"]: result
+            for result in self.report["rows"]
+            if result["status"] == report.DONE
+        }
 
     @property
     def _left_s(self) -> float:
@@ -102,8 +119,8 @@ class Benchmark:
         return self._began + self.budget_s - END_S - time.monotonic()
 
     def _probe(self) -> Device:
-        """The device. A server that has touched CUDA after all, as where there is no NVML, is told by that its child
-        fails; then children start anew."""
+        """The device. A server that has touched CUDA after all, as where there is no NVML, is told
+        by that its child fails; then children start anew."""
         outcome = self._call(probe, timeout_s=PROBE_S)
         if outcome.status == "failed":
             self._method = "spawn"
@@ -114,9 +131,22 @@ class Benchmark:
             raise error
         return Device(**outcome.value)
 
-    def _call(self, task: Callable[..., Any], *arguments: Any, timeout_s: float, folder: Path | None = None) -> Outcome:
+    def _call(
+        self,
+        task: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float,
+        folder: Path | None = None,
+    ) -> Outcome:
         folder = folder or self._new_folder()
-        return run_child(task, *arguments, folder=folder, timeout_s=timeout_s, stop=self._stop, method=self._method)
+        return run_child(
+            task,
+            *arguments,
+            folder=folder,
+            timeout_s=timeout_s,
+            stop=self._stop,
+            method=self._method,
+        )
 
     def _new_folder(self) -> Path:
         self._children += 1
@@ -125,8 +155,8 @@ class Benchmark:
         return folder
 
     def expected_s(self, row: Row) -> float:
-        """Measured seconds of `row`, or an estimate: the overhead of rows that compile the same, plus its steps at the
-        slowest pace seen for its shape."""
+        """Measured seconds of `row`, or an estimate: the overhead of rows that compile the same,
+        plus its steps at the slowest pace seen for its shape."""
         done, known = self._done, self.forecasts[row.name]
         if row.name in done:
             return done[row.name]["seconds"]
@@ -136,8 +166,8 @@ class Benchmark:
         return overhead_s + row.steps * known.step_s * max(paces, default=1.0)
 
     def _overheads(self, row: Row) -> list[float]:
-        """Seconds besides their steps of the rows that compile what `row` does: float8 compiles several times as long
-        as bf16, and an eager row nothing."""
+        """Seconds besides their steps of the rows that compile what `row` does: float8 compiles
+        several times as long as bf16, and an eager row nothing."""
         return [
             each["seconds"] - row.steps * each["step_time_s"]
             for each in self._done.values()
@@ -146,15 +176,20 @@ class Benchmark:
         ]
 
     def run(self) -> None:
-        """Measure all rows that the budget allows for, and take some apart where that is asked for."""
+        """Measure all rows that the budget allows for, and take some apart where that is asked
+        for."""
         self.save()
         to_profile = profiled_rows(self.rows) if self.options.profile else []
         for number, row in enumerate(self.rows):
             ahead = {each.name for each in self.rows[number:]} | self._done.keys()
-            left_s = self._left_s - sum(self.expected_s(each) for each in to_profile if each.name in ahead)
+            left_s = self._left_s - sum(
+                self.expected_s(each) for each in to_profile if each.name in ahead
+            )
             if self._stop.received:
                 self._skip(row.name, f"stopped by {self._stop.received}")
-            elif self._done and self.expected_s(row) > left_s:  # until a row is done, what is expected is a guess
+            elif (
+                self._done and self.expected_s(row) > left_s
+            ):  # until a row is done, what is expected is a guess
                 self._skip(row.name, NO_TIME)
             else:
                 self._measure(row, left_s=left_s)
@@ -167,14 +202,17 @@ class Benchmark:
         self.save()
 
     def save(self) -> None:
-        """Put the report into the file that is asked for, if one is. Raises StorageError if that fails."""
+        """Put the report into the file that is asked for, if one is. Raises StorageError if that
+        fails."""
         self.report["seconds"] = round(time.monotonic() - self._began, 1)
         if self.options.out is None:
             return
         try:
             replace_file(self.options.out, json.dumps(self.report, indent=1) + "\n")
         except OSError as error:
-            raise StorageError(f"--out {self.options.out}: {error.strerror}; name another file.") from error
+            raise StorageError(
+                f"--out {self.options.out}: {error.strerror}; name another file."
+            ) from error
 
     def _skip(self, name: str, reason: str) -> None:
         self.report["skipped"].append({"name": name, "reason": reason})
@@ -183,15 +221,22 @@ class Benchmark:
         began, folder = time.monotonic(), self._new_folder()
         least_s = LEAST_S if self._overheads(row) else max(LEAST_S, FIRST_SHARE * left_s)
         limit_s = min(left_s, max(OVERRUN * self.expected_s(row), least_s))
-        outcome = self._call(train, self._config(row, folder), row.args, False, timeout_s=limit_s, folder=folder)
+        outcome = self._call(
+            train, self._config(row, folder), row.args, False, timeout_s=limit_s, folder=folder
+        )
         if outcome.status == "timed out" and limit_s == left_s:
             self._skip(row.name, NO_TIME)
             return
-        result = describe(row, self.forecasts[row.name]) | {"status": outcome.status, "reason": outcome.reason}
+        result = describe(row, self.forecasts[row.name]) | {
+            "status": outcome.status,
+            "reason": outcome.reason,
+        }
         result["seconds"] = round(time.monotonic() - began, 1)
         if outcome.status == report.DONE:
             result |= report.measure(read_records(folder), warmup_steps=row.warmup_steps)
-            ideal_s = ideal_seconds(self.forecasts[row.name].flops_by_precision, self.device.ceilings)
+            ideal_s = ideal_seconds(
+                self.forecasts[row.name].flops_by_precision, self.device.ceilings
+            )
             result["mfu_achievable"] = None if ideal_s is None else 100 * result["tps"] * ideal_s
         else:
             result["log_tail"] = outcome.log
@@ -204,15 +249,23 @@ class Benchmark:
         return row.config(str(folder), peak_tflops_bf16=given)
 
     def _profile(self, row: Row) -> None:
-        """Add where the time of `row`, which is done, goes: the mean of the last two steps traced."""
+        """Add where the time of `row`, which is done, goes: the mean of the last two steps
+        traced."""
         folder = self._new_folder()
         config, names_kernels = profiled(self._config(row, folder)), self.device.on_cpu
-        outcome = self._call(train, config, row.args, names_kernels, timeout_s=self._left_s, folder=folder)
+        outcome = self._call(
+            train, config, row.args, names_kernels, timeout_s=self._left_s, folder=folder
+        )
         if outcome.status != report.DONE:
             timed_out = outcome.status == "timed out"
-            self._skip(f"profile of {row.name}", NO_TIME if timed_out else f"{outcome.status}: {outcome.reason}")
+            self._skip(
+                f"profile of {row.name}",
+                NO_TIME if timed_out else f"{outcome.status}: {outcome.reason}",
+            )
             return
-        traces = sorted(folder.glob(f"{config.profiling.save_traces_folder}/*/rank0_trace.json"))[1:]
+        traces = sorted(folder.glob(f"{config.profiling.save_traces_folder}/*/rank0_trace.json"))[
+            1:
+        ]
         try:
             step = mean_of(break_down(trace, on_cpu=self.device.on_cpu) for trace in traces)
         except RunError as error:
@@ -255,7 +308,8 @@ def describe(row: Row, expected: Forecast) -> dict[str, Any]:
 
 
 def make_plan(device: Device, *, quick: bool, only: str = "") -> dict[str, Any]:
-    """What a benchmark on `device`, which need not be there, would run within its budget, in plain values."""
+    """What a benchmark on `device`, which need not be there, would run within its budget, in plain
+    values."""
     budget_s = budget_of(device, quick=quick)
     left_s = budget_s - START_S - END_S
     rows, skipped = plan_rows(device, quick=quick, only=only)
@@ -278,16 +332,20 @@ def make_plan(device: Device, *, quick: bool, only: str = "") -> dict[str, Any]:
     }
 
 
-def run_benchmark(options: Options, *, baseline: Mapping[str, Any] | None, baseline_path: str) -> dict[str, Any]:
-    """The report of a benchmark. Raises ConfigError, before any row runs, if the baseline is of another device, and
-    RunError if the device cannot be measured."""
+def run_benchmark(
+    options: Options, *, baseline: Mapping[str, Any] | None, baseline_path: str
+) -> dict[str, Any]:
+    """The report of a benchmark. Raises ConfigError, before any row runs, if the baseline is of
+    another device, and RunError if the device cannot be measured."""
     began = time.monotonic()
     stop = Stop()
     with TemporaryDirectory(prefix="torchtitan_lite_bench_", ignore_cleanup_errors=True) as folder:
         benchmark = Benchmark(options, stop=stop, folder=Path(folder), began=began)
         if baseline is not None:
             report.check_comparable(benchmark.device.name, baseline, path=baseline_path)
-        logger.info(f"{benchmark.device.name}: {len(benchmark.rows)} rows at most, within {benchmark.budget_s:.0f} s")
+        logger.info(
+            f"{benchmark.device.name}: {len(benchmark.rows)} rows at most, within {benchmark.budget_s:.0f} s"
+        )
         benchmark.run()
     return benchmark.report
 
@@ -297,9 +355,13 @@ def read_baseline(path: Path) -> dict[str, Any]:
     try:
         baseline = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--check {path} cannot be read: {error}; name a file that --out wrote.") from error
+        raise ConfigError(
+            f"--check {path} cannot be read: {error}; name a file that --out wrote."
+        ) from error
     if not isinstance(baseline, dict) or not {"device", "rows"} <= baseline.keys():
-        raise ConfigError(f"--check {path} is no report of a benchmark; name a file that --out wrote.")
+        raise ConfigError(
+            f"--check {path} is no report of a benchmark; name a file that --out wrote."
+        )
     return baseline
 
 
@@ -327,7 +389,8 @@ def versions() -> dict[str, str | None]:
 
 
 def tolerance_of(device: str, given: float | None) -> float:
-    """Percent by which a ratio on `device` may be below the baseline's. Raises ConfigError if the one given is none."""
+    """Percent by which a ratio on `device` may be below the baseline's. Raises ConfigError if the
+    one given is none."""
     if given is None:
         return CPU_TOLERANCE_PCT if device.startswith("CPU") else GPU_TOLERANCE_PCT
     if not (math.isfinite(given) and 0 <= given < 100):

@@ -1,4 +1,5 @@
-"""What ranks tell each other besides tensors of the model. All functions are collective calls, on CPU."""
+"""What ranks tell each other besides tensors of the model. All functions are collective calls, on
+CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ T = TypeVar("T")
 
 
 def on_rank0(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """What `make` returned on rank 0, where alone it runs. A RunError that it raised is raised on every rank."""
+    """What `make` returned on rank 0, where alone it runs. A RunError that it raised is raised on
+    every rank."""
     outcome: list[T | RunError | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -27,8 +29,8 @@ def on_rank0(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -
 
 
 def on_all_ranks(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `make` returned, by rank. A RunError that it raised on some ranks is raised on every rank: that of the first
-    of them, with `rank` set."""
+    """What `make` returned, by rank. A RunError that it raised on some ranks is raised on every
+    rank: that of the first of them, with `rank` set."""
     outcome: T | RunError
     try:
         outcome = make()
@@ -45,7 +47,8 @@ def on_all_ranks(make: Callable[[], T], *, group: dist.ProcessGroup | None = Non
 
 @dataclass(frozen=True)
 class Wishes:
-    """What ranks want before they go on; each rank its own, or of all ranks what any of them wants."""
+    """What ranks want before they go on; each rank its own, or of all ranks what any of them
+    wants."""
 
     stop: int = 0
     """The signal that asks to end the run; 0: none."""
@@ -54,7 +57,8 @@ class Wishes:
 
 
 def agree(wishes: Wishes, *, error: RunError | None) -> Wishes:
-    """The wishes of all ranks. An `error` that one of them has is raised on every rank, as `on_all_ranks` does."""
+    """The wishes of all ranks. An `error` that one of them has is raised on every rank, as
+    `on_all_ranks` does."""
     flags = torch.tensor([wishes.stop, wishes.save, error is not None], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     stop, save, failed = flags.tolist()

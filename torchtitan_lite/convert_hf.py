@@ -1,4 +1,5 @@
-"""A checkpoint's weights as a Hugging Face model, and such a model as a checkpoint to start from. A hub."""
+"""A checkpoint's weights as a Hugging Face model, and such a model as a checkpoint to start from. A
+hub."""
 
 import functools
 import json
@@ -61,22 +62,29 @@ def export_hf(
     dtype: Literal["float32", "bfloat16", "keep"] = "keep",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights of the checkpoint `step_dir` as a Hugging Face model, which `out_dir` is once it is complete.
+    """Write the weights of the checkpoint `step_dir` as a Hugging Face model, which `out_dir` is
+    once it is complete.
 
-    Memory holds one file's tensors at a time. Raises CheckpointError for a checkpoint that does not verify, every byte
-    read; ConfigError for an `out_dir` with something in it; StorageError if the disk fails."""
+    Memory holds one file's tensors at a time. Raises CheckpointError for a checkpoint that does not
+    verify, every byte read; ConfigError for an `out_dir` with something in it; StorageError if the
+    disk fails."""
     check_safetensors_installed()
     with new_folder(out_dir) as draft:
         try:
             reader = open_verified(step_dir)
             args = saved_args(reader.manifest)
             dtypes: dict[str, torch.dtype] = {
-                name: getattr(torch, reader.manifest.tensors[PREFIX + name].dtype if dtype == "keep" else dtype)
+                name: getattr(
+                    torch,
+                    reader.manifest.tensors[PREFIX + name].dtype if dtype == "keep" else dtype,
+                )
                 for name in hf_names(args.n_layers)
             }
             write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
         except BrokenCheckpoint as broken:
-            raise CheckpointError(f"{step_dir} is broken: {broken}; export another step.") from broken
+            raise CheckpointError(
+                f"{step_dir} is broken: {broken}; export another step."
+            ) from broken
         # One type for all, to which transformers casts: the narrowest that loses nothing.
         common = functools.reduce(torch.promote_types, dtypes.values())
         tokenizer = copy_tokenizer(reader.manifest, draft)
@@ -84,16 +92,20 @@ def export_hf(
         config = hf_config(args, dtype=common, bos_id=bos_id, eos_id=eos_id)
         _write_json(draft / "config.json", config)
         if tokenizer:
-            _write_json(draft / "generation_config.json", {"bos_token_id": bos_id, "eos_token_id": eos_id})
-    logger.info(f"{out_dir}: {len(dtypes)} tensors of step {reader.manifest.progress.step}, {config['torch_dtype']}")
+            _write_json(
+                draft / "generation_config.json", {"bos_token_id": bos_id, "eos_token_id": eos_id}
+            )
+    logger.info(
+        f"{out_dir}: {len(dtypes)} tensors of step {reader.manifest.progress.step}, {config['torch_dtype']}"
+    )
 
 
 def import_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Write the Hugging Face model in `hf_dir` as a checkpoint of weights alone, in their data type, which `out_dir` is
-    once it is complete. `[checkpoint] initial_load_path` takes it.
+    """Write the Hugging Face model in `hf_dir` as a checkpoint of weights alone, in their data
+    type, which `out_dir` is once it is complete. `[checkpoint] initial_load_path` takes it.
 
-    Memory holds one tensor at a time. Raises CheckpointError for a model that is broken or fits no flavor; ConfigError
-    for an `out_dir` with something in it; StorageError if the disk fails."""
+    Memory holds one tensor at a time. Raises CheckpointError for a model that is broken or fits no
+    flavor; ConfigError for an `out_dir` with something in it; StorageError if the disk fails."""
     check_safetensors_installed()
     with new_folder(out_dir) as draft:
         args = read_model_args(hf_dir / "config.json")
@@ -126,20 +138,25 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
 def check_safetensors_installed() -> None:
     """Raise ConfigError unless safetensors is there."""
     if find_spec("safetensors") is None:
-        raise ConfigError('the package safetensors is not installed; pip install "torchtitan-lite[hf]".')
+        raise ConfigError(
+            'the package safetensors is not installed; pip install "torchtitan-lite[hf]".'
+        )
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write files into, which becomes `target`, on disk, when the block ends, and is removed if it raises.
+    """A folder to write files into, which becomes `target`, on disk, when the block ends, and is
+    removed if it raises.
 
-    Raises ConfigError where `target` is not free, or what a killed call left stands beside it; StorageError if the disk
-    fails."""
+    Raises ConfigError where `target` is not free, or what a killed call left stands beside it;
+    StorageError if the disk fails."""
     target = target.resolve()
     draft = target.with_name(f".tmp-{target.name}")
     try:
         if draft.exists() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            raise ConfigError(f"{draft if draft.exists() else target} exists; remove it, or write to another folder.")
+            raise ConfigError(
+                f"{draft if draft.exists() else target} exists; remove it, or write to another folder."
+            )
         draft.mkdir(parents=True)
         try:
             yield draft
@@ -165,21 +182,27 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def open_verified(folder: Path) -> SafeReader:
-    """The reader of a checkpoint of which every byte is what was saved, and the weights are those of its model. Raises
-    BrokenCheckpoint."""
+    """The reader of a checkpoint of which every byte is what was saved, and the weights are those
+    of its model. Raises BrokenCheckpoint."""
     reader = SafeReader(folder)
     manifest = reader.manifest
     found = {
-        name.removeprefix(PREFIX): entry.shape for name, entry in manifest.tensors.items() if name.startswith(PREFIX)
+        name.removeprefix(PREFIX): entry.shape
+        for name, entry in manifest.tensors.items()
+        if name.startswith(PREFIX)
     }
     try:
         args = saved_args(manifest)
-        if args.n_layers > len(found):  # a model of very many layers takes memory, on the meta device too
+        if args.n_layers > len(
+            found
+        ):  # a model of very many layers takes memory, on the meta device too
             raise ValueError(f"n_layers is {args.n_layers}, and there are {len(found)} weights")
         expected = parameter_shapes(args)
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise BrokenCheckpoint(f"manifest.json: model: {type(error).__name__}: {error}") from error
-    if problems := broken_files(folder, manifest, hashes=True) or differing_tensors(expected=expected, found=found):
+    if problems := broken_files(folder, manifest, hashes=True) or differing_tensors(
+        expected=expected, found=found
+    ):
         raise BrokenCheckpoint(_listed(problems))
     return reader
 
@@ -214,7 +237,8 @@ def _listed(problems: list[str]) -> str:
 
 
 def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
-    """The names of `sizes`, in order, in lists of at most `max_bytes`; a larger one has a list of its own."""
+    """The names of `sizes`, in order, in lists of at most `max_bytes`; a larger one has a list of
+    its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -227,30 +251,47 @@ def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
 
 
 def write_weights(
-    reader: SafeReader, folder: Path, args: ModelArgs, dtypes: Mapping[str, torch.dtype], *, max_shard_bytes: int
+    reader: SafeReader,
+    folder: Path,
+    args: ModelArgs,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    max_shard_bytes: int,
 ) -> None:
-    """Write the weights of a checkpoint, each in the type that `dtypes` has for it, into `folder`: in one file, or in
-    several with an index."""
+    """Write the weights of a checkpoint, each in the type that `dtypes` has for it, into `folder`:
+    in one file, or in several with an index."""
     names, tensors = hf_names(args.n_layers), reader.manifest.tensors
-    sizes = {name: math.prod(tensors[PREFIX + name].shape) * dtype.itemsize for name, dtype in dtypes.items()}
+    sizes = {
+        name: math.prod(tensors[PREFIX + name].shape) * dtype.itemsize
+        for name, dtype in dtypes.items()
+    }
     shards = plan_shards(sizes, max_bytes=max_shard_bytes)
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = (
+            SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         _write_shard(reader, folder / file, args, {name: dtypes[name] for name in shard})
         files |= {names[name]: file for name in shard}
     if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files})
+        _write_json(
+            folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+        )
 
 
-def _write_shard(reader: SafeReader, path: Path, args: ModelArgs, dtypes: Mapping[str, torch.dtype]) -> None:
+def _write_shard(
+    reader: SafeReader, path: Path, args: ModelArgs, dtypes: Mapping[str, torch.dtype]
+) -> None:
     # Of the [hf] extra.
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     names = hf_names(args.n_layers)
     weights = reader.read_whole(PREFIX + name for name in dtypes)
-    converted = {names[name]: to_hf(name, weights.pop(PREFIX + name), args).to(dtype) for name, dtype in dtypes.items()}
+    converted = {
+        names[name]: to_hf(name, weights.pop(PREFIX + name), args).to(dtype)
+        for name, dtype in dtypes.items()
+    }
     try:
         save_file(converted, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -258,8 +299,9 @@ def _write_shard(reader: SafeReader, path: Path, args: ModelArgs, dtypes: Mappin
 
 
 def copy_tokenizer(manifest: Manifest, folder: Path) -> Tokenizer | None:
-    """The tokenizer that a checkpoint's config names, its file in `folder` too if transformers reads the whole of its
-    form. None if the config names none that can be read. Either lack is told of."""
+    """The tokenizer that a checkpoint's config names, its file in `folder` too if transformers
+    reads the whole of its form. None if the config names none that can be read. Either lack is told
+    of."""
     path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
     if path is None:
         logger.warning("no tokenizer is exported: the checkpoint's config names none")
@@ -276,14 +318,17 @@ def copy_tokenizer(manifest: Manifest, folder: Path) -> Tokenizer | None:
         if beside.exists():
             shutil.copyfile(beside, folder / beside.name)
     elif TIKTOKEN_LINE.match(content):
-        logger.warning(f"no tokenizer is exported: transformers finds no special tokens in a tiktoken file, {path}")
+        logger.warning(
+            f"no tokenizer is exported: transformers finds no special tokens in a tiktoken file, {path}"
+        )
     else:
         (folder / "tokenizer.model").write_bytes(content)
     return tokenizer
 
 
 def read_model_args(path: Path) -> ModelArgs:
-    """The dimensions that a config.json gives. Raises CheckpointError, which names the file and the key."""
+    """The dimensions that a config.json gives. Raises CheckpointError, which names the file and the
+    key."""
     try:
         return model_args(json.loads(path.read_bytes()))
     except OSError as error:
@@ -295,15 +340,22 @@ def read_model_args(path: Path) -> ModelArgs:
 
 
 def fitting_flavor(args: ModelArgs, folder: Path) -> str:
-    """The flavor that has the dimensions of the model in `folder`. Raises CheckpointError, with what differs from the
-    nearest one, if there is none."""
+    """The flavor that has the dimensions of the model in `folder`. Raises CheckpointError, with
+    what differs from the nearest one, if there is none."""
     given = asdict(args)
     unlike: dict[str, list[str]] = {}
     for flavor, dimensions in FLAVORS.items():
-        # A run has its own sequence length, and the vocabulary of its tokenizer where the flavor has none.
-        known = replace(dimensions, max_seq_len=args.max_seq_len, vocab_size=dimensions.vocab_size or args.vocab_size)
+        # A run has its own sequence length, and the vocabulary of its tokenizer where the flavor
+        # has none.
+        known = replace(
+            dimensions,
+            max_seq_len=args.max_seq_len,
+            vocab_size=dimensions.vocab_size or args.vocab_size,
+        )
         unlike[flavor] = [
-            f"{key} is {given[key]}, not {own}" for key, own in asdict(known).items() if given[key] != own
+            f"{key} is {given[key]}, not {own}"
+            for key, own in asdict(known).items()
+            if given[key] != own
         ]
     nearest = min(unlike, key=lambda flavor: len(unlike[flavor]))
     if unlike[nearest]:
@@ -314,8 +366,8 @@ def fitting_flavor(args: ModelArgs, folder: Path) -> str:
 
 
 def map_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the Hugging Face model in `folder`, mapped into memory, not read. Raises CheckpointError for
-    files that are missing or damaged."""
+    """Every tensor of the Hugging Face model in `folder`, mapped into memory, not read. Raises
+    CheckpointError for files that are missing or damaged."""
     # Of the [hf] extra.
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -333,14 +385,16 @@ def map_weights(folder: Path) -> dict[str, Tensor]:
             weights |= load_file(path)
         return weights
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; get the model again.") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}; get the model again."
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; get the model again.") from error
 
 
 def check_weights(weights: Mapping[str, Tensor], args: ModelArgs, folder: Path) -> None:
-    """Raise CheckpointError, with all that is wrong, unless the weights of the Hugging Face model in `folder` are those
-    of a model of `args`."""
+    """Raise CheckpointError, with all that is wrong, unless the weights of the Hugging Face model
+    in `folder` are those of a model of `args`."""
     names = hf_names(args.n_layers)
     problems = differing_tensors(
         expected={names[name]: shape for name, shape in parameter_shapes(args).items()},
@@ -356,10 +410,13 @@ def check_weights(weights: Mapping[str, Tensor], args: ModelArgs, folder: Path) 
 
 
 class _FromHF(DefaultSavePlanner):
-    """Puts the rows of a weight in our order when it is written, so that there is no copy of all of them."""
+    """Puts the rows of a weight in our order when it is written, so that there is no copy of all of
+    them."""
 
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # the names as they are
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )  # the names as they are
         self._args = args
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -371,7 +428,13 @@ def _save(state: dict[str, Tensor], folder: Path, planner: DefaultSavePlanner) -
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+            dcp.save(
+                state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True
+            )
     except CheckpointException as error:
-        free_gib = shutil.disk_usage(folder).free / 2**30  # torch.save does not always say that the disk is full
-        raise _unwritable(folder, f"{load_failure(error)}; {free_gib:,.2f} GiB are free there") from error
+        free_gib = (
+            shutil.disk_usage(folder).free / 2**30
+        )  # torch.save does not always say that the disk is full
+        raise _unwritable(
+            folder, f"{load_failure(error)}; {free_gib:,.2f} GiB are free there"
+        ) from error

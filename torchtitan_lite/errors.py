@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 
 STOPPED_EXIT_CODE = 75
-"""A signal stopped the run at a step's end, saved where checkpoints are on (EX_TEMPFAIL of sysexits.h)."""
+"""A signal stopped the run at a step's end, saved where checkpoints are on (EX_TEMPFAIL of
+sysexits.h)."""
 
 
 class RunError(ValueError):
@@ -19,7 +20,8 @@ class RunError(ValueError):
 
 
 class ConfigError(RunError):
-    """The config, or what it asks of the model, the float8 recipe, the layout or the run folder, is not possible."""
+    """The config, or what it asks of the model, the float8 recipe, the layout or the run folder, is
+    not possible."""
 
     exit_code = 2
 
@@ -55,7 +57,8 @@ class StorageError(RunError):
 
 
 def run_script(main: Callable[[list[str]], None]) -> None:
-    """Call `main` with the words of the command line. A RunError is printed, and its exit code ends the process."""
+    """Call `main` with the words of the command line. A RunError is printed, and its exit code ends
+    the process."""
     try:
         main(sys.argv[1:])
     except RunError as error:

@@ -12,8 +12,9 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Put `content` into a file at once: a reader, a crash or another process finds the old file or the new one, never
-    a part. It is on disk, under its name, when this returns; where it fails nothing is left of it."""
+    """Put `content` into a file at once: a reader, a crash or another process finds the old file or
+    the new one, never a part. It is on disk, under its name, when this returns; where it fails
+    nothing is left of it."""
     draft = draft_of(path)
     try:
         with draft.open("wb") as stream:
@@ -28,7 +29,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Where `replace_file` of this process writes before it renames: `.NAME.HOST.PID`, beside the file."""
+    """Where `replace_file` of this process writes before it renames: `.NAME.HOST.PID`, beside the
+    file."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
@@ -41,7 +43,8 @@ def remove_folder(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Put the names in a folder on disk: what was made, renamed or deleted in it stays so after a power cut."""
+    """Put the names in a folder on disk: what was made, renamed or deleted in it stays so after a
+    power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -8,8 +8,9 @@ logger = logging.getLogger("torchtitan_lite")
 
 
 def init_logger() -> None:
-    """Print time and message of each record. The local ranks listed in LOG_RANK (default "0") print everything, the
-    others warnings and errors. The rank leads the line unless torchrun already puts it there."""
+    """Print time and message of each record. The local ranks listed in LOG_RANK (default "0") print
+    everything, the others warnings and errors. The rank leads the line unless torchrun already puts
+    it there."""
     env = os.environ
     prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
     prefix = f"[rank{env['RANK']}] " if prefixed else ""

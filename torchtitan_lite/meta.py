@@ -1,4 +1,5 @@
-"""A run's model on meta, converted to float8 and counted, without a device: what training and planning share. A hub."""
+"""A run's model on meta, converted to float8 and counted, without a device: what training and
+planning share. A hub."""
 
 import dataclasses
 import math
@@ -8,7 +9,13 @@ from typing import Literal
 
 import torch
 
-from torchtitan_lite.config import ActivationCheckpointConfig, Config, MetricsConfig, ParallelDegrees, resolve_batch
+from torchtitan_lite.config import (
+    ActivationCheckpointConfig,
+    Config,
+    MetricsConfig,
+    ParallelDegrees,
+    resolve_batch,
+)
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
@@ -22,7 +29,13 @@ from torchtitan_lite.float8.roofline import (
     choose_linears,
     predict,
 )
-from torchtitan_lite.float8.selection import AUTO, OUTPUT, LinearChoice, select_linears, size_multiple
+from torchtitan_lite.float8.selection import (
+    AUTO,
+    OUTPUT,
+    LinearChoice,
+    select_linears,
+    size_multiple,
+)
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
@@ -36,8 +49,8 @@ from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
 
 
 def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
-    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of seq_len positions,
-    and what begins a document where attention is not to leave it.
+    """The flavor's dimensions for this run: its own vocabulary or the tokenizer's, rotary tables of
+    seq_len positions, and what begins a document where attention is not to leave it.
 
     Raises ConfigError for a tokenizer with more ids than the model's vocabulary."""
     flavor = FLAVORS[config.model.flavor]
@@ -56,8 +69,8 @@ def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
 
 
 def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRates | None:
-    """What the roofline needs of a device: its data sheet, or the peaks that the config gives; None where some of it is
-    not known."""
+    """What the roofline needs of a device: its data sheet, or the peaks that the config gives; None
+    where some of it is not known."""
     peaks = {**published_peaks(device), **given_peaks(metrics)}
     if device is None or not {"bf16", "fp8"} <= peaks.keys():
         return None
@@ -65,7 +78,8 @@ def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRat
 
 
 def bf16_rates(device: DeviceSpec, tflops: float) -> DeviceRates:
-    """The same of a device that reaches `tflops` in bf16, for a model of which nothing is in float8."""
+    """The same of a device that reaches `tflops` in bf16, for a model of which nothing is in
+    float8."""
     return DeviceRates(tflops * 1e12, math.nan, device.bandwidth_tb_s * 1e12)
 
 
@@ -75,7 +89,8 @@ CHEAPEST_FIRST: tuple[Literal["none", "selective", "full"], ...] = ("none", "sel
 
 @dataclasses.dataclass(frozen=True)
 class MetaModel:
-    """A model on meta, converted to float8 where asked for and not yet sharded, and what is known of it."""
+    """A model on meta, converted to float8 where asked for and not yet sharded, and what is known
+    of it."""
 
     model: Transformer
     choices: list[LinearChoice]
@@ -93,10 +108,14 @@ class MetaModel:
 def float8_scheme(config: Config) -> Scheme:
     """What of the config decides how fast float8 is."""
     float8 = config.float8
-    return Scheme(float8.recipe_name, config.compile.covers("model"), float8.enable_fsdp_float8_all_gather)
+    return Scheme(
+        float8.recipe_name, config.compile.covers("model"), float8.enable_fsdp_float8_all_gather
+    )
 
 
-def roofline_linears(choices: Iterable[LinearChoice], *, recomputed: Collection[str]) -> list[Linear]:
+def roofline_linears(
+    choices: Iterable[LinearChoice], *, recomputed: Collection[str]
+) -> list[Linear]:
     """`choices` by kind, as the roofline takes them."""
     kinds: dict[str, list[LinearChoice]] = {}
     for choice in choices:
@@ -125,13 +144,17 @@ def build_meta_model(
     fused_attention: bool,
     rates: DeviceRates | None,
 ) -> MetaModel:
-    """The model of `config`, of which each rank will hold a `tp_degree`-th; the device need not be there, but `rates`
-    are needed for [float8] filter_fqns = ["auto"]."""
+    """The model of `config`, of which each rank will hold a `tp_degree`-th; the device need not be
+    there, but `rates` are needed for [float8] filter_fqns = ["auto"]."""
     training, ac, float8 = config.training, config.activation_checkpoint, config.float8
     with torch.device("meta"):
         model = Transformer(args)
     recompute = partial(
-        recomputed_modules, model, ac, compiled=config.compile.covers("model"), fused_attention=fused_attention
+        recomputed_modules,
+        model,
+        ac,
+        compiled=config.compile.covers("model"),
+        fused_attention=fused_attention,
     )
 
     def slower(converted: Sequence[LinearChoice]) -> dict[str, str]:
@@ -182,9 +205,15 @@ def build_meta_model(
 
 
 def estimate_memory(
-    config: Config, args: ModelArgs, choices: Iterable[LinearChoice], *, degrees: ParallelDegrees, on_cpu: bool = False
+    config: Config,
+    args: ModelArgs,
+    choices: Iterable[LinearChoice],
+    *,
+    degrees: ParallelDegrees,
+    on_cpu: bool = False,
 ) -> list[Moment]:
-    """What a rank holds at the moments of a step of `config` at which memory can peak, its linears as chosen."""
+    """What a rank holds at the moments of a step of `config` at which memory can peak, its linears
+    as chosen."""
     return step_memory(
         Rank(
             model=args,
@@ -195,8 +224,11 @@ def estimate_memory(
             compile=config.compile,
             optimizer=config.optimizer,
             float8=config.float8,
-            # The group of `output` is estimated in high precision, which is a little more than it takes in float8.
-            float8_linears={choice.kind for choice in choices if choice.converted and choice.name != OUTPUT},
+            # The group of `output` is estimated in high precision, which is a little more than it
+            # takes in float8.
+            float8_linears={
+                choice.kind for choice in choices if choice.converted and choice.name != OUTPUT
+            },
             grad_accum_steps=resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps,
             chunk_logits=CHUNK_LOGITS,
             piece_logits=PIECE_LOGITS,
@@ -215,12 +247,14 @@ def resolve_checkpointing(
     memory_gib: float,
     on_cpu: bool = False,
 ) -> tuple[Config, MetaModel]:
-    """`config`, and what `build` makes of it, with activation_checkpoint.mode = "auto" replaced by the cheapest mode
-    whose step should fit `memory_gib`; by "full" if none does."""
+    """`config`, and what `build` makes of it, with activation_checkpoint.mode = "auto" replaced by
+    the cheapest mode whose step should fit `memory_gib`; by "full" if none does."""
     if config.activation_checkpoint.mode != "auto":
         return config, build(config)
     for mode in CHEAPEST_FIRST:
-        tried = config.model_copy(update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)})
+        tried = config.model_copy(
+            update={"activation_checkpoint": ActivationCheckpointConfig(mode=mode)}
+        )
         meta = build(tried)
         moments = estimate_memory(tried, args, meta.choices, degrees=degrees, on_cpu=on_cpu)
         reserved_gib = reserved_bytes(moments) / 2**30
@@ -234,9 +268,15 @@ def resolve_checkpointing(
 
 
 def predict_step(
-    config: Config, args: ModelArgs, meta: MetaModel, *, degrees: ParallelDegrees, rates: DeviceRates
+    config: Config,
+    args: ModelArgs,
+    meta: MetaModel,
+    *,
+    degrees: ParallelDegrees,
+    rates: DeviceRates,
 ) -> Prediction:
-    """How long a microbatch of `meta` takes on a device with `rates`, in bf16 and in float8 as converted."""
+    """How long a microbatch of `meta` takes on a device with `rates`, in bf16 and in float8 as
+    converted."""
     converts_output = any(choice.converted and choice.name == OUTPUT for choice in meta.choices)
     converted, kept = (
         roofline_linears(

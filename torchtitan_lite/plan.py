@@ -1,11 +1,18 @@
-"""What a run will cost and gain, told before it is paid for: on meta, without a GPU and without a process group."""
+"""What a run will cost and gain, told before it is paid for: on meta, without a GPU and without a
+process group."""
 
 import dataclasses
 from typing import Any
 
 import torch
 
-from torchtitan_lite.config import BatchSizes, Config, ParallelDegrees, resolve_batch, resolve_degrees
+from torchtitan_lite.config import (
+    BatchSizes,
+    Config,
+    ParallelDegrees,
+    resolve_batch,
+    resolve_degrees,
+)
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.roofline import DeviceRates, added_ratio, time_linears
@@ -35,8 +42,8 @@ SECONDS_PER_DAY = 86_400
 
 
 def resolve_device(name: str | None) -> DeviceSpec:
-    """The data sheet of the device called `name`, by default of the GPU at hand. Raises ConfigError for one that is not
-    known, and where there is neither."""
+    """The data sheet of the device called `name`, by default of the GPU at hand. Raises ConfigError
+    for one that is not known, and where there is neither."""
     if name is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     known = ", ".join(device.name for device in DEVICES)
@@ -63,16 +70,24 @@ class _Request:
     def build(self, config: Config) -> MetaModel:
         """The model on meta, as `config` would train it on the device."""
         return build_meta_model(
-            config, self.args, tp_degree=self.degrees.tp, emulate=False, fused_attention=True, rates=self.rates
+            config,
+            self.args,
+            tp_degree=self.degrees.tp,
+            emulate=False,
+            fused_attention=True,
+            rates=self.rates,
         )
 
 
-def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None) -> dict[str, Any]:
-    """The plan, in plain values that JSON can hold; docs/plan.md documents each. `tps` are tokens per second per device
-    that were reached, None: predicted.
+def make_plan(
+    config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
+) -> dict[str, Any]:
+    """The plan, in plain values that JSON can hold; docs/plan.md documents each. `tps` are tokens
+    per second per device that were reached, None: predicted.
 
-    Raises ConfigError where the config does not fit `world_size`, computes in float32, of whose matmul rates nothing is
-    known here, or asks for float8, or names MXFP8, on a device that has none."""
+    Raises ConfigError where the config does not fit `world_size`, computes in float32, of whose
+    matmul rates nothing is known here, or asks for float8, or names MXFP8, on a device that has
+    none."""
     if config.training.mixed_precision_param != "bfloat16":
         raise ConfigError(
             f'[training] mixed_precision_param = "{config.training.mixed_precision_param}" cannot be planned: only '
@@ -96,7 +111,9 @@ def make_plan(config: Config, *, world_size: int, device: DeviceSpec, tps: float
         args=resolve_model_args(config, build_tokenizer(config.model.tokenizer_path)),
         degrees=degrees,
         batch=resolve_batch(config.training, dp_degree=degrees.dp),
-        peaks=Peaks(device.name, published=published_peaks(device), given=given_peaks(config.metrics)),
+        peaks=Peaks(
+            device.name, published=published_peaks(device), given=given_peaks(config.metrics)
+        ),
         rates=device_rates(device, config.metrics),
     )
     config, meta = resolve_checkpointing(
@@ -184,9 +201,13 @@ def _plan_operators(request: _Request, meta: MetaModel) -> dict[str, Any]:
     rows = count_operators(meta.model, seq_len=seq_len, high_precision=ledger.high_precision)
     forward = sum(row.flops_per_token for row in rows)
     # The ledger may hold half of attention; PyTorch counts it in full.
-    full_attention = 4 * request.args.n_layers * request.args.n_heads * request.args.head_dim * seq_len
+    full_attention = (
+        4 * request.args.n_layers * request.args.n_heads * request.args.head_dim * seq_len
+    )
     expected = sum(linear.flops_per_matmul for linear in ledger.linears) + full_attention
-    assert forward == expected, f"PyTorch counts {forward} forward FLOPs per token, the ledger {expected}"
+    assert forward == expected, (
+        f"PyTorch counts {forward} forward FLOPs per token, the ledger {expected}"
+    )
     shares = {
         precision: sum(row.flops_per_token for row in rows if row.precision == precision) / forward
         for precision in sorted({row.precision for row in rows})
@@ -195,14 +216,18 @@ def _plan_operators(request: _Request, meta: MetaModel) -> dict[str, Any]:
         "forward": forward,
         "ledger_forward": expected,
         "shares": shares,
-        "rows": [dataclasses.asdict(row) | {"share": row.flops_per_token / forward} for row in rows],
+        "rows": [
+            dataclasses.asdict(row) | {"share": row.flops_per_token / forward} for row in rows
+        ],
     }
 
 
 def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     tokens, scheme = request.config.training.microbatch_tokens, float8_scheme(request.config)
-    converted = roofline_linears([choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed)
+    converted = roofline_linears(
+        [choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed
+    )
     precisions = {row.name: row for row in meta.ledger.linears}
     multiple = size_multiple(scheme.recipe)
     groups: dict[tuple[str, str], list[LinearChoice]] = {}
@@ -243,7 +268,9 @@ def _plan_peaks(request: _Request, ledger: FlopsLedger) -> dict[str, Any]:
     known, flops = request.peaks.tflops, ledger.by_precision
     arithmetic = None
     if effective_peak(flops, known) is not None:
-        arithmetic = sum(count * known[name] for name, count in flops.items() if count) / ledger.total
+        arithmetic = (
+            sum(count * known[name] for name, count in flops.items() if count) / ledger.total
+        )
     return {
         "device": request.device.name,
         "bf16": known.get("bf16"),
@@ -256,7 +283,8 @@ def _plan_peaks(request: _Request, ledger: FlopsLedger) -> dict[str, Any]:
 
 
 def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
-    """Float8's gain over bf16 on `meta`, which is in float8; without one where the device has none."""
+    """Float8's gain over bf16 on `meta`, which is in float8; without one where the device has
+    none."""
     if request.rates is None:
         verdict = f"the {request.device.name} has no float8 matrix units."
         return {
@@ -267,9 +295,15 @@ def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
             "bf16": None,
             "float8": None,
         }
-    found = predict_step(request.config, request.args, meta, degrees=request.degrees, rates=request.rates)
+    found = predict_step(
+        request.config, request.args, meta, degrees=request.degrees, rates=request.rates
+    )
     steps = {
-        name: {"microbatch_s": step.seconds, "host_s": step.host, "device_parts_s": dict(step.parts)}
+        name: {
+            "microbatch_s": step.seconds,
+            "host_s": step.host,
+            "device_parts_s": dict(step.parts),
+        }
         for name, step in (("bf16", found.bf16), ("float8", found.float8))
     }
     return {
@@ -304,12 +338,17 @@ def _plan_schedule(
         # Without an fp8 peak nothing is in float8.
         rates = request.rates or bf16_rates(request.device, request.peaks.tflops["bf16"])
         step = predict_step(request.config, request.args, meta, degrees=degrees, rates=rates).float8
-        tps, origin = request.config.training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
+        tps, origin = (
+            request.config.training.microbatch_tokens / step.seconds / degrees.tp,
+            "predicted",
+        )
     at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
     tokens_per_step = request.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
     moment_width = MOMENT_WIDTHS[request.config.optimizer.state_dtype]
-    checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)  # a weight in fp32 and its two moments
+    checkpoint_bytes = round(
+        (4 + 2 * moment_width) * meta.parameters
+    )  # a weight in fp32 and its two moments
     return {
         "origin": origin,
         "tps": tps,
@@ -317,7 +356,9 @@ def _plan_schedule(
         "mfu": at.mfu,
         "mfu_bf16_peak": at.mfu_bf16_peak,
         "mfu_fp8_peak": at.mfu_fp8_peak,
-        "mfu_arithmetic_peak": None if arithmetic_peak is None else 100 * at.tflops / arithmetic_peak,
+        "mfu_arithmetic_peak": None
+        if arithmetic_peak is None
+        else 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,
         "step_s": tokens_per_step / tokens_per_second,
         "tokens_per_step": tokens_per_step,

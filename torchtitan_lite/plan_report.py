@@ -13,7 +13,9 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     sections = {
         "Run": _run(plan["request"], plan["peaks"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
-        "FLOPs per token as others count them": _formulas(plan["formulas"], plan["flops_per_token"]["total"]),
+        "FLOPs per token as others count them": _formulas(
+            plan["formulas"], plan["flops_per_token"]["total"]
+        ),
         "Operators of a forward pass, as PyTorch counts them": _operators(plan["operators"]),
         f"Float8, linear by linear{'' if plan['request']['float8_recipe'] else ', if it were on'}": _linears(
             plan["linears"]
@@ -36,8 +38,16 @@ def _number(value: float | None, form: str = ",.2f") -> str:
 
 def _run(request: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
     recipe = request["float8_recipe"] or "off"
-    mask = ", document mask (attention counts as if documents were one)" if request["document_mask"] else ""
-    gather = " with float8 all-gather" if request["float8_recipe"] and request["float8_all_gather"] else ""
+    mask = (
+        ", document mask (attention counts as if documents were one)"
+        if request["document_mask"]
+        else ""
+    )
+    gather = (
+        " with float8 all-gather"
+        if request["float8_recipe"] and request["float8_all_gather"]
+        else ""
+    )
     return (
         f"{request['flavor']} on {request['world_size']} x {request['device']}: dp_replicate {request['dp_replicate']} "
         f"x dp_shard {request['dp_shard']} x tp {request['tp']}, global batch {request['global_batch_size']} x "
@@ -83,10 +93,18 @@ def _formulas(formulas: Sequence[Mapping[str, Any]], total: int) -> str:
 
 def _operators(operators: Mapping[str, Any]) -> str:
     rows = [
-        (row["module"], row["operator"], row["precision"], f"{row['flops_per_token']:,}", f"{row['share']:.2%}")
+        (
+            row["module"],
+            row["operator"],
+            row["precision"],
+            f"{row['flops_per_token']:,}",
+            f"{row['share']:.2%}",
+        )
         for row in operators["rows"]
     ]
-    shares = ", ".join(f"{share:.2%} {precision}" for precision, share in operators["shares"].items())
+    shares = ", ".join(
+        f"{share:.2%} {precision}" for precision, share in operators["shares"].items()
+    )
     return (
         _table(("module", "operator", "precision", "FLOPs per token", "share"), rows)
         + f"\ntotal {operators['forward']:,}, equal to the forward part of the ledger; {shares}"
@@ -120,7 +138,10 @@ def _linears(linears: Sequence[Mapping[str, Any]]) -> str:
         "fp8/bf16",
         "trained in",
     )
-    return _table(header, rows) + "\nfp8/bf16: predicted time of the three matmuls and their casts in float8, over bf16"
+    return (
+        _table(header, rows)
+        + "\nfp8/bf16: predicted time of the three matmuls and their casts in float8, over bf16"
+    )
 
 
 def _prediction(prediction: Mapping[str, Any]) -> str:
@@ -131,15 +152,28 @@ def _prediction(prediction: Mapping[str, Any]) -> str:
     def row(name: str, seconds: Iterable[float], note: str = "") -> tuple[str, ...]:
         return name, *(f"{1e3 * each:,.2f}" for each in seconds), note
 
-    rows = [row(part, (step["device_parts_s"][part] for step in steps)) for part in steps[0]["device_parts_s"]]
+    rows = [
+        row(part, (step["device_parts_s"][part] for step in steps))
+        for part in steps[0]["device_parts_s"]
+    ]
     rows.append(row("the host, meanwhile", (step["host_s"] for step in steps)))
-    rows.append(row("microbatch", (step["microbatch_s"] for step in steps), note="the longer of device and host"))
+    rows.append(
+        row(
+            "microbatch",
+            (step["microbatch_s"] for step in steps),
+            note="the longer of device and host",
+        )
+    )
     return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
     peak, device = memory["peak"], memory["device_bytes"]
-    parts = {name.replace("_", " "): size for name, size in peak.items() if name not in ("name", "total") and size}
+    parts = {
+        name.replace("_", " "): size
+        for name, size in peak.items()
+        if name not in ("name", "total") and size
+    }
     fits = "fits" if memory["fits"] else "tight" if peak["total"] <= device else "does not fit"
     rows = [(name, f"{size / GIB:,.2f}", "") for name, size in parts.items()]
     rows.append(("peak", f"{peak['total'] / GIB:,.2f}", f"at: {peak['name']}"))

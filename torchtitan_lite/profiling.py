@@ -19,7 +19,13 @@ class Profiler:
     """Tells the profilers that a step has ended. Made by `profile`."""
 
     def __init__(
-        self, trace: torch.profiler.profile | None, snapshots: Path | None, *, freq: int, rank: int, done_steps: int
+        self,
+        trace: torch.profiler.profile | None,
+        snapshots: Path | None,
+        *,
+        freq: int,
+        rank: int,
+        done_steps: int,
     ) -> None:
         self._trace, self._snapshots, self._freq, self._rank = trace, snapshots, freq, rank
         self._done_steps = done_steps
@@ -47,10 +53,15 @@ class Profiler:
 
 @contextlib.contextmanager
 def profile(
-    profiling: ProfilingConfig, *, run_folder: Path, rank: int, device: torch.device, done_steps: int
+    profiling: ProfilingConfig,
+    *,
+    run_folder: Path,
+    rank: int,
+    device: torch.device,
+    done_steps: int,
 ) -> Iterator[Profiler]:
-    """A Profiler while the body runs, which begins after `done_steps` steps. Where memory runs out, a snapshot is
-    written first. Raises ConfigError for memory snapshots without CUDA."""
+    """A Profiler while the body runs, which begins after `done_steps` steps. Where memory runs out,
+    a snapshot is written first. Raises ConfigError for memory snapshots without CUDA."""
     freq = profiling.profile_freq
     snapshots = None
     if profiling.enable_memory_snapshot:
@@ -67,7 +78,9 @@ def profile(
             traces = run_folder / profiling.save_traces_folder
 
             def export(finished: torch.profiler.profile) -> None:
-                path = traces / f"step-{done_steps + finished.step_num:08d}" / f"rank{rank}_trace.json"
+                path = (
+                    traces / f"step-{done_steps + finished.step_num:08d}" / f"rank{rank}_trace.json"
+                )
                 if finished.step_num % freq or path.exists():
                     return  # the run ends within a period
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +94,10 @@ def profile(
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             trace = stack.enter_context(
                 torch.profiler.profile(
-                    activities=activities, schedule=schedule, on_trace_ready=export, record_shapes=True
+                    activities=activities,
+                    schedule=schedule,
+                    on_trace_ready=export,
+                    record_shapes=True,
                 )
             )
         profiler = Profiler(trace, snapshots, freq=freq, rank=rank, done_steps=done_steps)

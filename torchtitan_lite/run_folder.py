@@ -1,9 +1,12 @@
-"""The run folder: one live run at a time, earlier runs moved aside, and a status.json that says how the run ended.
+"""The run folder: one live run at a time, earlier runs moved aside, and a status.json that says how
+the run ended.
 
-A run writes its status.json before anything that could be moved, and moves it last. So a status.json proves that the
-other files under a run's names are a run's. Without one, nothing in the folder is moved or replaced.
+A run writes its status.json before anything that could be moved, and moves it last. So a
+status.json proves that the other files under a run's names are a run's. Without one, nothing in the
+folder is moved or replaced.
 
-`python -m torchtitan_lite.run_folder` is the last step of run_train.sh: it tells what ended a run that did not finish.
+`python -m torchtitan_lite.run_folder` is the last step of run_train.sh: it tells what ended a run
+that did not finish.
 """
 
 import argparse
@@ -40,15 +43,18 @@ from torchtitan_lite.logger import logger
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
 BLOCK_BYTES = 4096
-"""Size of the disk's blocks, as most file systems have it: a file can be overwritten up to it without new space."""
+"""Size of the disk's blocks, as most file systems have it: a file can be overwritten up to it
+without new space."""
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")
 """Content of a lock file: the last run that held it, or nothing yet."""
 LOCK_SECONDS = 10.0
-"""How long a new run waits for the lock: processes of a torchrun that was killed need some seconds to end."""
+"""How long a new run waits for the lock: processes of a torchrun that was killed need some seconds
+to end."""
 
-# torchrun's report has a block for each rank that did not end with 0; the first such rank to be seen comes last. Ranks
-# that torchrun itself ended, because another one had failed, are told of before.
+# torchrun's report has a block for each rank that did not end with 0; the first such rank to be
+# seen comes last. Ranks that torchrun itself ended, because another one had failed, are told of
+# before.
 FAILURE = re.compile(r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+) +\(pid: (\d+)\)", re.MULTILINE)
 CLOSED = re.compile(r"Sending process (\d+) closing signal")
 
@@ -67,9 +73,9 @@ NEXT = {
 
 @dataclass(frozen=True)
 class Status:
-    """Content of status.json. `started` and `time`, that of the last change, are Unix seconds. `step` is the last one
-    done, and of a run that failed the one that it failed in. `rank` is the one that the cause is about, if it is about
-    one."""
+    """Content of status.json. `started` and `time`, that of the last change, are Unix seconds.
+    `step` is the last one done, and of a run that failed the one that it failed in. `rank` is the
+    one that the cause is about, if it is about one."""
 
     state: Literal["running", "done", "stopped", "failed"]
     started: float
@@ -93,20 +99,22 @@ class RunFolder:
     _lock: int
 
     def earlier_attempt(self) -> Status | None:
-        """The status that this job left before torchrun started it again; None in its first attempt."""
+        """The status that this job left before torchrun started it again; None in its first
+        attempt."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
         status = read_status(self.path)
         return status if status is not None and status.job == _job_name() else None
 
     def begin(self, *, resumed_config: str | None, entries: Iterable[str]) -> None:
-        """Set the status to "running". `resumed_config` is the config that the checkpoint to resume from holds, None
-        for a run that resumes nothing.
+        """Set the status to "running". `resumed_config` is the config that the checkpoint to resume
+        from holds, None for a run that resumes nothing.
 
-        Without it, what an earlier run left of `entries` (names within the folder), config.toml and status.json moves
-        to previous/<its start time>/; files of other names, empty folders and links to such stay where they are. With
-        it, the status keeps step and last checkpoint, should this run fail before its first step. Raises ConfigError
-        if what would move or be replaced is not a run's, StorageError if the disk fails."""
+        Without it, what an earlier run left of `entries` (names within the folder), config.toml and
+        status.json moves to previous/<its start time>/; files of other names, empty folders and
+        links to such stay where they are. With it, the status keeps step and last checkpoint,
+        should this run fail before its first step. Raises ConfigError if what would move or be
+        replaced is not a run's, StorageError if the disk fails."""
         before, resumes = read_status(self.path), resumed_config is not None
         names = [*entries, CONFIG_FILE, STATUS_FILE]
         with _explained(self.path):
@@ -125,10 +133,13 @@ class RunFolder:
         _write_status(self.path, Status(started=now, time=now, job=_job_name(), **fields))
 
     def refuse(self, *, cause: str, exit_code: int) -> None:
-        """Write into status.json why the run did not begin; step and last checkpoint stay the earlier run's. Without an
-        earlier run write nothing: a status.json would mark foreign files as a run's."""
+        """Write into status.json why the run did not begin; step and last checkpoint stay the
+        earlier run's. Without an earlier run write nothing: a status.json would mark foreign files
+        as a run's."""
         if (before := read_status(self.path)) is not None:
-            self._begin(before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code)
+            self._begin(
+                before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code
+            )
 
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
@@ -144,7 +155,8 @@ class RunFolder:
             )
 
     def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write into status.json how far the run is. Raises StorageError if the folder is no longer this run's."""
+        """Write into status.json how far the run is. Raises StorageError if the folder is no longer
+        this run's."""
         self.check_is_ours(step=step)
         _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
 
@@ -162,7 +174,8 @@ class RunFolder:
 
 
 def lock_inode(path: Path) -> int | None:
-    """What identifies the lock file of a run folder as long as a process holds it; None if there is no such file."""
+    """What identifies the lock file of a run folder as long as a process holds it; None if there is
+    no such file."""
     try:
         return (path / LOCK_FILE).stat().st_ino
     except OSError:
@@ -170,8 +183,9 @@ def lock_inode(path: Path) -> int | None:
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """The run folder at `path`: made where missing, and locked. Raises ConfigError if a live run holds it, after
-    waiting LOCK_SECONDS for it, or if it cannot be one, StorageError if the disk fails."""
+    """The run folder at `path`: made where missing, and locked. Raises ConfigError if a live run
+    holds it, after waiting LOCK_SECONDS for it, or if it cannot be one, StorageError if the disk
+    fails."""
     with _explained(path):
         path.mkdir(parents=True, exist_ok=True)
         return RunFolder(path, _take_lock(path))
@@ -196,18 +210,25 @@ def read_status(path: Path) -> Status | None:
 
 
 def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None, step: int) -> None:
-    """Write into status.json that the run failed in `step`, 0: before its first one; unless it says already how the run
-    ended: the first cause stays.
+    """Write into status.json that the run failed in `step`, 0: before its first one; unless it says
+    already how the run ended: the first cause stays.
 
-    For any rank, once rank 0 has opened the folder. Before that, the status on file is that of another run.
+    For any rank, once rank 0 has opened the folder. Before that, the status on file is that of
+    another run.
     """
-    ended: dict[str, Any] = {"state": "failed", "cause": cause, "exit_code": exit_code, "rank": rank}
+    ended: dict[str, Any] = {
+        "state": "failed",
+        "cause": cause,
+        "exit_code": exit_code,
+        "rank": rank,
+    }
     _update_status(path, **ended, **({"step": step} if step else {}))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended that did not finish; `rank` is the one that the cause is about, if it is about one."""
+    """How a run ended that did not finish; `rank` is the one that the cause is about, if it is
+    about one."""
 
     cause: str
     exit_code: int
@@ -215,9 +236,9 @@ class Outcome:
 
 
 def find_outcome(status: Status | None, *, report: str, torchrun: int, signalled: bool) -> Outcome:
-    """How a run ended, from its status, None if it ended before it opened its folder, and torchrun's `report` and exit
-    code. `signalled`: it was asked to stop. A killed rank counts before what others made of it, but for what they found
-    out about it."""
+    """How a run ended, from its status, None if it ended before it opened its folder, and
+    torchrun's `report` and exit code. `signalled`: it was asked to stop. A killed rank counts
+    before what others made of it, but for what they found out about it."""
     lost = RankLostError.exit_code
     failures = [(int(rank), int(code), pid) for rank, code, pid in FAILURE.findall(report)]
     closed = set(CLOSED.findall(report))
@@ -225,7 +246,9 @@ def find_outcome(status: Status | None, *, report: str, torchrun: int, signalled
         if code < 0 and pid not in closed:
             killed = f"rank {rank} was killed by {signal.Signals(-code).name}"
             if status is not None and status.exit_code == lost:
-                return Outcome(f"{status.cause} ({killed})", lost, rank if status.rank is None else status.rank)
+                return Outcome(
+                    f"{status.cause} ({killed})", lost, rank if status.rank is None else status.rank
+                )
             return Outcome(killed, lost, rank)
     if status is not None and status.exit_code is not None:
         return Outcome(status.cause or status.state, status.exit_code, status.rank)
@@ -233,7 +256,10 @@ def find_outcome(status: Status | None, *, report: str, torchrun: int, signalled
         rank, code, _ = failures[-1]
         return Outcome(f"rank {rank} ended with exit code {code}", code, rank)
     if torchrun in NEXT and torchrun != 1:  # launch.py passes on a worker's exit code
-        return Outcome(f"a rank ended with exit code {torchrun}, and neither it nor torchrun could write why", torchrun)
+        return Outcome(
+            f"a rank ended with exit code {torchrun}, and neither it nor torchrun could write why",
+            torchrun,
+        )
     if signalled and status is None:
         return Outcome("stopped by a signal before the first step", STOPPED_EXIT_CODE)
     if signalled:
@@ -243,9 +269,11 @@ def find_outcome(status: Status | None, *, report: str, torchrun: int, signalled
     return Outcome("torchrun failed", 1)
 
 
-def format_outcome(outcome: Outcome, status: Status | None, *, path: Path, logs: str, command: str) -> str:
-    """The lines at the end of a run that did not finish: what ended it, how far it was by the `status` on file, and
-    what to do next, after which `command` starts it again."""
+def format_outcome(
+    outcome: Outcome, status: Status | None, *, path: Path, logs: str, command: str
+) -> str:
+    """The lines at the end of a run that did not finish: what ended it, how far it was by the
+    `status` on file, and what to do next, after which `command` starts it again."""
     step, last_checkpoint = (status.step, status.last_checkpoint) if status else (0, None)
     rank = "" if outcome.rank is None else f"rank: {outcome.rank}\n"
     goes_on = "goes on from the last checkpoint" if last_checkpoint else "starts anew"
@@ -257,12 +285,17 @@ def format_outcome(outcome: Outcome, status: Status | None, *, path: Path, logs:
 
 
 def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
-    """The log files of the last attempt of `rank`, if that is one of this host's, of which `first_rank` is the lowest;
-    else their folder. torchrun's layout: RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log."""
+    """The log files of the last attempt of `rank`, if that is one of this host's, of which
+    `first_rank` is the lowest; else their folder. torchrun's layout:
+    RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log."""
     if rank is None:
         return str(folder)
     attempts = folder.glob(f"*/attempt_*/{rank - first_rank}")
-    last = max(attempts, key=lambda attempt: int(attempt.parent.name.removeprefix("attempt_")), default=None)
+    last = max(
+        attempts,
+        key=lambda attempt: int(attempt.parent.name.removeprefix("attempt_")),
+        default=None,
+    )
     return f"{last}/{{stdout,stderr}}.log" if last else str(folder)
 
 
@@ -270,15 +303,24 @@ def main() -> int:
     """The exit code of run_train.sh, after printing how the run ended."""
     parser = argparse.ArgumentParser(description="Tell what ended a run that did not finish.")
     parser.add_argument("path", type=Path, help="run folder")
-    parser.add_argument("--log-dir", type=Path, required=True, help="folder of torchrun.log and of the ranks' logs")
-    parser.add_argument("--since", type=float, required=True, help="start of the run at the earliest, in Unix seconds")
+    parser.add_argument(
+        "--log-dir", type=Path, required=True, help="folder of torchrun.log and of the ranks' logs"
+    )
+    parser.add_argument(
+        "--since",
+        type=float,
+        required=True,
+        help="start of the run at the earliest, in Unix seconds",
+    )
     parser.add_argument("--torchrun", type=int, required=True, help="torchrun's exit code")
     parser.add_argument("--torchrun-pid", type=int, required=True, help="its process")
     parser.add_argument("--signalled", action="store_true", help="the run was asked to stop")
     parser.add_argument("--first-rank", type=int, default=0, help="lowest rank of this host")
     parser.add_argument("--command", required=True, help="what started the run")
     args = parser.parse_args()
-    command = re.sub(r" --checkpoint\.load_step[= ]\S+", "", args.command)  # it would go on from there again
+    command = re.sub(
+        r" --checkpoint\.load_step[= ]\S+", "", args.command
+    )  # it would go on from there again
 
     report = ""
     with suppress(OSError):  # the disk may be gone
@@ -286,8 +328,12 @@ def main() -> int:
     on_file = _read_end(args.path, since=args.since)
     status = on_file if on_file is not None and on_file.started >= args.since else None
     job = f"process {args.torchrun_pid} on {socket.gethostname()}"
-    if status is not None and args.first_rank == 0 and status.job not in (None, job):  # another run has begun meanwhile
-        on_file = status = Status(**status.before) if status.before and status.before["job"] == job else None
+    if (
+        status is not None and args.first_rank == 0 and status.job not in (None, job)
+    ):  # another run has begun meanwhile
+        on_file = status = (
+            Status(**status.before) if status.before and status.before["job"] == job else None
+        )
     outcome = find_outcome(status, report=report, torchrun=args.torchrun, signalled=args.signalled)
     if status is not None and status.exit_code != outcome.exit_code:
         with suppress(RunError):  # a full disk: what is printed below matters more
@@ -296,13 +342,16 @@ def main() -> int:
     elif status is None and outcome.exit_code == 1:
         print(*report.splitlines()[-20:], sep="\n", file=sys.stderr)
     logs = find_logs(args.log_dir, rank=outcome.rank, first_rank=args.first_rank)
-    print(format_outcome(outcome, on_file, path=args.path, logs=logs, command=command), file=sys.stderr)
+    print(
+        format_outcome(outcome, on_file, path=args.path, logs=logs, command=command),
+        file=sys.stderr,
+    )
     return outcome.exit_code
 
 
 def _read_end(path: Path, *, since: float) -> Status | None:
-    """The status on file, after waiting for those ranks of a run started `since` that outlive a killed torchrun: they
-    write how they ended, and then the lock is free."""
+    """The status on file, after waiting for those ranks of a run started `since` that outlive a
+    killed torchrun: they write how they ended, and then the lock is free."""
     status = read_status(path)
     if status is None or status.state != "running" or status.started < since:
         return status
@@ -332,8 +381,8 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _write_status(path: Path, status: Status) -> None:
-    """Replace status.json. On a full disk, how the run ended is written over the old status, which needs no new block
-    of the disk as long as it is short."""
+    """Replace status.json. On a full disk, how the run ended is written over the old status, which
+    needs no new block of the disk as long as it is short."""
     file = path / STATUS_FILE
     with _explained(path):
         try:
@@ -356,8 +405,8 @@ def _to_json(status: Status) -> bytes:
 
 
 def _take_lock(path: Path) -> int:
-    """Descriptor of the locked file. The kernel frees the lock when the process ends, so no lock outlives its run.
-    Raises ConfigError for a file of that name that no run has made."""
+    """Descriptor of the locked file. The kernel frees the lock when the process ends, so no lock
+    outlives its run. Raises ConfigError for a file of that name that no run has made."""
     file = path / LOCK_FILE
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     if not OWN_LOCK.match(os.read(lock, 100).decode(errors="replace")):
@@ -376,7 +425,11 @@ def _take_lock(path: Path) -> int:
             )
         time.sleep(0.2)
     os.truncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {_time_name(time.time())}".encode(), 0)
+    os.pwrite(
+        lock,
+        f"process {os.getpid()} on {socket.gethostname()} since {_time_name(time.time())}".encode(),
+        0,
+    )
     return lock
 
 
@@ -392,18 +445,27 @@ def _try_lock(lock: int) -> bool:
 def _not_free(path: Path, entries: Iterable[str]) -> list[str]:
     """Those of `entries` that exist and are neither an empty folder nor a link to one."""
     there = [entry for entry in entries if os.path.lexists(path / entry)]
-    return [entry for entry in there if not (path / entry).is_dir() or any((path / entry).iterdir())]
+    return [
+        entry for entry in there if not (path / entry).is_dir() or any((path / entry).iterdir())
+    ]
 
 
-def _check_nothing_foreign(path: Path, entries: Iterable[str], *, resumed_config: str | None) -> None:
-    """Raise ConfigError if a run would move or replace something in the folder, which has no status.json of ours.
+def _check_nothing_foreign(
+    path: Path, entries: Iterable[str], *, resumed_config: str | None
+) -> None:
+    """Raise ConfigError if a run would move or replace something in the folder, which has no
+    status.json of ours.
 
-    With a checkpoint to resume from, all else is a run's too, except a status.json, and a config.toml whose text is not
-    `resumed_config`."""
+    With a checkpoint to resume from, all else is a run's too, except a status.json, and a
+    config.toml whose text is not `resumed_config`."""
     foreign = _not_free(path, entries)
     if resumed_config is not None:
         config = path / CONFIG_FILE
-        own = {CONFIG_FILE} if config.is_file() and config.read_bytes() == resumed_config.encode() else set()
+        own = (
+            {CONFIG_FILE}
+            if config.is_file() and config.read_bytes() == resumed_config.encode()
+            else set()
+        )
         foreign = [entry for entry in foreign if entry in {CONFIG_FILE, STATUS_FILE} - own]
     if foreign:
         raise ConfigError(
@@ -413,8 +475,8 @@ def _check_nothing_foreign(path: Path, entries: Iterable[str], *, resumed_config
 
 
 def _move_to_previous(path: Path, entries: Iterable[str], *, started: float) -> None:
-    """Move what an earlier run, `started` then, left of `entries` to a new folder under previous/. Raises ConfigError
-    for a link, whose target would stay where it is."""
+    """Move what an earlier run, `started` then, left of `entries` to a new folder under previous/.
+    Raises ConfigError for a link, whose target would stay where it is."""
     found = _not_free(path, entries)
     if links := [entry for entry in found if (path / entry).is_symlink()]:
         raise ConfigError(

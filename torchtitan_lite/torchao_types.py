@@ -1,5 +1,6 @@
-"""Whether a module or a tensor is one of torchao's, told without importing torchao: what has not been imported has made
-none. The import is a twentieth of the start of a short run, and bf16 does not need it."""
+"""Whether a module or a tensor is one of torchao's, told without importing torchao: what has not
+been imported has made none. The import is a twentieth of the start of a short run, and bf16 does
+not need it."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard

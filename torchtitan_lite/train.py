@@ -1,5 +1,5 @@
-"""The main job: joins the other processes, opens the run folder, trains, and says how it ended. Started by torchrun on
-every process."""
+"""The main job: joins the other processes, opens the run folder, trains, and says how it ended.
+Started by torchrun on every process."""
 
 import gc
 
@@ -36,14 +36,21 @@ from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
-from torchtitan_lite.run_folder import RunFolder, lock_inode, open_run_folder, read_status, report_failure
+from torchtitan_lite.run_folder import (
+    RunFolder,
+    lock_inode,
+    open_run_folder,
+    read_status,
+    report_failure,
+)
 from torchtitan_lite.trainer import Trainer
 
 NOT_TRIED_AGAIN = {
     STOPPED_EXIT_CODE,
     *(cause.exit_code for cause in (ConfigError, DataError, CheckpointError, NumericError)),
 }
-"""Exit codes after which a start by torchrun's --max-restarts ends at once: more of the same, or not wished for."""
+"""Exit codes after which a start by torchrun's --max-restarts ends at once: more of the same, or
+not wished for."""
 CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 """How the names begin of modules that are loaded from the compiler's cache."""
 
@@ -66,17 +73,21 @@ def run_entries(config: Config) -> list[str]:
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Return by name what must be the same on all ranks: the config, the versions of torchtitan_lite, torch and
-    torchao, and this package's sources."""
+    """Return by name what must be the same on all ranks: the config, the versions of
+    torchtitan_lite, torch and torchao, and this package's sources."""
     versions = {name: version for name, version in installed_versions().items() if name != "python"}
     sources = hash_sources(Path(__file__).parent)
-    return {**shared_settings(config), **versions, "sources of torchtitan_lite (SHA-256)": sources[:16]}
+    return {
+        **shared_settings(config),
+        **versions,
+        "sources of torchtitan_lite (SHA-256)": sources[:16],
+    }
 
 
 def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
-    """The run folder, on rank 0, and the manifest of the checkpoint to resume from, on all ranks. What an earlier run
-    left there is moved aside where nothing is resumed. Raises ConfigError, without changing anything, if the folder
-    holds files that no run wrote."""
+    """The run folder, on rank 0, and the manifest of the checkpoint to resume from, on all ranks.
+    What an earlier run left there is moved aside where nothing is resumed. Raises ConfigError,
+    without changing anything, if the folder holds files that no run wrote."""
     path, checkpoint = Path(config.job.dump_folder), config.checkpoint
     folder: RunFolder | None = None
 
@@ -99,8 +110,12 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
                 "move to previous/ when a new run starts; name another dump_folder."
             )
         if checkpoint.enable and read_status(path) is not None:
-            remove_drafts(path / checkpoint.folder)  # a killed save's draft in a linked folder would be in the way
-        folder.begin(resumed_config=None if resume is None else resume.config, entries=run_entries(config))
+            remove_drafts(
+                path / checkpoint.folder
+            )  # a killed save's draft in a linked folder would be in the way
+        folder.begin(
+            resumed_config=None if resume is None else resume.config, entries=run_entries(config)
+        )
         folder.write_config(dump_config(config))
 
     if on_rank0(lock):  # what load_step asks for was done in the attempt before
@@ -117,8 +132,11 @@ def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
 
 
 def explain_compiler(error: Exception) -> RunError | None:
-    """What to do about the compiler's cache, which outlives the run, where `error` is about a file of it; else None."""
-    while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # the compiler wraps what it meets
+    """What to do about the compiler's cache, which outlives the run, where `error` is about a file
+    of it; else None."""
+    while isinstance(
+        inner := getattr(error, "inner_exception", None), Exception
+    ):  # the compiler wraps what it meets
         error = inner
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # set by the compiler where it was not
     if folder is None or not any(name in str(error) for name in (folder, CACHED_CODE)):
@@ -132,7 +150,9 @@ def explain_compiler(error: Exception) -> RunError | None:
 
 def is_within(folder: Path, file: str | bytes | int | None) -> bool:
     """Return whether `file` is a path inside `folder`; neither needs to exist."""
-    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).resolve().is_relative_to(folder.resolve())
+    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).resolve().is_relative_to(
+        folder.resolve()
+    )
 
 
 def explain(error: Exception, *, config: Config, watchdog: Watchdog) -> RunError | None:
@@ -142,8 +162,12 @@ def explain(error: Exception, *, config: Config, watchdog: Watchdog) -> RunError
     if (broken := explain_compiler(error)) is not None:
         return broken
     folder = Path(config.job.dump_folder)
-    if isinstance(error, OSError) and (error.errno in DISK_ERRORS or is_within(folder, error.filename)):
-        return StorageError(f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.')
+    if isinstance(error, OSError) and (
+        error.errno in DISK_ERRORS or is_within(folder, error.filename)
+    ):
+        return StorageError(
+            f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.'
+        )
     if is_rank_loss(error):
         return watchdog.explain(error)
     return None
@@ -155,10 +179,16 @@ def run(config: Config) -> int:
     path = Path(config.job.dump_folder)
     lock: int | None = None
 
-    def report(cause: str, exit_code: int = RankLostError.exit_code, rank: int | None = None) -> None:
-        if lock is not None and lock == lock_inode(path):  # else the status on file is another run's
+    def report(
+        cause: str, exit_code: int = RankLostError.exit_code, rank: int | None = None
+    ) -> None:
+        if lock is not None and lock == lock_inode(
+            path
+        ):  # else the status on file is another run's
             with contextlib.suppress(RunError):  # a full disk: what is reported matters more
-                report_failure(path, cause=cause, exit_code=exit_code, rank=rank, step=watchdog.step)
+                report_failure(
+                    path, cause=cause, exit_code=exit_code, rank=rank, step=watchdog.step
+                )
 
     watchdog = Watchdog(
         rank=rank,
@@ -177,7 +207,9 @@ def run(config: Config) -> int:
             logger.info(config.job.description)
         if config.job.print_config:
             logger.info(f"config:\n{dump_config(config)}")
-        exit_code = Trainer(config, device=device, run_folder=folder, resume=resume, watchdog=watchdog).train()
+        exit_code = Trainer(
+            config, device=device, run_folder=folder, resume=resume, watchdog=watchdog
+        ).train()
     except Exception as caught:
         error = explain(caught, config=config, watchdog=watchdog)
         cause = f"{type(caught).__name__}: {caught}" if error is None else str(error)
@@ -200,7 +232,9 @@ def main() -> None:
         print(format_help())
         return
     try:
-        exit_code = run(load_config(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1"))))
+        exit_code = run(
+            load_config(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        )
     except RunError as error:
         logger.info(f"error:\n{error}")  # most errors are every rank's: one of them tells
         exit_code = error.exit_code

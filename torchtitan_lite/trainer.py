@@ -1,4 +1,5 @@
-"""The training loop: a run's parts, its steps, and what comes between them. A hub; train.py starts and ends it."""
+"""The training loop: a run's parts, its steps, and what comes between them. A hub; train.py starts
+and ends it."""
 
 import contextlib
 import gc
@@ -65,7 +66,8 @@ class Stopped(Exception):
 
 
 class Trainer:
-    """A run, from the step after that of a checkpoint on: made ready by the constructor, trained by `train`."""
+    """A run, from the step after that of a checkpoint on: made ready by the constructor, trained by
+    `train`."""
 
     def __init__(
         self,
@@ -76,8 +78,14 @@ class Trainer:
         resume: Manifest | None,
         watchdog: Watchdog,
     ) -> None:
-        """Rank 0 alone has the `run_folder`. `resume` is the manifest of the checkpoint to go on from."""
-        self.config, self.device, self.run_folder, self.watchdog = config, device, run_folder, watchdog
+        """Rank 0 alone has the `run_folder`. `resume` is the manifest of the checkpoint to go on
+        from."""
+        self.config, self.device, self.run_folder, self.watchdog = (
+            config,
+            device,
+            run_folder,
+            watchdog,
+        )
         on_rank0(lambda: check_wandb_installed(config.metrics))
         set_determinism(config.debug)
         training, world_size = config.training, dist.get_world_size()
@@ -109,7 +117,9 @@ class Trainer:
         self.fuses_output = not (gathers_logits or is_float8(self.model.output))
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.scale_hook = build_scale_hook(self.model, float8=config.float8)
-        self.numerics = NumericsMonitor(self.model, freq=config.float8.log_numerics_freq, device=device)
+        self.numerics = NumericsMonitor(
+            self.model, freq=config.float8.log_numerics_freq, device=device
+        )
         self.guard = UpdateGuard(
             training,
             device=torch.device("cpu") if training.enable_cpu_offload else device,
@@ -125,7 +135,9 @@ class Trainer:
         self.step = self.saved_step = progress.step
         self.first_step, self.tokens = progress.step + 1, progress.tokens
         self.save_wanted = False
-        self.metrics = build_metrics(config, ledger, device=device, total_steps=self.last_step, progress=progress)
+        self.metrics = build_metrics(
+            config, ledger, device=device, total_steps=self.last_step, progress=progress
+        )
         self.prefetched = Prefetcher(self.batches, device=device)
 
     @property
@@ -134,19 +146,25 @@ class Trainer:
         return Path(self.config.job.dump_folder)
 
     def load(self, resume: Manifest | None) -> None:
-        """Read the state of the checkpoint to go on from, or the weights to begin with, if there are such."""
+        """Read the state of the checkpoint to go on from, or the weights to begin with, if there
+        are such."""
         checkpoint = self.config.checkpoint
         if resume is not None:
             if checkpoint.initial_load_path is not None:
-                logger.info("[checkpoint] initial_load_path is for new runs, and not used: this one resumes")
+                logger.info(
+                    "[checkpoint] initial_load_path is for new runs, and not used: this one resumes"
+                )
             self.checkpointer.load(resume)
         elif checkpoint.initial_load_path is not None:
-            self.checkpointer.load_weights(Path(checkpoint.initial_load_path), hashes=checkpoint.verify_hashes)
+            self.checkpointer.load_weights(
+                Path(checkpoint.initial_load_path), hashes=checkpoint.verify_hashes
+            )
         self.scale_hook()  # of the weights as they are now
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """This rank's next batch, None after the last, once all ranks are ready for its forward pass. Raises on every
-        rank what ends the run on one of them, `Stopped` if that is a signal."""
+        """This rank's next batch, None after the last, once all ranks are ready for its forward
+        pass. Raises on every rank what ends the run on one of them, `Stopped` if that is a
+        signal."""
         self.watchdog.at(self.step + 1, "data")
         batch, error = None, None
         try:
@@ -155,8 +173,14 @@ class Trainer:
         except RunError as caught:
             error = caught
         self.watchdog.at(self.step + 1, "agreement")
-        error = error or self.checkpointer.failure() or too_many_skips(self.metrics.skips, self.config.training)
-        wishes = agree(Wishes(self.watchdog.stop_signal.received, self.save_requested()), error=error)
+        error = (
+            error
+            or self.checkpointer.failure()
+            or too_many_skips(self.metrics.skips, self.config.training)
+        )
+        wishes = agree(
+            Wishes(self.watchdog.stop_signal.received, self.save_requested()), error=error
+        )
         self.save_wanted |= wishes.save
         if wishes.stop:
             raise Stopped(wishes.stop)
@@ -164,7 +188,8 @@ class Trainer:
         return batch
 
     def save_requested(self) -> bool:
-        """Whether this rank, which is rank 0, has found the file that asks for a save. The file is removed."""
+        """Whether this rank, which is rank 0, has found the file that asks for a save. The file is
+        removed."""
         if self.run_folder is None or not self.checkpointer.enabled:
             return False
         request = self.path / self.config.checkpoint.save_request_file
@@ -175,11 +200,13 @@ class Trainer:
         return True
 
     def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """`scale` times the summed cross-entropy of one microbatch, [] float32. Where gradients are enabled, its own is
-        added to the parameters'."""
+        """`scale` times the summed cross-entropy of one microbatch, [] float32. Where gradients are
+        enabled, its own is added to the parameters'."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
         if self.fuses_output:
-            loss = self.model(tokens, partial(self.cross_entropy.of_linear, labels=labels, scale=scale))
+            loss = self.model(
+                tokens, partial(self.cross_entropy.of_linear, labels=labels, scale=scale)
+            )
         else:
             loss = self.cross_entropy.of_logits(self.model(tokens), labels, scale=scale)
         if torch.is_grad_enabled():
@@ -193,7 +220,8 @@ class Trainer:
         lr = self.config.optimizer.lr * schedule
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # FSDP averages gradients over the data-parallel ranks; each sums its microbatches' share of the mean here.
+        # FSDP averages gradients over the data-parallel ranks; each sums its microbatches' share of
+        # the mean here.
         scale = 1 / (accum_steps * training.microbatch_tokens)
         losses = []
         for accum_step in range(accum_steps):
@@ -245,24 +273,35 @@ class Trainer:
         self.metrics.log_validation(step, mean)
 
     def train(self) -> int:
-        """The run's exit code, after its last step, or after a signal stopped it between two forward passes."""
+        """The run's exit code, after its last step, or after a signal stopped it between two
+        forward passes."""
         config = self.config
         gc.disable()  # it would run at different moments on different ranks, each time stopping all of them
         stopped_by: str | None = None
         self.report_progress()
         if self.step >= self.last_step:
-            logger.info(f"nothing left to train: resumed at step {self.step}, and the last one is {self.last_step}")
+            logger.info(
+                f"nothing left to train: resumed at step {self.step}, and the last one is {self.last_step}"
+            )
         with (
             contextlib.closing(self.prefetched),
             profile(
-                config.profiling, run_folder=self.path, rank=dist.get_rank(), device=self.device, done_steps=self.step
+                config.profiling,
+                run_folder=self.path,
+                rank=dist.get_rank(),
+                device=self.device,
+                done_steps=self.step,
             ) as profiler,
         ):
             try:
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
                     writes = profiler.writes(step)
-                    with self.metrics.outside_step("profiling", step=step) if writes else contextlib.nullcontext():
+                    with (
+                        self.metrics.outside_step("profiling", step=step)
+                        if writes
+                        else contextlib.nullcontext()
+                    ):
                         profiler.end_step(step)
             except Stopped as stopped:
                 stopped_by = str(stopped) if self.step < self.last_step else None
@@ -280,9 +319,12 @@ class Trainer:
         return STOPPED_EXIT_CODE if stopped_by else 0
 
     def advance(self, step: int) -> None:
-        """Train, log and follow up `step`. Validation, checkpoints and garbage collection are in no step's time."""
+        """Train, log and follow up `step`. Validation, checkpoints and garbage collection are in no
+        step's time."""
         config = self.config
-        measured = self.numerics.due(step) and step > self.first_step  # the first compiles, within a longer time-out
+        measured = (
+            self.numerics.due(step) and step > self.first_step
+        )  # the first compiles, within a longer time-out
         observer = StepObserver() if step == self.first_step else None
         with self.numerics.observe() if measured else observer or contextlib.nullcontext():
             values = self.train_step(step)
@@ -290,13 +332,17 @@ class Trainer:
         if measured:
             self.metrics.log_numerics(step, self.numerics.figures())
         if observer is not None:
-            observer.report(self.model, self.asked, step=step, deterministic=config.debug.deterministic)
+            observer.report(
+                self.model, self.asked, step=step, deterministic=config.debug.deterministic
+            )
         self.step, self.generators = step, random_state(self.device)
         last = step == self.last_step
         saves = self.checkpointer.due(step, last=last) or self.save_wanted
         if saves or last:
             self.metrics.settle()  # a step's record is on disk before its checkpoint
-            if (error := too_many_skips(self.metrics.skips, config.training)) is not None:  # now known to all ranks
+            if (
+                error := too_many_skips(self.metrics.skips, config.training)
+            ) is not None:  # now known to all ranks
                 raise error
         if self.validation_batches is not None and (last or step % config.validation.freq == 0):
             self.validate(step)
@@ -343,10 +389,13 @@ class Trainer:
         self.reported_at = time.monotonic()
         if self.run_folder is not None:
             saved = self.checkpointer.last_saved
-            self.run_folder.running(step=self.step, last_checkpoint=None if saved is None else str(saved))
+            self.run_folder.running(
+                step=self.step, last_checkpoint=None if saved is None else str(saved)
+            )
 
     def finish(self, *, stopped_by: str | None) -> None:
-        """Say how the run went, and write how it ended. Raises StorageError if its last save failed."""
+        """Say how the run went, and write how it ended. Raises StorageError if its last save
+        failed."""
         self.report_progress()
         self.metrics.close()
         if self.metrics.peaks.approximate and stopped_by is None:
@@ -375,7 +424,9 @@ class Trainer:
         passes = corpus.epochs(self.batches.samples(self.step))
         logger.info(f"epochs: {', '.join(f'{name} {count:.4g}' for name, count in passes.items())}")
         if stopped_by is None and self.batches.left_over is not None:
-            logger.info(f"{self.config.training.epochs:g} epochs done: the data ended the run at step {self.step}")
+            logger.info(
+                f"{self.config.training.epochs:g} epochs done: the data ended the run at step {self.step}"
+            )
         if self.config.metrics.enable_tensorboard:
             curves = self.path / self.config.metrics.save_tb_folder
             logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")
@@ -383,19 +434,22 @@ class Trainer:
 
 
 def accept_progress(resume: Manifest | None, config: Config, args: ModelArgs) -> Progress:
-    """The progress to go on from, after telling what has changed in the config since. Raises CheckpointError for a
-    checkpoint of another model."""
+    """The progress to go on from, after telling what has changed in the config since. Raises
+    CheckpointError for a checkpoint of another model."""
     if resume is None:
         return NEW_RUN
     step = resume.progress.step
-    check_model(resume.model, asdict(args), path=Path(config.job.dump_folder) / config.checkpoint.folder)
+    check_model(
+        resume.model, asdict(args), path=Path(config.job.dump_folder) / config.checkpoint.folder
+    )
     for change in config_changes(resume.config, dump_config(config)):
         logger.info(f"since step {step}: {change}")
     return resume.progress
 
 
 def too_many_skips(skips: Skips, training: TrainingConfig) -> NumericError | None:
-    """The error that ends a run after max_consecutive_skips steps in a row without an update; None before."""
+    """The error that ends a run after max_consecutive_skips steps in a row without an update; None
+    before."""
     limit = training.max_consecutive_skips
     if skips.consecutive < limit:
         return None
@@ -411,6 +465,8 @@ def set_determinism(debug: DebugConfig) -> None:
     """Seed torch, and where asked for have it use deterministic algorithms only."""
     torch.manual_seed(debug.seed)
     if debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it at its first call
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -1,5 +1,5 @@
-"""The fake GPU: its library, built for the installed torch, the environment of processes that run on it, and what they
-called."""
+"""The fake GPU: its library, built for the installed torch, the environment of processes that run
+on it, and what they called."""
 
 import hashlib
 import os
@@ -15,7 +15,11 @@ from tempfile import TemporaryDirectory
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / "fake_gpu.c", FOLDER / "answers.c"]
 SITE = Path(sysconfig.get_paths()["purelib"])
-INCLUDES = [SITE / "nvidia/cu13/include", SITE / "nvidia/nccl/include", SITE / "triton/backends/nvidia/include"]
+INCLUDES = [
+    SITE / "nvidia/cu13/include",
+    SITE / "nvidia/nccl/include",
+    SITE / "triton/backends/nvidia/include",
+]
 FAKED = re.compile(r"(__cuda|cuda|cu[A-Z]|cublas|nccl|cudnn)\w+")
 """Functions of the libraries that are faked."""
 REAL = re.compile(r"cuFile|cudnnGet")
@@ -25,7 +29,8 @@ COUNTER = struct.Struct("Q248s")
 
 
 def build() -> Path:
-    """The folder of the library: in the user's cache, one for each torch and state of the sources."""
+    """The folder of the library: in the user's cache, one for each torch and state of the
+    sources."""
     sources = b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__)))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     of_torch = cache / "torchtitan_lite/fake_gpu" / f"torch-{version('torch')}"
@@ -47,8 +52,12 @@ def build() -> Path:
         objects = list(build.glob("*.o"))
         defined = set().union(*(_symbols(each, "--defined-only") for each in objects))
         stubs = build / "stubs.c"
-        stubs.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(_wanted() - defined)))
-        subprocess.run([*compiler, "-shared", *objects, stubs, "-o", build / library.name], check=True)
+        stubs.write_text(
+            "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(_wanted() - defined))
+        )
+        subprocess.run(
+            [*compiler, "-shared", *objects, stubs, "-o", build / library.name], check=True
+        )
 
         for name in ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"):
             (build / name).symlink_to(library.name)
@@ -59,7 +68,9 @@ def build() -> Path:
 
 def _wanted() -> set[str]:
     """The functions to define: those that torch's libraries need, and all of the driver's."""
-    needed = set().union(*(_symbols(each, "--undefined-only") for each in (SITE / "torch/lib").glob("*.so")))
+    needed = set().union(
+        *(_symbols(each, "--undefined-only") for each in (SITE / "torch/lib").glob("*.so"))
+    )
     header = (INCLUDES[0] / "cuda.h").read_text()
     driver = re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", header)
     driver += re.findall(r"#define\s+cu\w+\s+(cu\w+_v\d+)\b", header)
@@ -69,13 +80,15 @@ def _wanted() -> set[str]:
 def _symbols(path: Path, which: str) -> set[str]:
     """Names of functions of an object, or of a library's dynamic ones."""
     kind = "--dynamic" if path.suffix == ".so" else "--extern-only"
-    table = subprocess.run(["nm", kind, which, path], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["nm", kind, which, path], capture_output=True, text=True, check=True
+    ).stdout
     return {line.split()[-1].partition("@")[0] for line in table.splitlines()}
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What puts processes on the fake GPU. Compiled kernels are kept apart: what was autotuned by the times of a fake
-    must not reach a real GPU."""
+    """What puts processes on the fake GPU. Compiled kernels are kept apart: what was autotuned by
+    the times of a fake must not reach a real GPU."""
     return {
         "LD_PRELOAD": str(folder / "libfake_gpu.so"),
         "LD_LIBRARY_PATH": str(folder),
@@ -87,7 +100,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def read_counts(folder: Path, rank: int = 0) -> Counter[str]:
-    """How often the processes of a rank called what is counted, by name; `folder` was FAKE_GPU_COUNTS."""
+    """How often the processes of a rank called what is counted, by name; `folder` was
+    FAKE_GPU_COUNTS."""
     counts: Counter[str] = Counter()
     for path in folder.glob(f"rank{rank}-*"):
         rows = COUNTER.iter_unpack(path.read_bytes())

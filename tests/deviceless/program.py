@@ -1,6 +1,7 @@
-"""A program of the project on the fake GPU: `program.py train ARGUMENTS`, under torchrun, or `program.py bench
-ARGUMENTS`. Added are the models of these tests. Taken out is what needs values and times of a device: the checks that
-weights are finite, when they were made and when they are saved, and the timing of a kernel's configurations."""
+"""A program of the project on the fake GPU: `program.py train ARGUMENTS`, under torchrun, or
+`program.py bench ARGUMENTS`. Added are the models of these tests. Taken out is what needs values
+and times of a device: the checks that weights are finite, when they were made and when they are
+saved, and the timing of a kernel's configurations."""
 
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ checkpointer.first_non_finite = lambda state: None
 build_autotuner = CachingAutotuner.__init__
 
 
-def take_first_configuration(self: CachingAutotuner, *args: Any, configs: list[Any], **kwargs: Any) -> None:
+def take_first_configuration(
+    self: CachingAutotuner, *args: Any, configs: list[Any], **kwargs: Any
+) -> None:
     build_autotuner(self, *args, configs=configs[:1], **kwargs)
 
 

@@ -19,11 +19,13 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
 TWO_LAYERS = Path(__file__).with_name("two_layers.toml")
 
-# Memory on a fake GPU is addresses: two layers of the real size take no more time than two small ones. Where they are
-# written to a disk, or trained on the CPU, they are small.
+# Memory on a fake GPU is addresses: two layers of the real size take no more time than two small
+# ones. Where they are written to a disk, or trained on the CPU, they are small.
 FLAVORS_OF_TESTS = {
     "8B_two_layers": dataclasses.replace(FLAVORS["8B"], n_layers=2, vocab_size=0),
-    "small_two_layers": dataclasses.replace(FLAVORS["debugmodel"], n_layers=2, n_heads=4, n_kv_heads=2),
+    "small_two_layers": dataclasses.replace(
+        FLAVORS["debugmodel"], n_layers=2, n_heads=4, n_kv_heads=2
+    ),
 }
 
 
@@ -39,7 +41,9 @@ class Run:
     @property
     def records(self) -> list[dict[str, Any]]:
         """Its metrics."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     @property
     def reserved_gib(self) -> float:
@@ -58,14 +62,28 @@ class Run:
         return {name: n for name, n in self.calls.items() if name.startswith("matmul e")}
 
 
-def run(folder: Path, *words: str, gpus: int = 1, timeout: int = 300, env: Mapping[str, str] | None = None) -> Run:
-    """`python WORDS` on fake GPUs; `folder` gets the counts of its calls. Raises where it fails or times out."""
+def run(
+    folder: Path,
+    *words: str,
+    gpus: int = 1,
+    timeout: int = 300,
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """`python WORDS` on fake GPUs; `folder` gets the counts of its calls. Raises where it fails or
+    times out."""
     counts = folder / "calls"
     counts.mkdir(parents=True)
     settings = {"FAKE_GPU_COUNT": str(gpus), "FAKE_GPU_COUNTS": str(counts), "OMP_NUM_THREADS": "1"}
-    everything = os.environ | environment(build()) | settings | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+    everything = (
+        os.environ | environment(build()) | settings | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+    )
     result = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=everything, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=everything,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
     return Run(folder, read_counts(counts))
@@ -74,5 +92,12 @@ def run(folder: Path, *words: str, gpus: int = 1, timeout: int = 300, env: Mappi
 def train(folder: Path, *overrides: str, gpus: int = 1, **options: Any) -> Run:
     """The main job with the config of these tests, by torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    words = ["train", "--job.config_file", str(TWO_LAYERS), "--job.dump_folder", str(folder), *overrides]
+    words = [
+        "train",
+        "--job.config_file",
+        str(TWO_LAYERS),
+        "--job.dump_folder",
+        str(folder),
+        *overrides,
+    ]
     return run(folder, *torchrun, str(PROGRAM), *words, gpus=gpus, **options)

@@ -11,10 +11,21 @@ pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 
 
 def test_a_run_resumes_from_what_was_saved_from_pinned_memory(tmp_path: Path) -> None:
-    saves = (*SMALL, "--checkpoint.enable", "--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.interval=1")
+    saves = (
+        *SMALL,
+        "--checkpoint.enable",
+        "--checkpoint.async_mode=async_with_pinned_mem",
+        "--checkpoint.interval=1",
+    )
     first = train(tmp_path / "first", *saves, gpus=2)
     assert [record["step"] for record in first.records] == [1, 2, 3]
-    train(tmp_path / "second", *saves, "--training.steps=5", f"--job.dump_folder={first.folder}", gpus=2)
+    train(
+        tmp_path / "second",
+        *saves,
+        "--training.steps=5",
+        f"--job.dump_folder={first.folder}",
+        gpus=2,
+    )
     assert [record["step"] for record in first.records] == [1, 2, 3, 4, 5]
 
 

@@ -1,4 +1,5 @@
-"""What a run does on a GPU, but for values and times: that it ends well, its float8 matmuls, its waits, its memory."""
+"""What a run does on a GPU, but for values and times: that it ends well, its float8 matmuls, its
+waits, its memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ TENSORWISE = {
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
     "matmul e4m3 x e5m2, scales: tensor, tensor": 2 * PER_MATMUL,
 }
-# Without fast accumulation, as it multiplies gradients, torchao scales the product in place of its operands.
+# Without fast accumulation, as it multiplies gradients, torchao scales the product in place of its
+# operands.
 ROWWISE = {
     "matmul e4m3 x e4m3, scales: row, row": PER_MATMUL,
     "matmul e4m3 x e4m3, scales: tensor, tensor": 2 * PER_MATMUL,
@@ -38,7 +40,8 @@ GW_HP = {
 }
 MXFP8 = {"matmul e4m3 x e4m3, scales: 32, 32": 3 * PER_MATMUL}
 CASTS = 2 * 4 * 8192 * 14336 / 2**30
-"""GiB of an activation of w2, twice in float32: what eager casts to float8 hold, and the planner leaves out."""
+"""GiB of an activation of w2, twice in float32: what eager casts to float8 hold, and the planner
+leaves out."""
 
 
 def recipe(name: str) -> tuple[str, str]:
@@ -85,12 +88,16 @@ CASES = {
     "rowwise_with_gw_hp": Case(recipe("rowwise_with_gw_hp"), GW_HP),
     "rowwise_with_gw_hp, compiled": Case((*recipe("rowwise_with_gw_hp"), COMPILED), GW_HP),
     "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL, needs=MX_TORCHAO),
-    "mxfp8, compiled": Case((*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, steady=True, needs=MX_TORCHAO),
+    "mxfp8, compiled": Case(
+        (*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, steady=True, needs=MX_TORCHAO
+    ),
     # What is recomputed.
     "bf16, compiled": Case((COMPILED,)),
     "selective op": Case(checkpointing("selective")),
     "selective op, compiled": Case((*checkpointing("selective"), COMPILED)),
-    "selective 2": Case(checkpointing("selective", "--activation_checkpoint.selective_ac_option=2")),
+    "selective 2": Case(
+        checkpointing("selective", "--activation_checkpoint.selective_ac_option=2")
+    ),
     "full": Case(checkpointing("full")),
     "memory budget": Case((*checkpointing("memory_budget"), COMPILED), needs=BUDGET_TORCH),
     "auto": Case(checkpointing("auto")),
@@ -102,7 +109,9 @@ CASES = {
     "FSDP, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2),
     "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2, steady=True),
     "TP, compiled": Case((FLOAT8, TP, COMPILED), TENSORWISE, gpus=2),
-    "TP, memory budget": Case((TP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH),
+    "TP, memory budget": Case(
+        (TP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH
+    ),
     "CPU offload": Case((*SMALL, "--training.enable_cpu_offload")),
 }
 
@@ -121,7 +130,13 @@ def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     if case.steady:  # the first run compiled, for which the host may wait, too
         waits = [
-            train(tmp_path / steps, *case.words, f"--training.steps={steps}", gpus=case.gpus, env=case.device).waits
+            train(
+                tmp_path / steps,
+                *case.words,
+                f"--training.steps={steps}",
+                gpus=case.gpus,
+                env=case.device,
+            ).waits
             for steps in ("3", "6")
         ]
         assert waits[0] == waits[1]

@@ -1,4 +1,5 @@
-"""Bad inputs and what each is told: `python tests/distributed/bad_inputs.py > docs/errors.md` writes the page."""
+"""Bad inputs and what each is told: `python tests/distributed/bad_inputs.py > docs/errors.md`
+writes the page."""
 
 import os
 import socket
@@ -97,9 +98,19 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        process = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_PORT": port,
+        }
         module = "torchtitan_lite.train"
-        environment = ENV | {name: str(value) for name, value in process.items()} | {"MASTER_ADDR": "localhost"}
+        environment = (
+            ENV
+            | {name: str(value) for name, value in process.items()}
+            | {"MASTER_ADDR": "localhost"}
+        )
     without_gpus = environment | {"CUDA_VISIBLE_DEVICES": ""}
     result = warm.python(["-m", module, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
@@ -118,7 +129,9 @@ def row(arguments: str, *, folder: Path) -> str:
 def page(folder: Path) -> str:
     """The whole page."""
     head = "| arguments | exit code | message |\n| --- | --- | --- |\n"
-    before, at_start = ("\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START))
+    before, at_start = (
+        "\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START)
+    )
     return f"""# What bad input is told
 
 Every message names the table and key, the rule, the numbers, and the fix; all that is wrong with a config is said at

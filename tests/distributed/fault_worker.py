@@ -1,7 +1,9 @@
-"""The main job with faults, of a tiny model: `fault_worker.py '<JSON list of faults>' <arguments of the main job>`.
+"""The main job with faults, of a tiny model: `fault_worker.py '<JSON list of faults>' <arguments of
+the main job>`.
 
-A fault is an object with `do`, what happens, one of the functions below that is marked so; `at`, where; and `rank`, on
-which rank (on all, if not given). Other keys are the function's arguments. Places are:
+A fault is an object with `do`, what happens, one of the functions below that is marked so; `at`,
+where; and `rank`, on which rank (on all, if not given). Other keys are the function's arguments.
+Places are:
 
   start            before anything else
   data N           when a batch of step N is taken
@@ -63,7 +65,9 @@ def happen(place: str) -> float:
     factor = 1.0
     for fault in [each for each in faults if each["at"] == place]:
         faults.remove(fault)
-        arguments = {key: value for key, value in fault.items() if key not in ("do", "at", "rank", "always")}
+        arguments = {
+            key: value for key, value in fault.items() if key not in ("do", "at", "rank", "always")
+        }
         if fault.get("rank", RANK) == RANK and (FIRST_ATTEMPT or fault.get("always")):
             factor *= DO[fault["do"]](**arguments) or 1.0
     return factor
@@ -151,7 +155,8 @@ def drop_out() -> None:
 
 @can_be_done
 def gather_in_high_precision() -> None:
-    """Have tensor parallelism take no linear for one of tensorwise float8, as after a name in torchao has changed."""
+    """Have tensor parallelism take no linear for one of tensorwise float8, as after a name in
+    torchao has changed."""
     tensor_parallel.gathers_float8 = lambda module: False
 
 
@@ -169,7 +174,8 @@ def note_samples() -> None:
 
 @can_be_done
 def note_weights() -> None:
-    """Write a hash of this rank's part of the weights after each step into weights-RANK.jsonl of the run folder."""
+    """Write a hash of this rank's part of the weights after each step into weights-RANK.jsonl of
+    the run folder."""
     FaultyTrainer.notes_weights = True
 
 
@@ -198,7 +204,10 @@ class FaultyTrainer(trainer.Trainer):
         factor = happen(f"{'accumulation' if self.passes else 'forward'} {self.step + 1}")
         self.passes = (self.passes + 1) % self.batch.grad_accum_steps
         if self.notes_samples:
-            hashes = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in torch.stack([tokens, labels], dim=1)]
+            hashes = [
+                hashlib.sha256(row.numpy().tobytes()).hexdigest()
+                for row in torch.stack([tokens, labels], dim=1)
+            ]
             with (self.path / f"samples-{RANK}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": self.step + 1, "samples": hashes}) + "\n")
         return super().loss(tokens, labels, scale=scale * factor)
@@ -216,9 +225,17 @@ class FaultyTrainer(trainer.Trainer):
         """As it is; and perhaps note the weights."""
         values = super().train_step(step)
         if self.notes_weights:
-            parts = [parameter.to_local().numpy().tobytes() for parameter in self.model.state_dict().values()]
+            parts = [
+                parameter.to_local().numpy().tobytes()
+                for parameter in self.model.state_dict().values()
+            ]
             with (self.path / f"weights-{RANK}.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "weights": hashlib.sha256(b"".join(parts)).hexdigest()}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"step": step, "weights": hashlib.sha256(b"".join(parts)).hexdigest()}
+                    )
+                    + "\n"
+                )
         return values
 
 

@@ -23,10 +23,18 @@ def arguments(folder: Path, *overrides: str, faults: Sequence[Fault] = ()) -> li
 
 
 def command(
-    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2, options: Sequence[str] = ()
+    folder: Path,
+    *overrides: str,
+    faults: Sequence[Fault] = (),
+    processes: int = 2,
+    options: Sequence[str] = (),
 ) -> list[str]:
     """That of torchrun, with more `options`, for a run in `folder`."""
-    return [sys.executable, *launcher(processes, *options), *arguments(folder, *overrides, faults=faults)]
+    return [
+        sys.executable,
+        *launcher(processes, *options),
+        *arguments(folder, *overrides, faults=faults),
+    ]
 
 
 def run(
@@ -43,7 +51,9 @@ def finish(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processe
     return result.stdout
 
 
-def fail(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2) -> tuple[int, str]:
+def fail(
+    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2
+) -> tuple[int, str]:
     """Exit code and cause that a run in `folder` has left, which failed."""
     result = run(folder, *overrides, faults=faults, processes=processes)
     assert result.returncode != 0, result.stdout[-4000:]
@@ -54,9 +64,14 @@ def fail(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes:
 
 @contextmanager
 def started(
-    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2, options: Sequence[str] = ()
+    folder: Path,
+    *overrides: str,
+    faults: Sequence[Fault] = (),
+    processes: int = 2,
+    options: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """The torchrun, with more `options`, of a run in `folder`. What is left of it is killed at the end."""
+    """The torchrun, with more `options`, of a run in `folder`. What is left of it is killed at the
+    end."""
     with subprocess.Popen(
         command(folder, *overrides, faults=faults, processes=processes, options=options),
         cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -1,6 +1,7 @@
-"""Builds the tiny model of matrix.toml with the overrides of each of RUNS, JSON as matrix_worker.py takes it, on every
-process, and tells as a line of JSON, by name, what it is and what it sends: `weights` (sha256 of each full weight) and
-`traffic` (of one forward and backward: collective, type, elements sent)."""
+"""Builds the tiny model of matrix.toml with the overrides of each of RUNS, JSON as matrix_worker.py
+takes it, on every process, and tells as a line of JSON, by name, what it is and what it sends:
+`weights` (sha256 of each full weight) and `traffic` (of one forward and backward: collective, type,
+elements sent)."""
 
 import hashlib
 import json
@@ -27,7 +28,8 @@ from torchtitan_lite.parallel.mesh import build_mesh
 
 
 class Traffic(TorchDispatchMode):
-    """Notes every collective with its smallest plain tensor, which for a gather is what this rank sends."""
+    """Notes every collective with its smallest plain tensor, which for a gather is what this rank
+    sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +53,16 @@ def digest(weight: torch.Tensor) -> str:
 
 def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     """The model's `weights` and its `traffic`."""
-    config = load_config(["--job.config_file", str(CONFIG), *overrides], world_size=dist.get_world_size())
+    config = load_config(
+        ["--job.config_file", str(CONFIG), *overrides], world_size=dist.get_world_size()
+    )
     degrees = resolve_degrees(config.parallelism, world_size=dist.get_world_size())
     mesh = build_mesh(degrees, device_type=device.type)
     args = resolve_model_args(config, build_tokenizer(""))
     model, *_ = build_model(config, args, mesh=mesh, device=device)
-    weights = {name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()}
+    weights = {
+        name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()
+    }
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % args.vocab_size
     with Traffic() as traffic:
         model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
@@ -65,7 +71,10 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     device = init_distributed(CommConfig())
-    found = {name: inspect(overrides, device=device) for name, overrides in json.loads(sys.argv[1]).items()}
+    found = {
+        name: inspect(overrides, device=device)
+        for name, overrides in json.loads(sys.argv[1]).items()
+    }
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     end_process(0)

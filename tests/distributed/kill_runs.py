@@ -1,5 +1,6 @@
-"""Kills a run by SIGKILL, torchrun and all its workers, again and again; resumes it each time, and compares its last
-checkpoint with that of a run that nothing happened to. Prints what was lost. Exit code 0: nothing but steps.
+"""Kills a run by SIGKILL, torchrun and all its workers, again and again; resumes it each time, and
+compares its last checkpoint with that of a run that nothing happened to. Prints what was lost. Exit
+code 0: nothing but steps.
 
   --kills N   (default: 30); every second one in a save, the others at any moment
   --seed N    of the moments (default: 0)
@@ -45,30 +46,42 @@ class Kill:
     """Checkpoints of which not every byte is as written, a line each."""
 
 
-def kill_runs(command: Callable[[Path], list[str]], *, folder: Path, kills: int, seed: int) -> tuple[list[Kill], bool]:
-    """What each of the kills left of a run, and whether it got to the same state as one that was not killed.
+def kill_runs(
+    command: Callable[[Path], list[str]], *, folder: Path, kills: int, seed: int
+) -> tuple[list[Kill], bool]:
+    """What each of the kills left of a run, and whether it got to the same state as one that was
+    not killed.
 
-    `command` is that of a run in the given folder, to which --training.steps is added. Runs are in subfolders of
-    `folder`."""
+    `command` is that of a run in the given folder, to which --training.steps is added. Runs are in
+    subfolders of `folder`."""
     killed, whole = folder / "killed", folder / "whole"
     moments = random.Random(seed)
-    found = [kill_once(command(killed), killed, moments, in_save=number % 2 == 1) for number in range(kills)]
+    found = [
+        kill_once(command(killed), killed, moments, in_save=number % 2 == 1)
+        for number in range(kills)
+    ]
     last = found[-1].newest + 2
     for path in (killed, whole):
-        subprocess.run([*command(path), f"--training.steps={last}"], check=True, stdout=subprocess.DEVNULL)
-    comparison = compare(step_folder(killed / "checkpoint", last), step_folder(whole / "checkpoint", last))
+        subprocess.run(
+            [*command(path), f"--training.steps={last}"], check=True, stdout=subprocess.DEVNULL
+        )
+    comparison = compare(
+        step_folder(killed / "checkpoint", last), step_folder(whole / "checkpoint", last)
+    )
     drafts = list((killed / "checkpoint").glob(f"{DRAFT_PREFIX}*"))
     return found, not (comparison.values or comparison.tensors or comparison.progress or drafts)
 
 
 def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_save: bool) -> Kill:
-    """What is left of a run in `folder` that is started, and killed at one of the random moments. Raises
-    subprocess.CalledProcessError if it ends before."""
+    """What is left of a run in `folder` that is started, and killed at one of the random moments.
+    Raises subprocess.CalledProcessError if it ends before."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints, log = folder / "checkpoint", folder / "killed.log"
     since, saved = time.time(), committed_steps(checkpoints)
     with log.open("w") as output:
-        process = subprocess.Popen([*command, f"--training.steps={NEVER}"], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [*command, f"--training.steps={NEVER}"], stdout=output, stderr=output
+        )
     try:
         wait_for(lambda: has_changed(folder / "status.json", since), process)
         time.sleep(moments.uniform(0, LONGEST_S))
@@ -81,7 +94,9 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     steps = committed_steps(checkpoints)
     return Kill(
         in_save=has_draft(checkpoints, since),
-        trained=(folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0,
+        trained=(folder / "metrics.jsonl").read_text().count("\n")
+        if (folder / "metrics.jsonl").exists()
+        else 0,
         newest=steps[-1] if steps else 0,
         broken=[
             f"step {step}: {problem}"
@@ -91,8 +106,11 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     )
 
 
-def stop_in_save(process: subprocess.Popen[bytes], checkpoints: Path, moments: random.Random) -> None:
-    """Have all of a run stand still at a random moment of a save or a deletion, however short these are."""
+def stop_in_save(
+    process: subprocess.Popen[bytes], checkpoints: Path, moments: random.Random
+) -> None:
+    """Have all of a run stand still at a random moment of a save or a deletion, however short these
+    are."""
     while True:
         wait_for(lambda: has_draft(checkpoints, time.time() - SAVE_S), process)
         time.sleep(moments.uniform(0, SAVE_S))
@@ -103,7 +121,8 @@ def stop_in_save(process: subprocess.Popen[bytes], checkpoints: Path, moments: r
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Return once the condition holds. Raises subprocess.CalledProcessError if the process ends before."""
+    """Return once the condition holds. Raises subprocess.CalledProcessError if the process ends
+    before."""
     while not condition():
         if process.poll() is not None:
             raise subprocess.CalledProcessError(process.returncode, process.args)
@@ -111,7 +130,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 
 def has_draft(checkpoints: Path, since: float) -> bool:
-    """Whether a checkpoint is half written or half deleted, by a process that has worked on it since then."""
+    """Whether a checkpoint is half written or half deleted, by a process that has worked on it
+    since then."""
     with suppress(FileNotFoundError):  # it was a moment ago
         return any(has_changed(path, since) for path in checkpoints.glob(f"{DRAFT_PREFIX}*"))
     return False
@@ -124,26 +144,56 @@ def has_changed(path: Path, since: float) -> bool:
 
 def main(argv: list[str]) -> int:
     """Kill runs of the debug model on two processes, and print what that led to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options, overrides = parser.parse_known_args(argv)
 
     def command(folder: Path) -> list[str]:
-        config = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml", "--job.dump_folder", f"{folder}"]
+        config = [
+            "--job.config_file",
+            f"{ROOT}/train_configs/debug_model.toml",
+            "--job.dump_folder",
+            f"{folder}",
+        ]
         saves = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=3"]
-        small = ["--training.seq_len=64", "--training.local_batch_size=2", "--lr_scheduler.total_steps=1000"]
-        return [sys.executable, *launcher(2), "-m", "torchtitan_lite.train", *config, *saves, *small, *overrides]
+        small = [
+            "--training.seq_len=64",
+            "--training.local_batch_size=2",
+            "--lr_scheduler.total_steps=1000",
+        ]
+        return [
+            sys.executable,
+            *launcher(2),
+            "-m",
+            "torchtitan_lite.train",
+            *config,
+            *saves,
+            *small,
+            *overrides,
+        ]
 
     with tempfile.TemporaryDirectory(prefix="kill-runs-") as folder:
-        kills, same = kill_runs(command, folder=Path(folder), kills=options.kills, seed=options.seed)
+        kills, same = kill_runs(
+            command, folder=Path(folder), kills=options.kills, seed=options.seed
+        )
     broken = [problem for kill in kills for problem in kill.broken]
     for problem in broken:
         print(problem)
-    print(f"{len(kills)} kills, {sum(kill.in_save for kill in kills)} of them in a save or a deletion")
-    print(f"{sum(not kill.broken for kill in kills)} left every checkpoint as it was written, byte for byte")
-    print(f"{max(kill.trained - kill.newest for kill in kills)} steps lost at most, of an interval of 2")
-    print(f"the final state is {'that' if same else 'NOT that'} of a run that was not killed, bit for bit")
+    print(
+        f"{len(kills)} kills, {sum(kill.in_save for kill in kills)} of them in a save or a deletion"
+    )
+    print(
+        f"{sum(not kill.broken for kill in kills)} left every checkpoint as it was written, byte for byte"
+    )
+    print(
+        f"{max(kill.trained - kill.newest for kill in kills)} steps lost at most, of an interval of 2"
+    )
+    print(
+        f"the final state is {'that' if same else 'NOT that'} of a run that was not killed, bit for bit"
+    )
     return 0 if same and not broken else 1
 
 

@@ -16,12 +16,23 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def launcher(processes: int, *options: str) -> list[str]:
-    """What `python` is given to run what follows in `processes` processes under torchrun, with more `options`."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *options]
+    """What `python` is given to run what follows in `processes` processes under torchrun, with more
+    `options`."""
+    return [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *options,
+    ]
 
 
-def torchrun(*arguments: str, processes: int, timeout: int = 400) -> subprocess.CompletedProcess[str]:
-    """The finished torchrun of `processes` processes that ran `arguments`, of which none imported torch anew."""
+def torchrun(
+    *arguments: str, processes: int, timeout: int = 400
+) -> subprocess.CompletedProcess[str]:
+    """The finished torchrun of `processes` processes that ran `arguments`, of which none imported
+    torch anew."""
     return warm.python([*launcher(processes), *arguments], cwd=ROOT, env=ENV, timeout=timeout)
 
 
@@ -61,16 +72,26 @@ def losses(folder: Path, *overrides: str, processes: int) -> list[float]:
 
 
 def train_together(
-    folder: Path, runs: Mapping[str, Sequence[str]], *, processes: int, worker: str = "matrix_worker.py"
+    folder: Path,
+    runs: Mapping[str, Sequence[str]],
+    *,
+    processes: int,
+    worker: str = "matrix_worker.py",
 ) -> None:
-    """Train in `folder` runs by name, each with overrides of matrix.toml, one after the other in the same processes."""
+    """Train in `folder` runs by name, each with overrides of matrix.toml, one after the other in
+    the same processes."""
     finish(str(FOLDER / worker), str(folder), json.dumps(runs), processes=processes)
     assert [(folder / name / "ended.txt").read_text() for name in runs] == [""] * len(runs)
 
 
 def ask(worker: str, *overrides: str, processes: int) -> Any:
-    """What the script `worker` of this folder tells, as a line of JSON, of the tiny config on `processes` processes."""
-    return told(finish(str(FOLDER / worker), "--job.config_file", str(TINY), *overrides, processes=processes))
+    """What the script `worker` of this folder tells, as a line of JSON, of the tiny config on
+    `processes` processes."""
+    return told(
+        finish(
+            str(FOLDER / worker), "--job.config_file", str(TINY), *overrides, processes=processes
+        )
+    )
 
 
 def told(output: str) -> Any:

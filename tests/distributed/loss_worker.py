@@ -1,5 +1,6 @@
-"""Compares, on every process, the loss and its gradients over a vocabulary split among the processes with those over
-the whole one, for each size of vocabulary named. Ends well if they are equal within float32 rounding."""
+"""Compares, on every process, the loss and its gradients over a vocabulary split among the
+processes with those over the whole one, for each size of vocabulary named. Ends well if they are
+equal within float32 rounding."""
 
 import sys
 from functools import partial
@@ -37,7 +38,9 @@ def compare(vocab_size: int) -> None:
     ):
         total, expected = loss(*of), loss(*over_all)
         torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-        for grad, right in zip(torch.autograd.grad(total, of), torch.autograd.grad(expected, over_all), strict=True):
+        for grad, right in zip(
+            torch.autograd.grad(total, of), torch.autograd.grad(expected, over_all), strict=True
+        ):
             torch.testing.assert_close(grad.full_tensor(), right, rtol=1e-5, atol=1e-5)
 
 

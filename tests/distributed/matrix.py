@@ -1,5 +1,6 @@
-"""Runs that are to train as one process does: every recipe, layout, activation checkpointing and mode; and vocabularies
-under tensor parallelism. matrix_page.py trains all of them, the tests those of `pairwise`."""
+"""Runs that are to train as one process does: every recipe, layout, activation checkpointing and
+mode; and vocabularies under tensor parallelism. matrix_page.py trains all of them, the tests those
+of `pairwise`."""
 
 import json
 import sys
@@ -47,7 +48,8 @@ VOCABULARIES = {
     "32000 converted": (("--float8.convert_output",), (4,)),
     "50257": ((), (2, 4)),
 }
-"""Overrides, and degrees of tensor parallelism: of 2256 two shards are a multiple of 16, of 50257 none are alike."""
+"""Overrides, and degrees of tensor parallelism: of 2256 two shards are a multiple of 16, of 50257
+none are alike."""
 STEPS = "--training.steps"
 TOLERANCE = 5e-4
 """By which a loss may differ from that of the reference, relative to it."""
@@ -57,7 +59,8 @@ CHUNK = 20
 
 @dataclass(frozen=True)
 class Cell:
-    """A run, named by a value of each factor and its number of processes, that is to train as `reference` does."""
+    """A run, named by a value of each factor and its number of processes, that is to train as
+    `reference` does."""
 
     factors: tuple[str, ...]
     processes: int
@@ -83,7 +86,8 @@ def matrix_cells(*, steps: int) -> list[Cell]:
 
 
 def vocabulary_cells() -> list[Cell]:
-    """Each vocabulary and degree of tensor parallelism, with and without loss parallelism, in each mode."""
+    """Each vocabulary and degree of tensor parallelism, with and without loss parallelism, in each
+    mode."""
     cells = []
     for name, (overrides, degrees) in VOCABULARIES.items():
         flavor = f"--model.flavor=vocab-{name.split()[0]}"
@@ -102,8 +106,8 @@ def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Few of `cells` that have every pair that any of them has: again and again the one with the most pairs that are
-    missing, of these an eager one, and of these the first."""
+    """Few of `cells` that have every pair that any of them has: again and again the one with the
+    most pairs that are missing, of these an eager one, and of these the first."""
     missing = set().union(*map(pairs, cells))
     chosen = []
     while missing:
@@ -120,9 +124,11 @@ def outcome(cell: Cell, folder: Path) -> str | None:
 
 
 def train_cells(cells: Iterable[Cell], folder: Path) -> dict[str, str]:
-    """Train in `folder` those of `cells`, and of their references, that have not ended there. Returns what processes
-    printed that did not reach the end of a cell, by its name."""
-    wanted = dict.fromkeys(each for cell in cells for each in (cell.reference, cell) if each is not None)
+    """Train in `folder` those of `cells`, and of their references, that have not ended there.
+    Returns what processes printed that did not reach the end of a cell, by its name."""
+    wanted = dict.fromkeys(
+        each for cell in cells for each in (cell.reference, cell) if each is not None
+    )
     failed: dict[str, str] = {}
 
     def left(among: Iterable[Cell]) -> list[Cell]:
@@ -133,7 +139,9 @@ def train_cells(cells: Iterable[Cell], folder: Path) -> dict[str, str]:
             runs = {cell.name: cell.overrides for cell in now}
             worker = (str(FOLDER / "matrix_worker.py"), str(folder), json.dumps(runs))
             result = torchrun(*worker, processes=processes, timeout=300 * len(runs))
-            failed |= {cell.name: result.stdout[-4000:] + result.stderr[-4000:] for cell in left(now)[:1]}
+            failed |= {
+                cell.name: result.stdout[-4000:] + result.stderr[-4000:] for cell in left(now)[:1]
+            }
             print(f"{len(left(wanted))} of {len(wanted)} left", file=sys.stderr)
     return failed
 

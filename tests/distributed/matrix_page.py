@@ -1,5 +1,6 @@
-"""Trains all cells of matrix.py, which takes about an hour on two cores, and writes the page of what came of them:
-`python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md`. Started again, it goes on in FOLDER."""
+"""Trains all cells of matrix.py, which takes about an hour on two cores, and writes the page of
+what came of them: `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md`. Started
+again, it goes on in FOLDER."""
 
 import datetime
 import os
@@ -58,7 +59,10 @@ fault. `all_gather` is tensorwise with float8 all-gathers of weights and precomp
 def machine() -> str:
     """The processor and the number of cores that this process may use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     return f"{len(os.sched_getaffinity(0))} cores of {model}"
 
 
@@ -85,7 +89,9 @@ def matrix_table(folder: Path, *, steps: int) -> str:
         for processes in LAYOUTS[layout]:
             of_row = [cells[(recipe, layout, ac, mode), processes] for mode, ac in columns]
             rows.append([recipe, layout, str(processes), *(shown(cell, folder) for cell in of_row)])
-    return table(["recipe", "layout", "processes", *(f"{mode}, {ac}" for mode, ac in columns)], rows)
+    return table(
+        ["recipe", "layout", "processes", *(f"{mode}, {ac}" for mode, ac in columns)], rows
+    )
 
 
 def largest(cells: Iterable[Cell], folder: Path) -> str:
@@ -94,14 +100,20 @@ def largest(cells: Iterable[Cell], folder: Path) -> str:
     sentences = []
     for of, name in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
         worst = max(trained, key=lambda cell, of=of: deviation(cell, folder, of=of))
-        sentences.append(f"The {name} differs most, by {shown(worst, folder, of=of)}, in `{worst.name}`.")
+        sentences.append(
+            f"The {name} differs most, by {shown(worst, folder, of=of)}, in `{worst.name}`."
+        )
     return " ".join(sentences)
 
 
 def falls(cells: Iterable[Cell], folder: Path) -> str:
     """How the losses of the references fall."""
     alone = dict.fromkeys(cell.reference for cell in cells if cell.reference is not None)
-    curves = {cell.factors[0]: read_losses(folder / cell.name) for cell in alone if outcome(cell, folder) == ""}
+    curves = {
+        cell.factors[0]: read_losses(folder / cell.name)
+        for cell in alone
+        if outcome(cell, folder) == ""
+    }
     return ", ".join(f"{name} {curve[0]:.4f} to {curve[-1]:.4f}" for name, curve in curves.items())
 
 
@@ -114,7 +126,9 @@ def vocabulary_table(folder: Path) -> str:
         for degree in degrees:
             of_row = [cells[(name, loss, mode), degree] for mode, loss in columns]
             rows.append([name, str(degree), *(shown(cell, folder) for cell in of_row)])
-    return table(["vocabulary", "tensor parallelism", *(f"{mode}, {loss}" for mode, loss in columns)], rows)
+    return table(
+        ["vocabulary", "tensor parallelism", *(f"{mode}, {loss}" for mode, loss in columns)], rows
+    )
 
 
 def refusal(arguments: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""Runs of a tiny model one after the other in the same processes: `matrix_worker.py FOLDER RUNS`, where RUNS is JSON,
-{"NAME": ["--OVERRIDE", ...], ...}.
+"""Runs of a tiny model one after the other in the same processes: `matrix_worker.py FOLDER RUNS`,
+where RUNS is JSON, {"NAME": ["--OVERRIDE", ...], ...}.
 
-Each trains matrix.toml, changed by its overrides, in FOLDER/NAME, and leaves an ended.txt there, which is empty unless
-the run was refused. One that names another folder goes on from the checkpoint there. Flavors are `debugmodel`, with the
-tokenizer's vocabulary, and `vocab-N`.
+Each trains matrix.toml, changed by its overrides, in FOLDER/NAME, and leaves an ended.txt there,
+which is empty unless the run was refused. One that names another folder goes on from the checkpoint
+there. Flavors are `debugmodel`, with the tokenizer's vocabulary, and `vocab-N`.
 """
 
 import gc
@@ -28,19 +28,24 @@ from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.trainer import Trainer
 
 CONFIG = Path(__file__).with_name("matrix.toml")
-# A rank's share of each dimension is a multiple of 16, as float8 matmuls need it, of the first on 4 ranks and of the
-# others on 8.
-FLAVORS["debugmodel"] = ModelArgs(dim=128, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=192, vocab_size=0)
+# A rank's share of each dimension is a multiple of 16, as float8 matmuls need it, of the first on 4
+# ranks and of the others on 8.
+FLAVORS["debugmodel"] = ModelArgs(
+    dim=128, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=192, vocab_size=0
+)
 for size in (2256, 32000, 50257):
     wider = replace(FLAVORS["debugmodel"], n_kv_heads=8, ffn_dim=256, vocab_size=size)
     FLAVORS[f"vocab-{size}"] = wider
 
 
 def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> str:
-    """Train, on from the newest checkpoint if there is one. Returns why the run was refused; "" if it was not."""
+    """Train, on from the newest checkpoint if there is one. Returns why the run was refused; "" if
+    it was not."""
     try:
         config = load_config(arguments, world_size=dist.get_world_size())
-        resume = find_resume(config.checkpoint, folder=Path(config.job.dump_folder) / config.checkpoint.folder)
+        resume = find_resume(
+            config.checkpoint, folder=Path(config.job.dump_folder) / config.checkpoint.folder
+        )
         Trainer(config, device=device, run_folder=None, resume=resume, watchdog=watchdog).train()
     except RunError as error:
         return str(error)
@@ -58,7 +63,9 @@ def forget_compiled() -> None:
 def main() -> None:
     init_logger()
     rank, world_size = read_rank()
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
+    watchdog = Watchdog(
+        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
+    )
     device = init_distributed(CommConfig())
     cpu_peaks.one_thread_tflops = lambda precision: 1.0  # that of float32, which no config gives
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])

@@ -27,7 +27,11 @@ def descendants(pid: int) -> list[int]:
     """A process and all below it, parents before children."""
     tasks = Path(f"/proc/{pid}/task")
     with suppress(OSError):
-        children = [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
+        children = [
+            int(word)
+            for task in tasks.iterdir()
+            for word in (task / "children").read_text().split()
+        ]
         return [pid, *(each for child in children for each in descendants(child))]
     return [pid]
 

@@ -1,5 +1,6 @@
-"""Trains on every process with a clock that lets no moment pass of itself, as if the device were behind, and tells as
-a line of JSON how often each step read a tensor's value, which on a GPU would wait for it."""
+"""Trains on every process with a clock that lets no moment pass of itself, as if the device were
+behind, and tells as a line of JSON how often each step read a tensor's value, which on a GPU would
+wait for it."""
 
 import json
 import os
@@ -54,7 +55,9 @@ def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
     rank, world_size = read_rank()
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
+    watchdog = Watchdog(
+        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
+    )
     device = init_distributed(config.comm)
     trainer = Trainer(config, device=device, run_folder=None, resume=None, watchdog=watchdog)
     trainer.metrics._clock = LateClock()

@@ -1,5 +1,6 @@
-"""Trains a tiny model as torchtitan_lite.train does, and notes in samples-RANK.jsonl of the run folder what this rank
-trained on: a line for each microbatch, with the numbers of its samples and a hash of each one's tokens and labels."""
+"""Trains a tiny model as torchtitan_lite.train does, and notes in samples-RANK.jsonl of the run
+folder what this rank trained on: a line for each microbatch, with the numbers of its samples and a
+hash of each one's tokens and labels."""
 
 import itertools
 import json
@@ -23,15 +24,28 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
     """The loss, after its microbatch was noted, if it is one to train on."""
     if not torch.is_grad_enabled():
         return loss(trainer, tokens, labels, **options)
-    samples = trainer.batches.sample_ids(trainer.step + 1, next(microbatches) % trainer.batch.grad_accum_steps)
-    hashes = [sha256(pair.numpy().tobytes()).hexdigest() for pair in torch.stack([tokens, labels], dim=1)]
+    samples = trainer.batches.sample_ids(
+        trainer.step + 1, next(microbatches) % trainer.batch.grad_accum_steps
+    )
+    hashes = [
+        sha256(pair.numpy().tobytes()).hexdigest() for pair in torch.stack([tokens, labels], dim=1)
+    ]
     with Path(trainer.path, f"samples-{os.environ['RANK']}.jsonl").open("a") as file:
-        file.write(json.dumps({"step": trainer.step + 1, "samples": dict(zip(samples.tolist(), hashes, strict=True))}))
+        file.write(
+            json.dumps(
+                {
+                    "step": trainer.step + 1,
+                    "samples": dict(zip(samples.tolist(), hashes, strict=True)),
+                }
+            )
+        )
         file.write("\n")
     return loss(trainer, tokens, labels, **options)
 
 
 if __name__ == "__main__":
-    FLAVORS["debugmodel"] = ModelArgs(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_size=0)
+    FLAVORS["debugmodel"] = ModelArgs(
+        dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_size=0
+    )
     train.Trainer.loss = noted_loss  # type: ignore[method-assign]
     sys.exit(train.main())

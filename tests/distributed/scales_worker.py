@@ -1,5 +1,6 @@
-"""What matrix_worker.py does, but that the loss of step 3 is NaN, so that it updates nothing; and that each rank writes
-the scales of all casts to float8 in the first step, in order, into scales-RANK.json of the run's folder, by role."""
+"""What matrix_worker.py does, but that the loss of step 3 is NaN, so that it updates nothing; and
+that each rank writes the scales of all casts to float8 in the first step, in order, into
+scales-RANK.json of the run's folder, by role."""
 
 import json
 import math
@@ -22,7 +23,9 @@ cast = _ToFloat8ConstrFunc.forward
 def noted_cast(ctx: Any, tensor: Tensor, scale: Tensor, *args: Any) -> Any:
     """The cast, once its scale is noted."""
     role = args[2].name
-    scales.setdefault(role, []).append(float(scale.to_local() if isinstance(scale, DTensor) else scale))
+    scales.setdefault(role, []).append(
+        float(scale.to_local() if isinstance(scale, DTensor) else scale)
+    )
     return cast(ctx, tensor, scale, *args)
 
 

@@ -23,7 +23,10 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def figures(row: dict[str, Any]) -> list[Any]:
-    return [row[name] for name in ("tps", "tflops", "mfu", "mfu_achievable", "memory_gib", "step_time_s")]
+    return [
+        row[name]
+        for name in ("tps", "tflops", "mfu", "mfu_achievable", "memory_gib", "step_time_s")
+    ]
 
 
 def test_quick_rows_are_trained_measured_and_taken_apart(tmp_path: Path) -> None:
@@ -31,13 +34,20 @@ def test_quick_rows_are_trained_measured_and_taken_apart(tmp_path: Path) -> None
     result = bench(*QUICK, "--profile", "--out", str(out))
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(out.read_text())
-    assert [(row["recipe"], row["status"]) for row in report["rows"]] == [("bf16", "done"), ("tensorwise", "done")]
+    assert [(row["recipe"], row["status"]) for row in report["rows"]] == [
+        ("bf16", "done"),
+        ("tensorwise", "done"),
+    ]
     for row in report["rows"]:
         assert all(figure > 0 for figure in figures(row)) and row["measured_steps"] == 20
         assert 6 < row["loss"] < 9  # of 20 steps of warm-up: it was trained
     ratio = report["rows"][1]["tps"] / report["rows"][0]["tps"]
     assert report["rows"][1]["bf16_ratio"] == pytest.approx(ratio)
-    assert report["ended_by"] == "done" and report["emulated"] and "float8 is emulated" in result.stdout
+    assert (
+        report["ended_by"] == "done"
+        and report["emulated"]
+        and "float8 is emulated" in result.stdout
+    )
     bf16, float8 = (profile["share_pct"] for profile in report["profiles"])
     assert float8["GEMM fp8"] > 1 > bf16["GEMM fp8"] and bf16["GEMM bf16"] > 1
     assert bf16["loss"] > 0
@@ -79,7 +89,10 @@ def test_the_plan_needs_no_gpu() -> None:
     for words, message in (
         (["--device", "H200"], '--device "H200" is for --dry-run'),
         (["--tolerance", "3"], "--tolerance 3.0 is for --check"),
-        (["--dry-run", "--out", "x", "--profile"], "--out, --profile: --dry-run runs and writes nothing"),
+        (
+            ["--dry-run", "--out", "x", "--profile"],
+            "--out, --profile: --dry-run runs and writes nothing",
+        ),
     ):
         refused = bench(SCRIPT, *words)
         assert refused.returncode == 2 and message in refused.stderr

@@ -1,5 +1,5 @@
-"""What real processes train on: the same samples in the same order on any number of them, through resumes; the end of
-the data; data that changes under a run."""
+"""What real processes train on: the same samples in the same order on any number of them, through
+resumes; the end of the data; data that changes under a run."""
 
 import json
 import subprocess
@@ -16,12 +16,17 @@ Run = subprocess.CompletedProcess[str]
 
 
 def write_text(path: Path, *, lines: int) -> None:
-    path.write_text("".join(f"{path.stem}: line {number} of what there is to learn\n" for number in range(lines)))
+    path.write_text(
+        "".join(
+            f"{path.stem}: line {number} of what there is to learn\n" for number in range(lines)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The override that mixes two texts 3 to 1, of which a run of 34 samples passes the second more than twice."""
+    """The override that mixes two texts 3 to 1, of which a run of 34 samples passes the second more
+    than twice."""
     folder = tmp_path_factory.mktemp("texts")
     write_text(folder / "code.txt", lines=120)
     write_text(folder / "prose.txt", lines=16)
@@ -29,8 +34,16 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(folder: Path, *overrides: str, processes: int) -> Run:
-    """The finished run of the tiny config, which saves at its end and notes what each process trained on."""
-    words = ["--job.config_file", str(TINY), "--job.dump_folder", str(folder), "--checkpoint.enable", *overrides]
+    """The finished run of the tiny config, which saves at its end and notes what each process
+    trained on."""
+    words = [
+        "--job.config_file",
+        str(TINY),
+        "--job.dump_folder",
+        str(folder),
+        "--checkpoint.enable",
+        *overrides,
+    ]
     return torchrun(str(FOLDER / "samples_worker.py"), *words, processes=processes)
 
 
@@ -45,7 +58,9 @@ def trained(folder: Path) -> dict[int, list[tuple[int, str]]]:
     steps: dict[int, list[tuple[int, str]]] = {}
     for path in sorted(folder.glob("samples-*.jsonl")):
         for line in map(json.loads, path.read_text().splitlines()):
-            steps.setdefault(line["step"], []).extend((int(i), window) for i, window in line["samples"].items())
+            steps.setdefault(line["step"], []).extend(
+                (int(i), window) for i, window in line["samples"].items()
+            )
     return {step: sorted(samples) for step, samples in sorted(steps.items())}
 
 
@@ -72,7 +87,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, datasets: str) -> li
     [(-1, [(2, 3, 12), (4, 5, 28), (1, 8, 34)]), (8, [(2, 2, 16), (4, 3, 24), (1, 4, 32)])],
 )
 def test_samples_are_in_one_order_on_any_processes_through_resumes(
-    global_batch_size: int, runs: list[tuple[int, int, int]], uninterrupted: list, datasets: str, tmp_path: Path
+    global_batch_size: int,
+    runs: list[tuple[int, int, int]],
+    uninterrupted: list,
+    datasets: str,
+    tmp_path: Path,
 ) -> None:
     assert [sample for sample, _ in uninterrupted] == list(range(34))
     windows = Counter(window for _, window in uninterrupted)
@@ -86,10 +105,16 @@ def test_samples_are_in_one_order_on_any_processes_through_resumes(
 
 
 @pytest.mark.timeout(300)
-def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     write_text(tmp_path / "text.txt", lines=40)
     folder = tmp_path / "run"
-    settings = [f"--training.dataset_path={tmp_path}/text.txt", "--training.epochs=2", "--training.steps=1000"]
+    settings = [
+        f"--training.dataset_path={tmp_path}/text.txt",
+        "--training.epochs=2",
+        "--training.steps=1000",
+    ]
     result = finish(folder, *settings, processes=2)
     samples = [sample for sample, _ in in_order(folder)]
     last_step = len(samples) // 8
@@ -97,13 +122,19 @@ def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(tm
     windows = Counter(window for _, window in in_order(folder))
     left_over = 2 * len(windows) - len(samples)
     assert 0 < left_over < 8 and set(windows.values()) == {1, 2}
-    assert f"epochs = 2 end the run at step {last_step} of 1,000; {left_over} samples are left over" in result.stdout
+    assert (
+        f"epochs = 2 end the run at step {last_step} of 1,000; {left_over} samples are left over"
+        in result.stdout
+    )
     assert f"2 epochs done: the data ended the run at step {last_step}" in result.stdout
     ended = status(folder)
     assert (ended["state"], ended["step"]) == ("done", last_step)
     assert ended["last_checkpoint"] == str(folder / f"checkpoint/step-{last_step:08d}")
     again = finish(folder, *settings, processes=1)
-    assert f"nothing left to train: resumed at step {last_step}, and the last one is {last_step}" in again.stdout
+    assert (
+        f"nothing left to train: resumed at step {last_step}, and the last one is {last_step}"
+        in again.stdout
+    )
 
 
 @pytest.mark.timeout(300)
@@ -124,5 +155,7 @@ def test_data_that_changed_is_refused_on_resume_unless_allowed(tmp_path: Path) -
     assert [sample for sample, _ in trained(folder)[3]] == list(range(16, 24))
     # The same text in another place is the same data.
     (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
-    finish(folder, f"--training.dataset_path={tmp_path}/moved.txt", "--training.steps=4", processes=2)
+    finish(
+        folder, f"--training.dataset_path={tmp_path}/moved.txt", "--training.steps=4", processes=2
+    )
     assert [sample for sample, _ in trained(folder)[4]] == list(range(24, 32))

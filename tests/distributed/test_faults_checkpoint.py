@@ -1,4 +1,5 @@
-"""What training loses to kills, to full disks and to changes between two runs, of real processes."""
+"""What training loses to kills, to full disks and to changes between two runs, of real
+processes."""
 
 import re
 import runpy
@@ -34,17 +35,28 @@ from torchtitan_lite.models.llama3 import Transformer
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS, INTERVAL, ASYNC = "--training.steps", "--checkpoint.interval", "--checkpoint.async_mode=async"
+STEPS, INTERVAL, ASYNC = (
+    "--training.steps",
+    "--checkpoint.interval",
+    "--checkpoint.async_mode=async",
+)
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
 KILLS = 4  # of a run, half of them in a save; kill_runs.py does as many as it is told
-VALIDATION = ["--validation.enable", "--validation.dataset_path=torchtitan_lite/models/init.py", "--validation.freq=3"]
+VALIDATION = [
+    "--validation.enable",
+    "--validation.dataset_path=torchtitan_lite/models/init.py",
+    "--validation.freq=3",
+]
 NOTE: Fault = {"do": "note_samples", "at": "start"}
 DROP_OUT: Fault = {"do": "drop_out", "at": "start"}
 
 
 def trained(folder: Path, step: int) -> dict[int, tuple[float, ...]]:
     """Loss, norm of the gradient, learning rate and tokens of each step up to the last, `step`."""
-    found = {n: (line["loss"], line["grad_norm"], line["lr"], line["tokens"]) for n, line in records(folder).items()}
+    found = {
+        n: (line["loss"], line["grad_norm"], line["lr"], line["tokens"])
+        for n, line in records(folder).items()
+    }
     assert list(found) == list(range(1, step + 1))
     return found
 
@@ -74,9 +86,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["bf16", "dropout", "float8"],
 )
 def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
-    settings: list[str], resumed_settings: list[str], faults: list[Fault], straight: Path, tmp_path: Path
+    settings: list[str],
+    resumed_settings: list[str],
+    faults: list[Fault],
+    straight: Path,
+    tmp_path: Path,
 ) -> None:
-    whole, parts = (straight if faults == [NOTE] and not settings else tmp_path / "whole"), tmp_path / "parts"
+    whole, parts = (
+        (straight if faults == [NOTE] and not settings else tmp_path / "whole"),
+        tmp_path / "parts",
+    )
     if whole != straight:
         finish(whole, *settings, f"{INTERVAL}=20", faults=faults)
     finish(parts, *settings, *resumed_settings, f"{STEPS}=10", f"{INTERVAL}=4", faults=faults)
@@ -90,14 +109,18 @@ def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
 
 
 @pytest.mark.timeout(600)
-def test_kills_at_any_moment_cost_steps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_at_any_moment_cost_steps_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
         monkeypatch.setenv(name, ENV[name])
     monkeypatch.setattr(kill_runs, "LONGEST_S", 3.0)
     monkeypatch.setattr(kill_runs, "SAVE_S", 0.05)
     settings = [f"{INTERVAL}=2", "--checkpoint.keep_latest_k=3", "--lr_scheduler.total_steps=1000"]
-    kills, same = kill_runs.kill_runs(lambda folder: command(folder, *settings), folder=tmp_path, kills=KILLS, seed=0)
+    kills, same = kill_runs.kill_runs(
+        lambda folder: command(folder, *settings), folder=tmp_path, kills=KILLS, seed=0
+    )
     assert [kill.broken for kill in kills] == [[]] * KILLS
     assert [kill.in_save for kill in kills][1::2] == [True] * (KILLS // 2)
     assert max(kill.trained - kill.newest for kill in kills) <= 2
@@ -139,11 +162,15 @@ def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_pa
         finish(folder, *batch, f"{STEPS}={last}", *settings, faults=faults, processes=processes)
         assert_same_state(checkpoint(folder, before), step_folder(folder / "loaded", before))
     assert samples(folder) == samples(straight)
-    losses, expected = ([values[0] for values in trained(path, 15).values()] for path in (folder, straight))
+    losses, expected = (
+        [values[0] for values in trained(path, 15).values()] for path in (folder, straight)
+    )
     assert losses == pytest.approx(expected, rel=5e-4)
 
 
-def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(tmp_path: Path) -> None:
+def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     faults = [
         {"do": "limit_files", "size": 100_000, "at": "saving 4", "rank": 1},
@@ -152,16 +179,22 @@ def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(t
         {"do": "sleep", "seconds": 3, "at": "written 10", "rank": 0},
     ]
     output = finish(folder, f"{STEPS}=10", ASYNC, "--checkpoint.on_failure=warn", faults=faults)
-    assert re.search(r"\.tmp-step-00000004 cannot be written: rank 1: .*File too large.* Training goes on", output)
+    assert re.search(
+        r"\.tmp-step-00000004 cannot be written: rank 1: .*File too large.* Training goes on",
+        output,
+    )
     assert checkpoints(folder) == [f"step-{step:08d}" for step in (2, 6, 8, 10)]
     for step in (2, 6, 8, 10):
         assert verify_checkpoint(checkpoint(folder, step), hashes=True) == []
-        count = "optimizer.norm.weight.step"  # of the optimizer's steps, at the time of the snapshot
+        count = (
+            "optimizer.norm.weight.step"  # of the optimizer's steps, at the time of the snapshot
+        )
         assert read_tensors(checkpoint(folder, step), [count])[count] == step
     assert list(records(folder)) == list(range(1, 11))
     told = re.findall(r"step +(\d+)/10  loss|saved .*step-0*(\d+)", output)
     order = [int(step) if step else -int(save) for step, save in told]
-    # The slow save goes on while step 9 is trained, the save of step 10 waits for it, and the run's end for that one.
+    # The slow save goes on while step 9 is trained, the save of step 10 waits for it, and the run's
+    # end for that one.
     assert order[-4:] == [9, 10, -8, -10]
     assert status(folder)["last_checkpoint"] == str(checkpoint(folder, 10))
 
@@ -171,7 +204,9 @@ def test_a_save_that_fails_in_the_background_stops_the_run(tmp_path: Path) -> No
     limit = {"do": "limit_files", "size": 100_000, "at": "saving 20", "rank": 1}
     code, cause = fail(folder, f"{STEPS}=1000", ASYNC, f"{INTERVAL}=20", faults=[limit])
     assert code == 7
-    assert re.search(r"^\[checkpoint\] .*\.tmp-step-00000020 cannot be written: rank 1: .*File too large", cause)
+    assert re.search(
+        r"^\[checkpoint\] .*\.tmp-step-00000020 cannot be written: rank 1: .*File too large", cause
+    )
     assert checkpoints(folder) == []
     assert max(records(folder)) < 40  # long before the next save, which would wait for it
 
@@ -188,11 +223,17 @@ def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
 
 
 def test_each_step_is_told_of_once_also_after_a_crash(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # takes a second
+    from tensorboard.backend.event_processing.event_accumulator import (
+        EventAccumulator,
+    )  # takes a second
 
     folder = tmp_path / "run"
     settings = ["--metrics.enable_tensorboard", "--metrics.log_freq=3"]
-    run(folder, *settings, faults=[{"do": "send", "number": signal.SIGKILL, "at": "committed 4", "rank": 0}])
+    run(
+        folder,
+        *settings,
+        faults=[{"do": "send", "number": signal.SIGKILL, "at": "committed 4", "rank": 0}],
+    )
     assert checkpoints(folder) == ["step-00000002", "step-00000004"]
     assert list(records(folder)) == [1, 2, 3, 4]  # as they stood when step 4 was committed
     finish(folder, *settings, f"{STEPS}=6", "--checkpoint.load_step=2")
@@ -215,7 +256,9 @@ def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert not (folder / "SAVE").exists()
 
 
-def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hugging_face_model_is_trained_and_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers  # takes seconds
 
     args = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=2256)
@@ -225,7 +268,9 @@ def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path, monkeypa
         max_position_embeddings=args.max_seq_len, rms_norm_eps=args.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
     )  # fmt: skip
-    theirs, imported, exported, folder = (tmp_path / name for name in ("theirs", "imported", "exported", "run"))
+    theirs, imported, exported, folder = (
+        tmp_path / name for name in ("theirs", "imported", "exported", "run")
+    )
     monkeypatch.setitem(FLAVORS, "debugmodel", replace(args, vocab_size=0))
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(dimensions).save_pretrained(theirs)
@@ -238,7 +283,9 @@ def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path, monkeypa
     tensors = read_tensors(checkpoint(folder, 1))
     model = Transformer(args)
     model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
-    before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (theirs, exported))
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (theirs, exported)
+    )
     moved = before.lm_head.weight - after.lm_head.weight
     assert 0 < moved.abs().max() < 1.1e-3  # by one step of a learning rate of 1e-3
     tokens = torch.arange(64).reshape(2, 32)

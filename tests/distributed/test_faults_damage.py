@@ -1,5 +1,5 @@
-"""Checkpoints that are not as they were written, or not of this run: none is loaded, none is overwritten, and of
-those before them nothing is lost."""
+"""Checkpoints that are not as they were written, or not of this run: none is loaded, none is
+overwritten, and of those before them nothing is lost."""
 
 import os
 import pickle
@@ -96,12 +96,18 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(
     found = find_resume(CheckpointConfig(enable=True), folder=folder / "checkpoint")
     assert found is not None and found.progress.step == 5
     (record,) = caplog.records
-    assert re.fullmatch(f"{checkpoint(folder, 10)} is broken: {name}:? {reason}", record.getMessage())
-    with pytest.raises(CheckpointError, match=rf"load_step = 10: .*step-00000010 is broken: {name}:? {reason}"):
+    assert re.fullmatch(
+        f"{checkpoint(folder, 10)} is broken: {name}:? {reason}", record.getMessage()
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"load_step = 10: .*step-00000010 is broken: {name}:? {reason}"
+    ):
         find_resume(CheckpointConfig(enable=True, load_step=10), folder=folder / "checkpoint")
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_unless_told_not_to(folder: Path) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_unless_told_not_to(
+    folder: Path,
+) -> None:
     expected = {step: record["loss"] for step, record in records(folder).items()}
     swap(checkpoint(folder, 10) / "__0_0.distcp", checkpoint(folder, 5) / "__0_0.distcp")
     broken = f"{checkpoint(folder, 10)} is broken: __0_0.distcp: its contents have changed"
@@ -143,7 +149,9 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
     write_manifest(path, Manifest(**{**vars(manifest), "files": files}))
     output = finish(folder, f"{STEPS}=6")
     assert not marker.exists()
-    refused = r"is broken: \.metadata names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
+    refused = (
+        r"is broken: \.metadata names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
+    )
     assert re.search(f"{path} {refused}", output)
     assert f"resumed from {checkpoint(folder, 5)}" in output
     pickle.loads(table)
@@ -153,27 +161,39 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """A token store of the text that is trained on."""
-    make_store(tmp_path / "store", build_source(str(FOLDER / "text.txt")), build_tokenizer(""), workers=1)
+    make_store(
+        tmp_path / "store", build_source(str(FOLDER / "text.txt")), build_tokenizer(""), workers=1
+    )
     return tmp_path / "store"
 
 
-def test_a_token_store_that_is_cut_off_under_a_run_ends_it_on_all_ranks(store: Path, tmp_path: Path) -> None:
+def test_a_token_store_that_is_cut_off_under_a_run_ends_it_on_all_ranks(
+    store: Path, tmp_path: Path
+) -> None:
     damage = {"do": "cut_off", "path": f"{store}/tokens-00000.bin", "at": "forward 3", "rank": 0}
     result = run(tmp_path / "run", f"--training.dataset_path={store}", faults=[damage])
     assert re.findall(r"exitcode +: (\d+)", result.stderr) == ["3", "3"]
     ended = status(tmp_path / "run")
     assert (ended["state"], ended["exit_code"]) == ("failed", 3)
-    assert re.match(rf"token store {store} is damaged: tokens-00000\.bin ends at byte \d+; it was cut", ended["cause"])
+    assert re.match(
+        rf"token store {store} is damaged: tokens-00000\.bin ends at byte \d+; it was cut",
+        ended["cause"],
+    )
 
 
-def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_done(store: Path, tmp_path: Path) -> None:
+def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_done(
+    store: Path, tmp_path: Path
+) -> None:
     with (store / "tokens-00000.bin").open("r+b") as file:
         ids = os.fstat(file.fileno()).st_size // 2
         assert (ids - 1) % 32, "the last id is in no window"
         file.seek(-2, os.SEEK_END)
         file.write(b"\xff\xff")
     output = finish(tmp_path / "run", f"{STEPS}=1", f"--training.dataset_path={store}")
-    assert f"the unigram entropy is not known: token store {store} is damaged: tokens-00000.bin: id 65535" in output
+    assert (
+        f"the unigram entropy is not known: token store {store} is damaged: tokens-00000.bin: id 65535"
+        in output
+    )
     assert re.search(r"final loss \d\.\d\d nat$", output, re.MULTILINE)
     assert status(tmp_path / "run")["state"] == "done"
 
@@ -184,8 +204,18 @@ def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) ->
     (foreign / "notes.txt").write_text("mine")
     draft = folder / "checkpoint/.tmp-step-00000002"
     copies = [
-        {"do": "copy", "source": f"{draft}", "target": f"{checkpoint(folder, 2)}", "at": "committing 2"},
-        {"do": "copy", "source": f"{foreign}", "target": f"{checkpoint(folder, 4)}", "at": "committing 4"},
+        {
+            "do": "copy",
+            "source": f"{draft}",
+            "target": f"{checkpoint(folder, 2)}",
+            "at": "committing 2",
+        },
+        {
+            "do": "copy",
+            "source": f"{foreign}",
+            "target": f"{checkpoint(folder, 4)}",
+            "at": "committing 4",
+        },
     ]
     result = run(folder, f"{STEPS}=6", faults=copies)
     assert f"{checkpoint(folder, 2)} was there already, and is kept" in result.stdout

@@ -1,5 +1,5 @@
-"""Runs of run_train.sh in which signals come, ranks die, hang or fail, and numbers go wrong: how they end, what they
-tell, and what is kept."""
+"""Runs of run_train.sh in which signals come, ranks die, hang or fail, and numbers go wrong: how
+they end, what they tell, and what is kept."""
 
 import json
 import os
@@ -31,7 +31,12 @@ pytestmark = pytest.mark.timeout(150)
 STEPS = 12
 SECONDS = 70
 """That a run may take, and then fails the test."""
-SETTINGS = [f"--training.steps={STEPS}", "--checkpoint.interval=3", "--validation.enable", "--validation.freq=4"]
+SETTINGS = [
+    f"--training.steps={STEPS}",
+    "--checkpoint.interval=3",
+    "--validation.enable",
+    "--validation.freq=4",
+]
 SETTINGS += ["--validation.steps=2"]
 TELLS = re.compile(
     r"exit code (?P<exit_code>\d+): (?P<cause>.*)\n(rank: (?P<rank>\d+)\n)?step: (?P<step>\d+)\n"
@@ -42,7 +47,8 @@ TELLS = re.compile(
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended: the exit code of run_train.sh, what was printed, and what the lines at the end tell."""
+    """A run that has ended: the exit code of run_train.sh, what was printed, and what the lines at
+    the end tell."""
 
     exit_code: int
     output: str
@@ -53,15 +59,21 @@ class Launcher:
     """Starts runs of faults.toml by run_train.sh, whose workers are those of fault_worker.py."""
 
     def __init__(self, folder: Path) -> None:
-        """Writes into `folder` the text to train on and an environment that needs no installation."""
+        """Writes into `folder` the text to train on and an environment that needs no
+        installation."""
         self.folder = folder
         self.text = folder / "text.txt"
         self.text.write_text(Path(json.__file__).with_name("decoder.py").read_text() * 4)
         self._executable("env/bin/python", f'exec {sys.executable} "$@"')
         stamp = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
         (folder / "env/torchtitan_lite.stamp").write_text(stamp)
-        self.worker = self._executable("worker", f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"')
-        self.env = ENV | {"VIRTUAL_ENV": str(folder / "env"), "XDG_CACHE_HOME": str(folder / "cache")}
+        self.worker = self._executable(
+            "worker", f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"'
+        )
+        self.env = ENV | {
+            "VIRTUAL_ENV": str(folder / "env"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
 
     def _executable(self, name: str, line: str) -> str:
         path = self.folder / name
@@ -79,11 +91,22 @@ class Launcher:
         restarts: int = 0,
         nodes: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[str]:
-        """A process that does `command`, a call of run_train.sh; `nodes` are its variables for one of several."""
-        env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks), **nodes}
+        """A process that does `command`, a call of run_train.sh; `nodes` are its variables for one
+        of several."""
+        env = {
+            "PYTHON_EXEC": self.worker,
+            "FAULTS": json.dumps(faults),
+            "NGPU": str(ranks),
+            **nodes,
+        }
         env |= {"CONFIG_FILE": str(FOLDER / "faults.toml"), "MAX_RESTARTS": str(restarts)}
         return subprocess.Popen(
-            command, cwd=ROOT, env=self.env | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def train(self, folder: Path, *overrides: str) -> list[str | Path]:
@@ -185,20 +208,36 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
         return step
 
     term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
-    # to run_train.sh, and so to torchrun, while the first forward pass takes long, as when it compiles
+    # to run_train.sh, and so to torchrun, while the first forward pass takes long, as when it
+    # compiles
     at_start = {"do": "send", "at": "forward 1", "rank": 0, "number": term, "to": "run_train.sh"}
-    assert stopped(at_start, {"do": "await_signal", "at": "forward 1", "rank": 0}, by="SIGTERM") == 0
+    assert (
+        stopped(at_start, {"do": "await_signal", "at": "forward 1", "rank": 0}, by="SIGTERM") == 0
+    )
     assert not (folder / "checkpoint").exists()
     # to one rank, before the first of two forward passes of a step
     assert stopped({"do": "send", "at": "forward 2", "rank": 1, "number": term}, by="SIGTERM") == 1
-    assert stopped({"do": "send", "at": "validation 4", "rank": 0, "number": interrupt}, by="SIGINT") == 4
+    assert (
+        stopped({"do": "send", "at": "validation 4", "rank": 0, "number": interrupt}, by="SIGINT")
+        == 4
+    )
     saving = {"at": "written 6", "rank": 1}
-    in_save = stopped({"do": "send", "number": term, **saving}, {"do": "sleep", "seconds": 2, **saving}, by="SIGTERM")
+    in_save = stopped(
+        {"do": "send", "number": term, **saving},
+        {"do": "sleep", "seconds": 2, **saving},
+        by="SIGTERM",
+    )
     assert 6 <= in_save < STEPS
     saves = [f"step-{step:08d}" for step in sorted({1, 3, 4, 6, in_save})]
     assert checkpoints(folder) == saves
 
-    at_start = {"do": "send", "at": f"forward {in_save + 1}", "rank": 0, "number": term, "to": "torchrun"}
+    at_start = {
+        "do": "send",
+        "at": f"forward {in_save + 1}",
+        "rank": 0,
+        "number": term,
+        "to": "torchrun",
+    }
     faults = [at_start, {"do": "await_signal", "at": f"forward {in_save + 1}", "rank": 0}]
     assert stopped(*faults, by="SIGTERM") == in_save
     assert checkpoints(folder) == saves
@@ -210,10 +249,22 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     launcher: Launcher, straight: Path, half_done: Path
 ) -> None:
     signals = [
-        {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGTERM), "to": "run_train.sh"},
+        {
+            "do": "send",
+            "at": "written 9",
+            "rank": 1,
+            "number": int(signal.SIGTERM),
+            "to": "run_train.sh",
+        },
         # Not SIGINT, which a shell script that was started in the background ignores.
         {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 5},
-        {"do": "send", "at": "written 9", "rank": 1, "number": int(signal.SIGTERM), "to": "run_train.sh"},
+        {
+            "do": "send",
+            "at": "written 9",
+            "rank": 1,
+            "number": int(signal.SIGTERM),
+            "to": "run_train.sh",
+        },
         {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 600},
     ]
     run = launcher.run(half_done, *SETTINGS, faults=signals)
@@ -259,31 +310,44 @@ def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_is_always_killed_ends_the_run(restarts: int, launcher: Launcher, half_done: Path) -> None:
+def test_a_rank_that_is_always_killed_ends_the_run(
+    restarts: int, launcher: Launcher, half_done: Path
+) -> None:
     run = launcher.run(half_done, *SETTINGS, faults=[KILL | {"always": True}], restarts=restarts)
     assert run.exit_code == 6, run.output
     assert run.output.count(f"resumed from {half_done}/checkpoint/step-00000006") == 1 + restarts
     left = status(half_done)
     assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 6, 1)
-    assert re.match(r"rank 1 (has ended; last seen at step \d, |was killed by SIGKILL$)", left["cause"])
+    assert re.match(
+        r"rank 1 (has ended; last seen at step \d, |was killed by SIGKILL$)", left["cause"]
+    )
     # What is told at the end.
     assert run.told["cause"] is not None and "rank 1 was killed by SIGKILL" in run.told["cause"]
     assert (run.told["rank"], run.told["step"]) == ("1", "8")
     assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
     assert run.told["run_folder"] == str(half_done)
-    assert run.told["logs"] is not None and run.told["logs"].endswith(f"/attempt_{restarts}/1/{{stdout,stderr}}.log")
+    assert run.told["logs"] is not None and run.told["logs"].endswith(
+        f"/attempt_{restarts}/1/{{stdout,stderr}}.log"
+    )
     assert Path(run.told["logs"].replace("{stdout,stderr}", "stdout")).is_file()
     assert run.told["advice"] == "look at the logs and at the host of that rank"
     command = shlex.split(run.told["command"] or "")
-    assert command == [f"CONFIG_FILE={FOLDER}/faults.toml", "NGPU=2", *map(str, launcher.train(half_done, *SETTINGS))]
+    assert command == [
+        f"CONFIG_FILE={FOLDER}/faults.toml",
+        "NGPU=2",
+        *map(str, launcher.train(half_done, *SETTINGS)),
+    ]
 
 
 def assert_named(run: Ended, folder: Path, *, found: str, step: int) -> None:
-    """What ended a run is told to be rank 1, for which rank 0 waited at a step, and nothing lives of it."""
+    """What ended a run is told to be rank 1, for which rank 0 waited at a step, and nothing lives
+    of it."""
     assert run.exit_code == 6, run.output
     assert run.told["cause"] is not None
     assert f"rank 1 {found} step {step}, forward and backward, at " in run.told["cause"]
-    assert f"; rank 0 waited at step {step}, forward and backward, in all_gather" in run.told["cause"]
+    assert (
+        f"; rank 0 waited at step {step}, forward and backward, in all_gather" in run.told["cause"]
+    )
     left = status(folder)
     assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 6, 1)
     assert none_lives(folder)
@@ -304,12 +368,14 @@ def test_a_rank_that_sleeps_ends_the_run_and_is_named(launcher: Launcher, half_d
 def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
     launcher: Launcher, half_done: Path
 ) -> None:
-    # After a while: ranks tell where they are once a second, and the time-out of rank 0 is to end before the watchdog's
-    # patience with the stopped rank does.
+    # After a while: ranks tell where they are once a second, and the time-out of rank 0 is to end
+    # before the watchdog's patience with the stopped rank does.
     late = {"do": "sleep", "at": "forward 7", "rank": 1, "seconds": 5}
     stopped = {"do": "send", "at": "forward 7", "rank": 1, "number": int(signal.SIGSTOP)}
     # The timeout up to the first step, as the other begins after it.
-    run = launcher.run(half_done, *SETTINGS, "--comm.init_timeout_seconds=15", faults=[late, stopped])
+    run = launcher.run(
+        half_done, *SETTINGS, "--comm.init_timeout_seconds=15", faults=[late, stopped]
+    )
     assert seconds_since_start(half_done) < 15 + 30
     assert_named(run, half_done, found="was stopped and is killed now; last seen at", step=7)
 
@@ -319,7 +385,9 @@ def seconds_since_start(folder: Path) -> float:
     return time.time() - status(folder)["started"]
 
 
-def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(launcher: Launcher, folder: Path) -> None:
+def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
+    launcher: Launcher, folder: Path
+) -> None:
     settings = [
         "--training.steps=6", "--training.loss_spike_factor=3", "--checkpoint.interval=1",
         "--parallelism.data_parallel_replicate_degree=2",
@@ -333,7 +401,13 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(launcher: Launch
     run = launcher.run(folder, *settings, faults=[note, spike])
     assert run.exit_code == 0, run.output
     assert [record["skipped_steps"] for record in records(folder).values()] == [0, 0, 1, 1, 2, 2]
-    assert [len(changed_tensors(folder, step)) > 0 for step in range(2, 7)] == [True, False, True, False, True]
+    assert [len(changed_tensors(folder, step)) > 0 for step in range(2, 7)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     weights = [(folder / f"weights-{rank}.jsonl").read_text() for rank in range(2)]
     assert weights[0].count("\n") == 6
     assert weights[0] == weights[1]
@@ -341,15 +415,24 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(launcher: Launch
 
 def changed_tensors(folder: Path, step: int) -> list[str]:
     """Names of the tensors that a step, and the save after it, has changed."""
-    before, after = (read_tensors(folder / f"checkpoint/step-{each:08d}") for each in (step - 1, step))
+    before, after = (
+        read_tensors(folder / f"checkpoint/step-{each:08d}") for each in (step - 1, step)
+    )
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(launcher: Launcher, folder: Path) -> None:
-    settings = ["--training.steps=12", "--training.max_consecutive_skips=3", "--checkpoint.interval=2"]
+def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
+    launcher: Launcher, folder: Path
+) -> None:
+    settings = [
+        "--training.steps=12",
+        "--training.max_consecutive_skips=3",
+        "--checkpoint.interval=2",
+    ]
     spike = {"do": "scale_loss", "at": "forward 2", "rank": 1, "factor": 100.0}
     bad = [
-        {"do": "scale_loss", "at": f"accumulation {step}", "rank": 1, "factor": float("nan")} for step in range(4, 13)
+        {"do": "scale_loss", "at": f"accumulation {step}", "rank": 1, "factor": float("nan")}
+        for step in range(4, 13)
     ]
     run = launcher.run(folder, *settings, faults=[spike, *bad])
     assert run.exit_code == 5, run.output
@@ -369,7 +452,12 @@ def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(launcher: Launch
 def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_keeps_what_is_known(
     launcher: Launcher, half_done: Path
 ) -> None:
-    lacking = {"do": "lack_data", "at": "data 8", "rank": 1, "message": "the text of step 8 is gone"}
+    lacking = {
+        "do": "lack_data",
+        "at": "data 8",
+        "rank": 1,
+        "message": "the text of step 8 is gone",
+    }
     run = launcher.run(half_done, *SETTINGS, faults=[lacking])
     assert run.exit_code == 3, run.output
     assert (run.told["cause"], run.told["rank"]) == ("the text of step 8 is gone", "1")
@@ -384,21 +472,33 @@ def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_k
     assert run.told["cause"] is not None and "/nowhere.txt: does not exist" in run.told["cause"]
     assert (run.told["step"], run.told["last_checkpoint"]) == (str(before["step"]), last)
     left = status(half_done)
-    assert (left["state"], left["step"], left["last_checkpoint"]) == ("failed", before["step"], last)
+    assert (left["state"], left["step"], left["last_checkpoint"]) == (
+        "failed",
+        before["step"],
+        last,
+    )
 
 
-def test_an_error_that_nobody_expects_on_one_rank_ends_all(launcher: Launcher, half_done: Path) -> None:
+def test_an_error_that_nobody_expects_on_one_rank_ends_all(
+    launcher: Launcher, half_done: Path
+) -> None:
     crash = {"do": "crash", "at": "forward 8", "rank": 1, "message": "no such kernel"}
     run = launcher.run(half_done, *SETTINGS, faults=[crash])
     assert seconds_since(7, half_done) < 30
     assert run.exit_code == 1, run.output
-    assert (run.told["cause"], run.told["rank"], run.told["step"]) == ("RuntimeError: no such kernel", "1", "8")
+    assert (run.told["cause"], run.told["rank"], run.told["step"]) == (
+        "RuntimeError: no such kernel",
+        "1",
+        "8",
+    )
     left = status(half_done)
     assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 1, 1)
     assert none_lives(half_done)
 
 
-def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(launcher: Launcher, folder: Path) -> None:
+def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
+    launcher: Launcher, folder: Path
+) -> None:
     settings = ["--checkpoint.keep_latest_k=1", "--checkpoint.interval=10"]
     first = launcher.start(launcher.train(folder, *settings, "--training.steps=100000"))
     deadline = time.monotonic() + SECONDS
@@ -407,7 +507,9 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(launcher
         time.sleep(0.2)
     second = launcher.run(folder, *settings, ranks=1)
     assert second.exit_code == 2, second.output
-    assert re.search(rf'\[job\] dump_folder = "{folder}" belongs to a live run: process \d+ on ', second.output)
+    assert re.search(
+        rf'\[job\] dump_folder = "{folder}" belongs to a live run: process \d+ on ', second.output
+    )
     assert status(folder)["state"] == "running"
     torchrun = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[0]
     os.kill(int(torchrun), signal.SIGKILL)
@@ -424,7 +526,9 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(launcher
     assert f"resumed from {folder}/checkpoint/step-{saved:08d}" in third.output
 
 
-def test_nodes_that_were_started_differently_train_nothing(launcher: Launcher, folder: Path) -> None:
+def test_nodes_that_were_started_differently_train_nothing(
+    launcher: Launcher, folder: Path
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -441,17 +545,27 @@ def test_nodes_that_were_started_differently_train_nothing(launcher: Launcher, f
     for node in nodes:
         run = ended(node)
         assert run.exit_code == 2, run.output
-        assert f"[optimizer] lr differs between ranks: 0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})" in run.output
-        assert f'[job] dump_folder differs between ranks: "{folder}" (rank 0 on {host}); "{folder}-2"' in run.output
+        assert (
+            f"[optimizer] lr differs between ranks: 0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})"
+            in run.output
+        )
+        assert (
+            f'[job] dump_folder differs between ranks: "{folder}" (rank 0 on {host}); "{folder}-2"'
+            in run.output
+        )
         assert run.output.count(" differs between ranks: ") == 2
     assert not (folder / "metrics.jsonl").exists()
 
 
-def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(launcher: Launcher, small_disk: Path) -> None:
+def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(
+    launcher: Launcher, small_disk: Path
+) -> None:
     folder = small_disk / "run"
     fill = {"do": "fill_disk", "at": "forward 3", "rank": 0, "folder": str(small_disk)}
     run = launcher.run(folder, *SETTINGS, faults=[fill])
     assert run.exit_code == 7, run.output
-    assert re.search(r"\.tmp-step-00000003 cannot be written: .*No space left on device", run.told["cause"] or "")
+    assert re.search(
+        r"\.tmp-step-00000003 cannot be written: .*No space left on device", run.told["cause"] or ""
+    )
     left = status(folder)
     assert (left["state"], left["exit_code"], left["step"]) == ("failed", 7, 3)

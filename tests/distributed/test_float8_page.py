@@ -41,4 +41,6 @@ def test_the_pages_commands(tmp_path: Path) -> None:
     assert "float8 helps" in planned
     assert "float8 casts: least SQNR" in watched and "test_gpu" in gpu
     (measured,) = (tmp_path / "watched" / "numerics.jsonl").read_text().splitlines()
-    assert json.loads(measured)["kinds"]["attention.wq"]["weight"]["sqnr_db"] == pytest.approx(31.5, abs=1)
+    assert json.loads(measured)["kinds"]["attention.wq"]["weight"]["sqnr_db"] == pytest.approx(
+        31.5, abs=1
+    )

@@ -1,4 +1,5 @@
-"""Whatever the layout, ranks begin with the same weights, mask the same documents, and gather in the types they say."""
+"""Whatever the layout, ranks begin with the same weights, mask the same documents, and gather in
+the types they say."""
 
 import json
 from collections.abc import Callable
@@ -51,38 +52,48 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
 ) -> None:
     sizes = {"torch.uint8": 1, "torch.bfloat16": 2}
     traffic = models(2)[name]["traffic"]
-    gathered = [elements * sizes[dtype] for op, dtype, elements in traffic if op == "_allgather_base_"]
+    gathered = [
+        elements * sizes[dtype] for op, dtype, elements in traffic if op == "_allgather_base_"
+    ]
     weights = 2 * DIM * DIM + 2 * KV_DIM * DIM + 3 * FFN_DIM * DIM
     norms, embedding, output = 2 * DIM * 2, VOCABULARY * DIM * 2, (VOCABULARY * DIM + DIM) * 2
     block = (weights * bytes_per_weight + norms) // 2  # each of two ranks sends half
-    # Forward, and the first block again for the backward: the second and the output stay whole in between, and the
-    # embedding's backward takes no weights.
+    # Forward, and the first block again for the backward: the second and the output stay whole in
+    # between, and the embedding's backward takes no weights.
     assert sorted(gathered) == sorted([block] * 3 + [embedding // 2, output // 2])
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype"), [("tensorwise", "torch.uint8"), ("rowwise", "torch.bfloat16"), ("bf16", "torch.bfloat16")]
+    ("recipe", "dtype"),
+    [("tensorwise", "torch.uint8"), ("rowwise", "torch.bfloat16"), ("bf16", "torch.bfloat16")],
 )
 def test_tensor_parallelism_gathers_activations_in_float8_under_tensorwise(
     recipe: str, dtype: str, models: Callable[[int], dict[str, Any]]
 ) -> None:
     traffic = models(2)[f"TP, {recipe}"]["traffic"]
     shard = 2 * SEQ_LEN * DIM // 2
-    gathered = [(kind, elements) for op, kind, elements in traffic if op == "all_gather_into_tensor"]
-    # Attention and feed-forward of two blocks gather their input forward and the gradient of their output backward;
-    # the projection to the vocabulary, always in bf16, adds its input, and the embedding its gradient.
+    gathered = [
+        (kind, elements) for op, kind, elements in traffic if op == "all_gather_into_tensor"
+    ]
+    # Attention and feed-forward of two blocks gather their input forward and the gradient of their
+    # output backward; the projection to the vocabulary, always in bf16, adds its input, and the
+    # embedding its gradient.
     assert sorted(gathered) == sorted([(dtype, shard)] * 8 + [("torch.bfloat16", shard)] * 2)
 
 
 def test_masked_documents_train_under_tensor_parallelism_as_on_one_process(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
-    lines = (" ".join(map(str, range(i, i + 5 + i % 9))) for i in range(600))  # several documents a window
+    lines = (
+        " ".join(map(str, range(i, i + 5 + i % 9))) for i in range(600)
+    )  # several documents a window
     texts.write_text("\n".join(json.dumps({"text": line}) for line in lines))
     # The faster it learns to attend, the more it matters to what.
     settings = [f"--training.dataset_path={texts}", "--training.steps=8", "--optimizer.lr=4e-3"]
     masked = [*settings, "--training.document_mask"]
     train_together(tmp_path, {"masked": masked, "not masked": settings}, processes=1)
     train_together(tmp_path, {"split": [*masked, TP]}, processes=4)
-    alone, unmasked, split = (read_losses(tmp_path / name) for name in ("masked", "not masked", "split"))
+    alone, unmasked, split = (
+        read_losses(tmp_path / name) for name in ("masked", "not masked", "split")
+    )
     assert split == pytest.approx(alone, rel=TOLERANCE)
     assert max(abs(a / b - 1) for a, b in zip(alone, unmasked, strict=True)) > 2e-3

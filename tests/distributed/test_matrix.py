@@ -1,5 +1,5 @@
-"""The loss is that of one eager process for every pair of a recipe, a layout, an activation checkpointing and a mode,
-and for every vocabulary."""
+"""The loss is that of one eager process for every pair of a recipe, a layout, an activation
+checkpointing and a mode, and for every vocabulary."""
 
 from dataclasses import replace
 from itertools import combinations, product
@@ -26,10 +26,19 @@ from matrix import (
 
 pytestmark = pytest.mark.timeout(1800)
 STEPS = 5
-MATRIX = pairwise([cell for cell in matrix_cells(steps=STEPS) if cell.processes == USUAL[cell.factors[1]]])
-# From the compiler's cache, which ranks share, and where each must find its own code: else the loss is off by 5 %.
-AGAIN = [replace(cell, factors=(*cell.factors, "again")) for cell in MATRIX if {"TP", "compile"} <= {*cell.factors}]
-VOCABULARIES = [cell for cell in vocabulary_cells() if "eager" in cell.factors and cell.processes <= 4]
+MATRIX = pairwise(
+    [cell for cell in matrix_cells(steps=STEPS) if cell.processes == USUAL[cell.factors[1]]]
+)
+# From the compiler's cache, which ranks share, and where each must find its own code: else the loss
+# is off by 5 %.
+AGAIN = [
+    replace(cell, factors=(*cell.factors, "again"))
+    for cell in MATRIX
+    if {"TP", "compile"} <= {*cell.factors}
+]
+VOCABULARIES = [
+    cell for cell in vocabulary_cells() if "eager" in cell.factors and cell.processes <= 4
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,9 @@ def test_the_subset_has_every_pair_of_values() -> None:
 
 
 @pytest.mark.parametrize("cell", [*MATRIX, *VOCABULARIES, *AGAIN], ids=lambda cell: cell.name)
-def test_a_cell_trains_as_one_eager_process_does(cell: Cell, folder: Path, failed: dict[str, str]) -> None:
+def test_a_cell_trains_as_one_eager_process_does(
+    cell: Cell, folder: Path, failed: dict[str, str]
+) -> None:
     assert cell.name not in failed, failed[cell.name]
     assert outcome(cell, folder) == ""
     assert cell.reference is not None
@@ -68,7 +79,9 @@ def test_a_cell_trains_as_one_eager_process_does(cell: Cell, folder: Path, faile
 
 def test_every_recipe_has_its_own_numerics(folder: Path) -> None:
     alone = {
-        cell.factors[0]: read_losses(folder / cell.reference.name) for cell in MATRIX if cell.reference is not None
+        cell.factors[0]: read_losses(folder / cell.reference.name)
+        for cell in MATRIX
+        if cell.reference is not None
     }
     assert len(alone) == len({tuple(curve) for curve in alone.values()}) == len(RECIPES)
 
@@ -77,9 +90,15 @@ def test_the_page_shows_what_came_of_the_cells(folder: Path) -> None:
     lines = matrix_page.page(folder, steps=STEPS).splitlines()
     for cell in MATRIX:
         recipe, layout, ac, mode = cell.factors
-        (row,) = [line for line in lines if line.startswith(f"| {recipe} | {layout} | {cell.processes} | ")]
+        (row,) = [
+            line
+            for line in lines
+            if line.startswith(f"| {recipe} | {layout} | {cell.processes} | ")
+        ]
         column = 4 + list(product(MODES, CHECKPOINTING)).index((mode, ac))
         assert row.split("|")[column].strip() == f"{deviation(cell, folder):.1e}"
     for cell in VOCABULARIES:
-        (row,) = [line for line in lines if line.startswith(f"| {cell.factors[0]} | {cell.processes} | ")]
+        (row,) = [
+            line for line in lines if line.startswith(f"| {cell.factors[0]} | {cell.processes} | ")
+        ]
         assert f"{deviation(cell, folder):.1e}" in row

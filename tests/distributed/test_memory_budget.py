@@ -10,8 +10,16 @@ BUDGET = ("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint
 
 
 @pytest.mark.timeout(600)
-def test_a_memory_budget_trains_as_no_checkpointing_does_under_tensor_parallelism(tmp_path: Path) -> None:
-    common = ["--compile.enable", f"{TP}=2", "--training.local_batch_size=4", "--model.flavor=vocab-2256", f"{STEPS}=3"]
+def test_a_memory_budget_trains_as_no_checkpointing_does_under_tensor_parallelism(
+    tmp_path: Path,
+) -> None:
+    common = [
+        "--compile.enable",
+        f"{TP}=2",
+        "--training.local_batch_size=4",
+        "--model.flavor=vocab-2256",
+        f"{STEPS}=3",
+    ]
     runs = {}
     for recipe in ("bf16", "tensorwise"):
         runs[recipe] = [*common, *RECIPES[recipe]]

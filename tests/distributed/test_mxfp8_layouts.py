@@ -1,4 +1,5 @@
-"""MXFP8 on two ranks gives the losses of one: blocks of 32 do not cross ranks, which compute on what they have."""
+"""MXFP8 on two ranks gives the losses of one: blocks of 32 do not cross ranks, which compute on
+what they have."""
 
 from importlib.metadata import version
 
@@ -16,7 +17,9 @@ LAYOUTS = {
     "TP, op": [TP, OP],
 }
 
-pytestmark = pytest.mark.skipif(version("torchao").startswith("0.17."), reason="a torchao without MXFP8")
+pytestmark = pytest.mark.skipif(
+    version("torchao").startswith("0.17."), reason="a torchao without MXFP8"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,11 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     alone = {"alone": MXFP8} | {recipe: RECIPES[recipe] for recipe in ("bf16", "tensorwise")}
     shared = {layout: [*MXFP8, *overrides] for layout, overrides in LAYOUTS.items()}
     for processes, runs in enumerate((alone, shared), start=1):
-        train_together(folder, {name: [*run, "--training.steps=6"] for name, run in runs.items()}, processes=processes)
+        train_together(
+            folder,
+            {name: [*run, "--training.steps=6"] for name, run in runs.items()},
+            processes=processes,
+        )
     return {name: read_losses(folder / name) for name in (*alone, *shared)}
 
 

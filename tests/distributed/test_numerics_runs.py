@@ -18,8 +18,8 @@ SETTINGS = [
     "--float8.log_numerics_freq=2",
 ]
 
-# Sums over ranks are rounded otherwise, so that a gradient near a tie of float8 goes the other way, and all before it
-# in the backward are moved: 0.025 dB were seen, on one kind of CPU.
+# Sums over ranks are rounded otherwise, so that a gradient near a tie of float8 goes the other way,
+# and all before it in the backward are moved: 0.025 dB were seen, on one kind of CPU.
 SQNR_DB_APART = {"weight": 1e-3, "input": 0.01, "grad_output": 0.1}
 
 
@@ -37,14 +37,24 @@ def test_four_processes_lose_what_one_does(tmp_path: Path) -> None:
     for alone, shared in zip(one, four, strict=True):
         assert list(alone["kinds"]) == list(shared["kinds"]) and len(alone["kinds"]) == 7
         for kind, roles in shared["kinds"].items():
-            # Tensor parallelism casts an input once for all that read it, under the name of the first.
+            # Tensor parallelism casts an input once for all that read it, under the name of the
+            # first.
             gathered = kind in ("attention.wk", "attention.wv", "feed_forward.w3")
-            assert list(roles) == ["weight", "grad_output"] if gathered else ["input", "weight", "grad_output"]
+            assert (
+                list(roles) == ["weight", "grad_output"]
+                if gathered
+                else ["input", "weight", "grad_output"]
+            )
             for role, figures in roles.items():
                 expected = alone["kinds"][kind][role]
-                assert figures["sqnr_db"] == pytest.approx(expected["sqnr_db"], abs=SQNR_DB_APART[role])
+                assert figures["sqnr_db"] == pytest.approx(
+                    expected["sqnr_db"], abs=SQNR_DB_APART[role]
+                )
                 assert figures["underflow"] == pytest.approx(expected["underflow"], abs=1e-3)
                 assert figures["saturation"] == expected["saturation"] == 0
-                # The loss of a rank is a mean over its own tokens, so that its gradients are twice as large on two.
+                # The loss of a rank is a mean over its own tokens, so that its gradients are twice
+                # as large on two.
                 amax = expected["amax"] * (2 if role == "grad_output" else 1)
-                assert figures["amax"] == (amax if role == "weight" else pytest.approx(amax, rel=0.01))
+                assert figures["amax"] == (
+                    amax if role == "weight" else pytest.approx(amax, rel=0.01)
+                )

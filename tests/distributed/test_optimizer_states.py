@@ -1,4 +1,5 @@
-"""Moments in fewer bits train as float32 ones nearly do, and a run resumes with them, also on other ranks."""
+"""Moments in fewer bits train as float32 ones nearly do, and a run resumes with them, also on other
+ranks."""
 
 import shutil
 from pathlib import Path
@@ -16,11 +17,22 @@ def test_low_bit_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
     common = ["--lr_scheduler.total_steps=8", "--checkpoint.enable"]
     runs = {}
     for dtype in ("int8", "float8", "bfloat16"):
-        settings = [*common, *(GATHERED if dtype == "float8" else []), f"--optimizer.state_dtype={dtype}"]
+        settings = [
+            *common,
+            *(GATHERED if dtype == "float8" else []),
+            f"--optimizer.state_dtype={dtype}",
+        ]
         runs[f"{dtype} whole"] = [*settings, f"{STEPS}=8"]
         runs[f"{dtype} in parts"] = [*settings, f"{STEPS}=4"]
-        runs[f"{dtype} resumed"] = [*settings, f"{STEPS}=8", f"--job.dump_folder={tmp_path}/{dtype} in parts"]
-    references = {"float32": [*common, f"{STEPS}=8"], "float32 gathered": [*common, *GATHERED, f"{STEPS}=8"]}
+        runs[f"{dtype} resumed"] = [
+            *settings,
+            f"{STEPS}=8",
+            f"--job.dump_folder={tmp_path}/{dtype} in parts",
+        ]
+    references = {
+        "float32": [*common, f"{STEPS}=8"],
+        "float32 gathered": [*common, *GATHERED, f"{STEPS}=8"],
+    }
     train_together(tmp_path, references | runs, processes=2)
     for dtype in ("int8", "float8", "bfloat16"):
         whole = read_losses(tmp_path / f"{dtype} whole")
@@ -32,5 +44,7 @@ def test_low_bit_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
     alone = tmp_path / "on one rank"
     shutil.copytree(tmp_path / "int8 in parts", alone)
     shutil.rmtree(alone / "checkpoint" / "step-00000008")
-    train_together(tmp_path, {alone.name: [*common, "--optimizer.state_dtype=int8", f"{STEPS}=8"]}, processes=1)
+    train_together(
+        tmp_path, {alone.name: [*common, "--optimizer.state_dtype=int8", f"{STEPS}=8"]}, processes=1
+    )
     assert read_losses(alone) == pytest.approx(read_losses(tmp_path / "int8 whole"), rel=5e-4)

@@ -17,7 +17,8 @@ COMMAND = (
     "prepare.prepare_store.__kwdefaults__['shard_tokens'] = 50_000; "
     "runpy.run_path('scripts/prepare_data.py', run_name='__main__')"
 )
-"""scripts/prepare_data.py, but with batches and commits so small that it can be killed between many of them."""
+"""scripts/prepare_data.py, but with batches and commits so small that it can be killed between many
+of them."""
 
 
 def start(corpus: Path, store: Path) -> subprocess.Popen[str]:
@@ -49,7 +50,8 @@ def written(folder: Path) -> int:
 
 
 def kill_at(size: float, corpus: Path, store: Path) -> None:
-    """Start, and kill as soon as the unfinished store has `size` bytes, or once there is nothing left to kill."""
+    """Start, and kill as soon as the unfinished store has `size` bytes, or once there is nothing
+    left to kill."""
     with start(corpus, store) as process:
         while process.poll() is None and written(store.with_name(f"{store.name}.partial")) < size:
             time.sleep(0.002)
@@ -67,7 +69,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with path.open("w") as file:
         for i in range(4000):
             text = " ".join(
-                words.choice(("def", "self", "return", "value", "x")) for _ in range(words.randrange(1, 150))
+                words.choice(("def", "self", "return", "value", "x"))
+                for _ in range(words.randrange(1, 150))
             )
             file.write(json.dumps({"text": f"{i} {text}"}) + "\n")
     return path
@@ -86,7 +89,9 @@ def test_the_run_after_a_kill_ends_with_the_same_store(corpus: Path, tmp_path: P
         store = tmp_path / str(number)
         for _ in range(1 + (number % 3 == 0)):
             kill_at(moments.uniform(0, 1.05) * whole, corpus, store)
-        assert not store.exists() or files(store) == expected, "a half store has the name of a whole one"
+        assert not store.exists() or files(store) == expected, (
+            "a half store has the name of a whole one"
+        )
         went_on += "going on after" in finish(corpus, store)
         assert files(store) == expected
     assert went_on >= KILLS // 2, "kills at these moments do not test that a store is gone on with"

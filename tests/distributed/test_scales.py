@@ -1,4 +1,5 @@
-"""Tensorwise scales are those of the whole tensor on any layout; and those computed ahead of a step are the same."""
+"""Tensorwise scales are those of the whole tensor on any layout; and those computed ahead of a step
+are the same."""
 
 import json
 from collections.abc import Callable
@@ -12,13 +13,18 @@ from matrix import FLOAT8, FLOAT8_GATHER, PRECOMPUTE, STEPS, TP
 
 pytestmark = pytest.mark.timeout(600)
 LAYOUTS = {"one process": (1, []), "FSDP": (2, []), "FSDP x TP": (4, [f"{TP}=2"])}
-RECIPES = {"tensorwise": [FLOAT8], "dynamic": [*FLOAT8_GATHER], "precomputed": [*FLOAT8_GATHER, PRECOMPUTE]}
+RECIPES = {
+    "tensorwise": [FLOAT8],
+    "dynamic": [*FLOAT8_GATHER],
+    "precomputed": [*FLOAT8_GATHER, PRECOMPUTE],
+}
 Scales = dict[str, list[float]]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Gives the folder of the runs of a layout: of each recipe, and in two parts of that with precomputed scales."""
+    """Gives the folder of the runs of a layout: of each recipe, and in two parts of that with
+    precomputed scales."""
 
     @cache
     def start(layout: str) -> Path:
@@ -26,7 +32,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp("runs")
         steps = [f"{STEPS}=6", "--lr_scheduler.total_steps=6"]
         runs = {name: [*recipe, *degrees, *steps] for name, recipe in RECIPES.items()}
-        resumed = [*runs["precomputed"], f"--job.dump_folder={folder}/resumed", "--checkpoint.enable"]
+        resumed = [
+            *runs["precomputed"],
+            f"--job.dump_folder={folder}/resumed",
+            "--checkpoint.enable",
+        ]
         runs |= {"resumed": [*resumed, f"{STEPS}=4"], "resumed again": resumed}
         train_together(folder, runs, processes=processes, worker="scales_worker.py")
         return folder
@@ -35,7 +45,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def curve(run: Path) -> list[tuple[Any, ...]]:
-    return [(record["loss"], record["grad_norm"], record["skipped_steps"]) for record in read_records(run)]
+    return [
+        (record["loss"], record["grad_norm"], record["skipped_steps"])
+        for record in read_records(run)
+    ]
 
 
 def scales(run: Path) -> list[Scales]:
@@ -44,7 +57,9 @@ def scales(run: Path) -> list[Scales]:
 
 
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
-def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(layout: str, runs: Callable[[str], Path]) -> None:
+def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(
+    layout: str, runs: Callable[[str], Path]
+) -> None:
     """Also over several microbatches, over a step without an update, and over a resume."""
     dynamic = curve(runs(layout) / "dynamic")
     assert [skipped for _, _, skipped in dynamic] == [0, 0, 1, 1, 1, 1]
@@ -55,7 +70,9 @@ def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(layout: str, run
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
-def test_all_ranks_scale_a_weight_as_one_process_does(layout: str, recipe: str, runs: Callable[[str], Path]) -> None:
+def test_all_ranks_scale_a_weight_as_one_process_does(
+    layout: str, recipe: str, runs: Callable[[str], Path]
+) -> None:
     (expected,) = scales(runs("one process") / recipe)
     for rank_scales in scales(runs(layout) / recipe):
         found = rank_scales["WEIGHT"]  # of fewer microbatches
@@ -65,19 +82,26 @@ def test_all_ranks_scale_a_weight_as_one_process_does(layout: str, recipe: str, 
 def test_tensor_parallel_ranks_scale_activations_and_gradients_as_one_process_does(
     runs: Callable[[str], Path],
 ) -> None:
-    (one,), ranks = scales(runs("one process") / "tensorwise"), scales(runs("FSDP x TP") / "tensorwise")
+    (one,), ranks = (
+        scales(runs("one process") / "tensorwise"),
+        scales(runs("FSDP x TP") / "tensorwise"),
+    )
     for dp_rank in range(2):
         first, second = ranks[2 * dp_rank : 2 * dp_rank + 2]
         assert (first["INPUT"], first["GRAD_OUTPUT"]) == (second["INPUT"], second["GRAD_OUTPUT"])
         inputs, gradients = [], []
         for microbatch in (dp_rank, dp_rank + 2):
-            # One process casts twice what a linear reads, forward and backward, and twice the gradient of its output.
+            # One process casts twice what a linear reads, forward and backward, and twice the
+            # gradient of its output.
             casts = slice(28 * microbatch, 28 * (microbatch + 1))
             read = one["INPUT"][casts][:14]
-            # wq, wk and wv read the same, and so do w1 and w3, which is cast once where it is gathered.
+            # wq, wk and wv read the same, and so do w1 and w3, which is cast once where it is
+            # gathered.
             inputs += [read[block + linear] for block in (0, 7) for linear in (0, 3, 4, 6)]
-            # The loss of a rank is a mean over its own tokens, so that its gradients are twice as large on two.
+            # The loss of a rank is a mean over its own tokens, so that its gradients are twice as
+            # large on two.
             gradients += [scale / 2 for scale in one["GRAD_OUTPUT"][casts][::2]]
-        # An amax is a number of bf16, of 8 bits, and what is summed in another order may have the next one.
+        # An amax is a number of bf16, of 8 bits, and what is summed in another order may have the
+        # next one.
         assert first["INPUT"] == pytest.approx(inputs, rel=0.02)
         assert first["GRAD_OUTPUT"] == pytest.approx(gradients, rel=0.04)

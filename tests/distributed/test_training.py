@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ENV, ROOT, ask, finish, launcher, read_losses, train, train_arguments, train_together
+from launching import (
+    ENV,
+    ROOT,
+    ask,
+    finish,
+    launcher,
+    read_losses,
+    train,
+    train_arguments,
+    train_together,
+)
 
 STEPS = "--training.steps"
 
@@ -20,10 +30,13 @@ def status(folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
-    _, *steps, last = ask("reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2)
-    # In each step what the ranks agree on before its two forward passes, and the state of the CPU's random generator:
-    # both are on the CPU on any device. In the last step the values of steps 2 to 6, and the records of steps 3 and 6.
-    # After the first, ranks also agree on what it ran, and garbage is collected, before which its record is made.
+    _, *steps, last = ask(
+        "reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2
+    )
+    # In each step what the ranks agree on before its two forward passes, and the state of the CPU's
+    # random generator: both are on the CPU on any device. In the last step the values of steps 2 to
+    # 6, and the records of steps 3 and 6. After the first, ranks also agree on what it ran, and
+    # garbage is collected, before which its record is made.
     assert steps == [{"tolist": 2, "numpy": 1}] * 4
     assert last == {"tolist": 2 + 5 + 2, "numpy": 1}
 
@@ -33,7 +46,9 @@ def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
     command = [sys.executable, *launcher(1), *train_arguments(tmp_path, f"{STEPS}=1")]
     env = ENV | {"PYTHONPROFILEIMPORTTIME": "1"}
     for settings, loads in ([], False), (["--float8.enable_float8_linear"], True):
-        result = subprocess.run([*command, *settings], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [*command, *settings], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
         assert ("torchao.float8" in result.stderr) == loads
 
 
@@ -56,7 +71,9 @@ def test_torchrun_without_a_wait_policy_for_several_threads_is_said_once(
 
 
 @pytest.mark.timeout(300)
-def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(tmp_path: Path) -> None:
+def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
+    tmp_path: Path,
+) -> None:
     settings = [f"{STEPS}=2", "--validation.enable", "--validation.freq=1", "--validation.steps=3"]
     found = []
     for processes in (1, 2):
@@ -73,23 +90,44 @@ def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> No
         "--training.enable_cpu_offload", "--debug.deterministic", "--training.gc_freq=2",
         "--parallelism.fsdp_reshard_after_forward=never", "--optimizer.implementation=foreach",
     ]  # fmt: skip
-    train_together(tmp_path, {"plain": [f"{STEPS}=6"], "others": [f"{STEPS}=6", *others]}, processes=2)
-    assert read_losses(tmp_path / "others") == pytest.approx(read_losses(tmp_path / "plain"), rel=1e-5)
+    train_together(
+        tmp_path, {"plain": [f"{STEPS}=6"], "others": [f"{STEPS}=6", *others]}, processes=2
+    )
+    assert read_losses(tmp_path / "others") == pytest.approx(
+        read_losses(tmp_path / "plain"), rel=1e-5
+    )
 
 
 @pytest.mark.timeout(300)
-def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_one_aside(tmp_path: Path) -> None:
+def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_one_aside(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
-    train(folder, f"{STEPS}=2", "--profiling.enable_profiling", "--profiling.profile_freq=2", processes=2)
+    train(
+        folder,
+        f"{STEPS}=2",
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=2",
+        processes=2,
+    )
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "config.toml", "metrics.jsonl", "profile_traces", "status.json", "tb"
     }  # fmt: skip
     traces = [f"step-00000002/rank{rank}_trace.json" for rank in range(2)]
     assert (
-        sorted(str(path.relative_to(folder / "profile_traces")) for path in folder.glob("profile_traces/*/*")) == traces
+        sorted(
+            str(path.relative_to(folder / "profile_traces"))
+            for path in folder.glob("profile_traces/*/*")
+        )
+        == traces
     )
     first = status(folder)
-    assert (first["state"], first["step"], first["exit_code"], first["last_checkpoint"]) == ("done", 2, 0, None)
+    assert (first["state"], first["step"], first["exit_code"], first["last_checkpoint"]) == (
+        "done",
+        2,
+        0,
+        None,
+    )
     # The resolved config alone repeats the run.
     before = read_losses(folder)
     arguments = ["-m", "torchtitan_lite.train", "--job.config_file", str(folder / "config.toml")]
@@ -101,7 +139,12 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
 
 @pytest.mark.timeout(300)
 def test_garbage_collection_and_traces_are_in_no_steps_time(tmp_path: Path) -> None:
-    settings = [f"{STEPS}=6", "--training.gc_freq=3", "--profiling.enable_profiling", "--profiling.profile_freq=4"]
+    settings = [
+        f"{STEPS}=6",
+        "--training.gc_freq=3",
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq=4",
+    ]
     output = finish(*train_arguments(tmp_path, *settings), processes=1)
     outside = re.findall(r"step (\d)/6  (gc|profiling)_s \d", output)
     assert outside == [("1", "gc"), ("3", "gc"), ("4", "profiling"), ("6", "gc")]

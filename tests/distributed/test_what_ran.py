@@ -1,4 +1,5 @@
-"""What a run says of its first step is what it ran, and what it did not ask for is a warning or an error."""
+"""What a run says of its first step is what it ran, and what it did not ask for is a warning or an
+error."""
 
 from pathlib import Path
 
@@ -8,32 +9,49 @@ from faults import fail, finish
 from torchtitan_lite.errors import NumericError
 
 pytestmark = pytest.mark.timeout(300)
-FLOAT8 = ["--model.flavor=wider", "--float8.enable_float8_linear", "--training.steps=1", "--checkpoint.enable=false"]
+FLOAT8 = [
+    "--model.flavor=wider",
+    "--float8.enable_float8_linear",
+    "--training.steps=1",
+    "--checkpoint.enable=false",
+]
 TP = "--parallelism.tensor_parallel_degree=2"
 LOST_GATHERS = [{"do": "gather_in_high_precision", "at": "start"}]
 
 
 def said(output: str) -> list[str]:
-    return [line.partition("step 1 ran: ")[2] for line in output.splitlines() if "step 1 ran: " in line]
+    return [
+        line.partition("step 1 ran: ")[2] for line in output.splitlines() if "step 1 ran: " in line
+    ]
 
 
 def test_under_tensorwise_the_run_says_what_it_multiplied_and_gathered(tmp_path: Path) -> None:
-    gather = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
+    gather = [
+        "--float8.enable_fsdp_float8_all_gather",
+        "--float8.precompute_float8_dynamic_scale_for_fsdp",
+    ]
     output = finish(tmp_path, *FLOAT8, *gather, TP, "--training.global_batch_size=2", processes=4)
-    assert "tensor parallelism gathers 8 activations and gradients a step in float8, the others in bfloat16" in output
+    assert (
+        "tensor parallelism gathers 8 activations and gradients a step in float8, the others in bfloat16"
+        in output
+    )
     assert said(output) == [
         # Two blocks of seven linears, and one of the vocabulary, multiply three times.
         "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 (float8 is emulated in float32)",
-        # The first block is gathered forward and backward; the second and the output stay, and the embedding is not
-        # needed again.
+        # The first block is gathered forward and backward; the second and the output stay, and the
+        # embedding is not needed again.
         "gathers of weights by FSDP: 2 in bfloat16, 3 in float8",
         "gathers of activations by tensor parallelism: 8 in float8, 2 in bfloat16",
     ]
     assert "otherwise" not in output
 
 
-def test_under_rowwise_it_says_that_activations_are_gathered_in_high_precision(tmp_path: Path) -> None:
-    output = finish(tmp_path, *FLOAT8, "--float8.recipe_name=rowwise", TP, "--training.global_batch_size=1")
+def test_under_rowwise_it_says_that_activations_are_gathered_in_high_precision(
+    tmp_path: Path,
+) -> None:
+    output = finish(
+        tmp_path, *FLOAT8, "--float8.recipe_name=rowwise", TP, "--training.global_batch_size=1"
+    )
     assert "tensor parallelism gathers all activations in bfloat16: " in output
     assert said(output)[-1] == "gathers of activations by tensor parallelism: 10 in bfloat16"
 
@@ -47,12 +65,16 @@ def test_activations_that_are_not_gathered_in_float8_are_a_warning_and_an_error_
         "0 gathers of activations in float8, and at least 8 were asked for"
     )
     assert found in finish(tmp_path / "warned", *settings, faults=LOST_GATHERS)
-    exit_code, cause = fail(tmp_path / "failed", *settings, "--debug.deterministic", faults=LOST_GATHERS)
+    exit_code, cause = fail(
+        tmp_path / "failed", *settings, "--debug.deterministic", faults=LOST_GATHERS
+    )
     assert exit_code == NumericError.exit_code
     assert cause == f"{found}. Set [debug] deterministic = false to train on with a warning."
 
 
-def test_linears_that_silently_train_in_high_precision_are_an_error_if_deterministic(tmp_path: Path) -> None:
+def test_linears_that_silently_train_in_high_precision_are_an_error_if_deterministic(
+    tmp_path: Path,
+) -> None:
     lost = [{"do": "lose_float8", "at": "start"}]
     exit_code, cause = fail(tmp_path, *FLOAT8, "--debug.deterministic", faults=lost, processes=1)
     assert exit_code == NumericError.exit_code

@@ -1,8 +1,10 @@
-"""Python, and torchrun in it, in processes that are forked from one that has imported what they need.
+"""Python, and torchrun in it, in processes that are forked from one that has imported what they
+need.
 
-Imports are most of the time of a short run. That processes begin and end as they do for users is tested on those that
-users start: by run_train.sh. All are forked from multiprocessing's server, also torchrun's own, as torchrun has threads
-and a fork keeps locked forever what another thread had locked: glibc's resolver, for one.
+Imports are most of the time of a short run. That processes begin and end as they do for users is
+tested on those that users start: by run_train.sh. All are forked from multiprocessing's server,
+also torchrun's own, as torchrun has threads and a fork keeps locked forever what another thread had
+locked: glibc's resolver, for one.
 """
 
 import multiprocessing
@@ -21,15 +23,18 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["torch.distributed.launcher", "torchtitan_lite.trainer", "torchao.float8"])
+WARM.set_forkserver_preload(
+    ["torch.distributed.launcher", "torchtitan_lite.trainer", "torchao.float8"]
+)
 GRACE = 60.0  # seconds for a torchrun to end its workers, to which it gives 30
 
 
 def python(
     words: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """The finished `python WORDS`, where `words` are a script or -m and a module, and arguments. Not for
-    several threads: multiprocessing may lose an exit code. Raises subprocess.TimeoutExpired."""
+    """The finished `python WORDS`, where `words` are a script or -m and a module, and arguments.
+    Not for several threads: multiprocessing may lose an exit code. Raises
+    subprocess.TimeoutExpired."""
     with TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         process = WARM.Process(target=_python, args=(words, cwd, dict(env), outputs))
@@ -47,7 +52,9 @@ def python(
     return subprocess.CompletedProcess(words, code, stdout, stderr)
 
 
-def _python(words: Sequence[str], cwd: Path, env: Mapping[str, str], outputs: Sequence[Path]) -> None:
+def _python(
+    words: Sequence[str], cwd: Path, env: Mapping[str, str], outputs: Sequence[Path]
+) -> None:
     os.setsid()
     for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream.fileno())
@@ -55,8 +62,12 @@ def _python(words: Sequence[str], cwd: Path, env: Mapping[str, str], outputs: Se
     os.chdir(cwd)
     os.environ.update(env)
     torch.set_num_threads(1)
-    forkserver._forkserver.ensure_running = lambda: None  # its server is that of the process that started this one
-    SubprocessHandler._popen = lambda handler, command, env: Worker(partial(_python, command[2:], cwd, env, outputs))
+    forkserver._forkserver.ensure_running = lambda: (
+        None
+    )  # its server is that of the process that started this one
+    SubprocessHandler._popen = lambda handler, command, env: Worker(
+        partial(_python, command[2:], cwd, env, outputs)
+    )
     SubprocessHandler.close = lambda handler, death_sig: handler.proc.send_signal(death_sig)
     module = words[0] == "-m"
     sys.argv = [*words[module:]]
@@ -80,7 +91,8 @@ class Worker:
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it and its children. It may have ended: the server, its parent, leaves no zombie."""
+        """Send a signal to it and its children. It may have ended: the server, its parent, leaves
+        no zombie."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

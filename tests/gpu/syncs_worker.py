@@ -20,7 +20,9 @@ def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
     rank, world_size = read_rank()
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
+    watchdog = Watchdog(
+        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
+    )
     device = init_distributed(config.comm)
     trainer = Trainer(config, device=device, run_folder=None, resume=None, watchdog=watchdog)
     trainer.report_progress()

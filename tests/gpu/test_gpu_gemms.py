@@ -6,11 +6,15 @@ from gemms import RECIPES, exact_gemms, make_data, run_linear, sqnr
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SAME_CASTS = 40.0
-"""dB between two ways to multiply the same float8 numbers, which round and sum otherwise: another cast is 28 dB off."""
+"""dB between two ways to multiply the same float8 numbers, which round and sum otherwise: another
+cast is 28 dB off."""
 HAS_MXFP8 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
 ON_UNITS = [
     pytest.param(
-        recipe, marks=pytest.mark.skipif(recipe == "mxfp8" and not HAS_MXFP8, reason="no GPU of compute capability 10")
+        recipe,
+        marks=pytest.mark.skipif(
+            recipe == "mxfp8" and not HAS_MXFP8, reason="no GPU of compute capability 10"
+        ),
     )
     for recipe in RECIPES
 ]
@@ -32,7 +36,8 @@ def test_real_matmuls_are_the_emulated_ones(recipe: str, outliers: bool) -> None
 def test_compiled_matmuls_are_the_eager_ones(recipe: str, emulate: bool) -> None:
     data = make_data(outliers=True)
     eager, compiled = (
-        run_linear(recipe, data, device="cuda", emulate=emulate, compiled=compiled) for compiled in (False, True)
+        run_linear(recipe, data, device="cuda", emulate=emulate, compiled=compiled)
+        for compiled in (False, True)
     )
     reached = sqnr(compiled, eager)
     assert min(reached) > SAME_CASTS, reached

@@ -1,4 +1,5 @@
-"""What makes a run fast on a GPU: it computes what the plain way does, and it is what really ran."""
+"""What makes a run fast on a GPU: it computes what the plain way does, and it is what really
+ran."""
 
 import json
 import re
@@ -14,7 +15,12 @@ from torch.nn.attention import SDPBackend
 
 from torchtitan_lite.benchmarks.loss import measure_losses
 from torchtitan_lite.config import OptimizerConfig
-from torchtitan_lite.models.attention import attention_backend, attention_inputs, prefer_backend, time_backends
+from torchtitan_lite.models.attention import (
+    attention_backend,
+    attention_inputs,
+    prefer_backend,
+    time_backends,
+)
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.optim import build_optimizer, step_unless
 
@@ -34,7 +40,9 @@ def updated(state_dtype: str, device: str) -> torch.Tensor:
     """What three steps add to a weight."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.zeros(64, 256, device=device))
-    optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0))
+    optimizer = build_optimizer(
+        [weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0)
+    )
     for _ in range(3):
         weight.grad = torch.randn(64, 256, generator=generator).to(device)
         step_unless(optimizer, torch.zeros((), device=device))
@@ -49,9 +57,16 @@ def test_moments_in_fewer_bits_are_updated_as_on_a_cpu(state_dtype: str) -> None
 
 
 @pytest.mark.parametrize("state_dtype", LOW_BIT)
-def test_moments_in_fewer_bits_train_nearly_as_float32_does(state_dtype: str, tmp_path: Path) -> None:
+def test_moments_in_fewer_bits_train_nearly_as_float32_does(
+    state_dtype: str, tmp_path: Path
+) -> None:
     expected = losses(tmp_path / "float32", "--training.steps=10", processes=1)
-    found = losses(tmp_path / "low", "--training.steps=10", f"--optimizer.state_dtype={state_dtype}", processes=1)
+    found = losses(
+        tmp_path / "low",
+        "--training.steps=10",
+        f"--optimizer.state_dtype={state_dtype}",
+        processes=1,
+    )
     assert found == pytest.approx(expected, rel=5e-3) and found != expected
 
 
@@ -70,9 +85,17 @@ def test_the_fastest_attention_that_shares_heads_is_taken() -> None:
         torch._C._set_sdp_priority_order(before)
 
 
-def test_a_backend_that_cannot_compute_attention_is_left_out_in_silence(recwarn: pytest.WarningsRecorder) -> None:
-    kind = {"tp_degree": 1, "dtype": torch.float32, "device": torch.device("cuda")}  # no kernel of flash attention
-    args = ModelArgs(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=16, max_seq_len=128)
+def test_a_backend_that_cannot_compute_attention_is_left_out_in_silence(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    kind = {
+        "tp_degree": 1,
+        "dtype": torch.float32,
+        "device": torch.device("cuda"),
+    }  # no kernel of flash attention
+    args = ModelArgs(
+        dim=256, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=16, max_seq_len=128
+    )
     assert "FLASH_ATTENTION" not in time_backends(*attention_inputs(args, batch_size=1, **kind))
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -86,7 +109,9 @@ from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 prefer_backend("FLASH_ATTENTION")
 print(attention_backend(FLAVORS["8B"], tp_degree=1, dtype=torch.bfloat16, device=torch.device("cuda")))
 """
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert output == "FLASH_ATTENTION\n"
 
 
@@ -105,17 +130,41 @@ def test_memory_is_taken_in_segments_that_grow() -> None:
         "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()], flush=True); d.end_process(0)"
     )
     env = {name: value for name, value in ENV.items() if not name.endswith("ALLOC_CONF")}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
-    result = subprocess.run([sys.executable, *command, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
-    assert result.returncode == 0 and "True" in result.stdout and "False" not in result.stdout, result
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--no-python",
+        sys.executable,
+    ]
+    result = subprocess.run(
+        [sys.executable, *command, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env
+    )
+    assert result.returncode == 0 and "True" in result.stdout and "False" not in result.stdout, (
+        result
+    )
 
 
 def test_compiled_float8_takes_less_memory_by_a_budget(tmp_path: Path) -> None:
-    sizes = ["--training.seq_len=2048", "--training.local_batch_size=8", "--training.steps=3", "--compile.enable"]
-    budget = ["--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.3"]
+    sizes = [
+        "--training.seq_len=2048",
+        "--training.local_batch_size=8",
+        "--training.steps=3",
+        "--compile.enable",
+    ]
+    budget = [
+        "--activation_checkpoint.mode=memory_budget",
+        "--activation_checkpoint.memory_budget=0.3",
+    ]
     whole = train(tmp_path / "whole", *sizes, "--float8.enable_float8_linear", processes=1)[-1]
-    part = train(tmp_path / "part", *sizes, "--float8.enable_float8_linear", *budget, processes=1)[-1]
-    assert part["memory_gib"] < whole["memory_gib"] and part["loss"] == pytest.approx(whole["loss"], rel=5e-3)
+    part = train(tmp_path / "part", *sizes, "--float8.enable_float8_linear", *budget, processes=1)[
+        -1
+    ]
+    assert part["memory_gib"] < whole["memory_gib"] and part["loss"] == pytest.approx(
+        whole["loss"], rel=5e-3
+    )
 
 
 def test_the_quick_benchmark_measures_all_of_its_rows(tmp_path: Path) -> None:
@@ -126,5 +175,7 @@ def test_the_quick_benchmark_measures_all_of_its_rows(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert [row["status"] for row in report["rows"]] == ["done"] * 4 and not report["emulated"]
     bf16, float8 = (profile["share_pct"] for profile in report["profiles"])
-    assert float8["GEMM fp8"] > 0 == bf16["GEMM fp8"] and min(bf16["optimizer"], bf16["attention"]) > 0
+    assert (
+        float8["GEMM fp8"] > 0 == bf16["GEMM fp8"] and min(bf16["optimizer"], bf16["attention"]) > 0
+    )
     assert report["skipped"] == []

@@ -1,4 +1,5 @@
-"""What only a GPU runs: training on real float8 matmuls, FlexAttention. One command: pytest tests/gpu."""
+"""What only a GPU runs: training on real float8 matmuls, FlexAttention. One command: pytest
+tests/gpu."""
 
 import json
 from pathlib import Path
@@ -32,25 +33,40 @@ def test_mxfp8_trains_on_blackwell_and_is_refused_elsewhere(tmp_path: Path) -> N
     else:
         result = torchrun(*train_arguments(tmp_path, *settings), processes=1)
         assert result.returncode != 0
-        assert 'recipe_name = "mxfp8" needs a GPU of compute capability 10.x' in result.stdout + result.stderr
+        assert (
+            'recipe_name = "mxfp8" needs a GPU of compute capability 10.x'
+            in result.stdout + result.stderr
+        )
 
 
 @pytest.mark.parametrize("compiled", [[], ["--compile.enable"]], ids=["eager", "compiled"])
-def test_a_run_says_that_it_multiplied_in_float8_and_measures_its_casts(compiled: list[str], tmp_path: Path) -> None:
+def test_a_run_says_that_it_multiplied_in_float8_and_measures_its_casts(
+    compiled: list[str], tmp_path: Path
+) -> None:
     # Deterministic, so that anything that did not run as asked for ends the run.
-    settings = [FLOAT8, "--debug.deterministic", "--float8.log_numerics_freq=2", "--training.steps=4", *compiled]
+    settings = [
+        FLOAT8,
+        "--debug.deterministic",
+        "--float8.log_numerics_freq=2",
+        "--training.steps=4",
+        *compiled,
+    ]
     result = torchrun(*train_arguments(tmp_path, *settings), processes=1)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     # Seven linears in each of six blocks multiply three times in each of four microbatches.
     assert "42 of 43 linears are of float8" in result.stdout and "504 in float8" in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "numerics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
-    for figures in (roles[role] for line in lines for roles in line["kinds"].values() for role in roles):
+    for figures in (
+        roles[role] for line in lines for roles in line["kinds"].values() for role in roles
+    ):
         assert 15 < figures["sqnr_db"] < 45 and figures["saturation"] == 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-@pytest.mark.parametrize("layout", [[], ["--parallelism.tensor_parallel_degree=2"]], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    "layout", [[], ["--parallelism.tensor_parallel_degree=2"]], ids=["fsdp", "tp"]
+)
 def test_two_gpus_that_gather_float8_train_as_one_does(layout: list[str], tmp_path: Path) -> None:
     scales = "--float8.precompute_float8_dynamic_scale_for_fsdp"
     settings = [FLOAT8, "--float8.enable_fsdp_float8_all_gather", scales, "--training.steps=10"]
@@ -60,8 +76,15 @@ def test_two_gpus_that_gather_float8_train_as_one_does(layout: list[str], tmp_pa
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("float8", [[], [FLOAT8]], ids=["bf16", "tensorwise"])
-def test_collectives_that_are_fused_with_matmuls_train_as_others_do(float8: list[str], tmp_path: Path) -> None:
-    settings = [*float8, "--parallelism.tensor_parallel_degree=2", "--compile.enable", "--training.steps=10"]
+def test_collectives_that_are_fused_with_matmuls_train_as_others_do(
+    float8: list[str], tmp_path: Path
+) -> None:
+    settings = [
+        *float8,
+        "--parallelism.tensor_parallel_degree=2",
+        "--compile.enable",
+        "--training.steps=10",
+    ]
     apart = losses(tmp_path / "apart", *settings, processes=2)
     # Deterministic, so that a block of which nothing is fused ends the run.
     settings += ["--parallelism.enable_async_tensor_parallel", "--debug.deterministic"]
@@ -69,8 +92,14 @@ def test_collectives_that_are_fused_with_matmuls_train_as_others_do(float8: list
 
 
 def test_compiled_float8_takes_little_more_memory_than_bf16(tmp_path: Path) -> None:
-    # Weights and activations are kept in bf16 by both; what float8 adds are casts, of one linear at a time.
-    sizes = ["--training.seq_len=2048", "--training.local_batch_size=8", "--training.steps=5", "--compile.enable"]
+    # Weights and activations are kept in bf16 by both; what float8 adds are casts, of one linear at
+    # a time.
+    sizes = [
+        "--training.seq_len=2048",
+        "--training.local_batch_size=8",
+        "--training.steps=5",
+        "--compile.enable",
+    ]
     peaks = {
         name: train(tmp_path / name, *sizes, *settings, processes=1)[-1]["memory_gib"]
         for name, settings in (("bf16", []), ("float8", [FLOAT8]))
@@ -97,14 +126,18 @@ def test_flex_attention_is_attention_under_the_dense_mask() -> None:
         out.backward(weights.to(device, dtype))
         return [tensor.detach().cpu().float() for tensor in (out, q.grad, k.grad, v.grad)]
 
-    for actual, expected in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
+    for actual, expected in zip(
+        run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True
+    ):
         assert ((actual - expected).norm() / expected.norm()).item() < 2e-2
 
 
 def test_masked_documents_train_compiled_and_checkpointed_as_eager(tmp_path: Path) -> None:
     settings = ["--training.document_mask", "--training.steps=10"]
     eager = losses(tmp_path / "eager", *settings, processes=1)
-    kept = losses(tmp_path / "kept", *settings, "--activation_checkpoint.mode=selective", processes=1)
+    kept = losses(
+        tmp_path / "kept", *settings, "--activation_checkpoint.mode=selective", processes=1
+    )
     compiled = losses(tmp_path / "compiled", *settings, "--compile.enable", processes=1)
     assert kept == pytest.approx(eager, rel=1e-3)
     assert compiled == pytest.approx(eager, rel=5e-3)
@@ -135,8 +168,14 @@ def test_peaks_are_measured_below_the_data_sheets(tmp_path: Path) -> None:
     ],
     ids=["bf16", "float8", "offload", "int8 states", "float8 states"],
 )
-def test_a_resumed_run_goes_on_bit_by_bit_from_a_pinned_snapshot(settings: list[str], tmp_path: Path) -> None:
-    saved = ["--checkpoint.enable", "--checkpoint.interval=5", "--checkpoint.async_mode=async_with_pinned_mem"]
+def test_a_resumed_run_goes_on_bit_by_bit_from_a_pinned_snapshot(
+    settings: list[str], tmp_path: Path
+) -> None:
+    saved = [
+        "--checkpoint.enable",
+        "--checkpoint.interval=5",
+        "--checkpoint.async_mode=async_with_pinned_mem",
+    ]
     settings = [*settings, *saved, "--debug.deterministic", "--lr_scheduler.total_steps=20"]
     straight = train(tmp_path / "straight", *settings, "--training.steps=20", processes=1)
     train(tmp_path / "resumed", *settings, "--training.steps=10", processes=1)

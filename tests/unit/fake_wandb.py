@@ -8,11 +8,13 @@ import pytest
 
 
 class Error(Exception):
-    """wandb's own root of its errors, of which a UsageError (no login) and a CommError (no network) are kinds."""
+    """wandb's own root of its errors, of which a UsageError (no login) and a CommError (no network)
+    are kinds."""
 
 
 class FakeRun:
-    """What was logged to a run: (step, figures) in `rows`. With `broken` set, nothing can be logged any more."""
+    """What was logged to a run: (step, figures) in `rows`. With `broken` set, nothing can be logged
+    any more."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -34,7 +36,8 @@ class FakeRun:
 
 
 class FakeWandb(ModuleType):
-    """The module `wandb` of a test. `runs` are those that were opened; `refusal` is what opening one raises."""
+    """The module `wandb` of a test. `runs` are those that were opened; `refusal` is what opening
+    one raises."""
 
     Error = Error
 

@@ -48,7 +48,9 @@ def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fiel
         "versions": {"torch": torch.__version__},
         "model": {"dim": 4, "rope_scaling": None},
         "config": CONFIG,
-        "files": {file.name: hash_file(file) for file in sorted(path.iterdir()) if file.name != MANIFEST},
+        "files": {
+            file.name: hash_file(file) for file in sorted(path.iterdir()) if file.name != MANIFEST
+        },
         "tensors": {
             name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in tensors.items()
@@ -57,7 +59,9 @@ def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fiel
     write_manifest(path, Manifest(**values | fields))
 
 
-def write_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> Path:
+def write_checkpoint(
+    folder: Path, step: int, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
+) -> Path:
     """The checkpoint of a step in `folder`, complete."""
     path = step_folder(folder, step)
     tensors = small_tensors(step) if tensors is None else tensors
@@ -68,7 +72,8 @@ def write_checkpoint(folder: Path, step: int, tensors: dict[str, torch.Tensor] |
 
 
 def renew_manifest(path: Path) -> None:
-    """Make the manifest agree with files that a test changed, as one who can write into the folder could."""
+    """Make the manifest agree with files that a test changed, as one who can write into the folder
+    could."""
     manifest = read_manifest(path)
     files = {name: hash_file(path / name) for name in manifest.files}
     write_manifest(path, Manifest(**{**vars(manifest), "files": files}))

@@ -28,7 +28,8 @@ RECORD = Record(
 WEIGHT = {"sqnr_db": 31.5, "amax": 0.25, "underflow": 0.0, "saturation": 0.0}
 NUMERICS = {
     "feed_forward.w2": {
-        "weight": WEIGHT | {"sqnr_db_layer": 1, "amax_layer": 0, "underflow_layer": 0, "saturation_layer": 0},
+        "weight": WEIGHT
+        | {"sqnr_db_layer": 1, "amax_layer": 0, "underflow_layer": 0, "saturation_layer": 0},
         "grad_output": {
             "sqnr_db": -math.inf,
             "amax": math.inf,
@@ -42,4 +43,12 @@ NUMERICS = {
     },
     "output": {"weight": WEIGHT | {"saturation": 0.001}},
 }
-SUMMARY = Summary(step=12, tokens=49152, loss=5.25, tps=2340.5, mfu=41.0, memory_gib=0.93, times_s={"training": 15.0})
+SUMMARY = Summary(
+    step=12,
+    tokens=49152,
+    loss=5.25,
+    tps=2340.5,
+    mfu=41.0,
+    memory_gib=0.93,
+    times_s={"training": 15.0},
+)

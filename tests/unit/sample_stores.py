@@ -27,7 +27,12 @@ def write_store(folder: Path, documents: list[list[int]], recipe: Recipe = RECIP
     framed = [np.array([recipe.bos_id, *ids, recipe.eos_id], recipe.dtype) for ids in documents]
     folder.mkdir()
     with StoreWriter(folder, Progress(recipe)) as writer:
-        writer.append(np.concatenate(framed), np.array([len(ids) for ids in framed]), skipped=0, position=START)
+        writer.append(
+            np.concatenate(framed),
+            np.array([len(ids) for ids in framed]),
+            skipped=0,
+            position=START,
+        )
         write_manifest(folder, writer.finish())
     return folder
 

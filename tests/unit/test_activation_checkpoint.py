@@ -1,4 +1,5 @@
-"""What each mode recomputes, counted, in high precision and under emulated float8; and that it changes no gradient."""
+"""What each mode recomputes, counted, in high precision and under emulated float8; and that it
+changes no gradient."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,9 +24,14 @@ from torchtitan_lite.models import llama3
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, document_mask
-from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing, recomputed_modules
+from torchtitan_lite.parallel.activation_checkpoint import (
+    apply_activation_checkpointing,
+    recomputed_modules,
+)
 
-ARGS = ModelArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=48, max_seq_len=32)
+ARGS = ModelArgs(
+    dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=48, max_seq_len=32
+)
 MASKED = replace(ARGS, document_bos_id=0)
 RECIPES = (None, "tensorwise", "mxfp8")
 BACKWARD_MATMULS = 2 * (4 * 7 + 1)
@@ -33,7 +39,8 @@ BACKWARD_MATMULS = 2 * (4 * 7 + 1)
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts the calls of each aten operator; one on float8 tensors is one, whatever it does inside."""
+    """Counts the calls of each aten operator; one on float8 tensors is one, whatever it does
+    inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +60,9 @@ def build_model(*, recipe: str | None, args: ModelArgs = ARGS) -> Transformer:
     return model
 
 
-def materialise(ac: ActivationCheckpointConfig, *, recipe: str | None, args: ModelArgs = ARGS) -> Transformer:
+def materialise(
+    ac: ActivationCheckpointConfig, *, recipe: str | None, args: ModelArgs = ARGS
+) -> Transformer:
     """The model with its weights, checkpointed."""
     model = build_model(recipe=recipe, args=args)
     apply_activation_checkpointing(model, ac)
@@ -71,7 +80,9 @@ def backward(
     loss = model(torch.randint(0, 48, (2, 32))).square().mean()
     with OpCounter() as counter:
         loss.backward()
-    return counter.calls, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return counter.calls, [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 NONE = ActivationCheckpointConfig(mode="none")
@@ -81,13 +92,21 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("mode", "option", "blocks"),
-    [("none", "op", 0), ("full", "op", 4), ("selective", "2", 2), ("selective", "3", 2), ("selective", "4", 1)],
+    [
+        ("none", "op", 0),
+        ("full", "op", 4),
+        ("selective", "2", 2),
+        ("selective", "3", 2),
+        ("selective", "4", 1),
+    ],
 )
-def test_whole_blocks_are_recomputed(mode: str, option: str, blocks: int, recipe: str | None) -> None:
+def test_whole_blocks_are_recomputed(
+    mode: str, option: str, blocks: int, recipe: str | None
+) -> None:
     ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
     calls, gradients = backward(ac, recipe=recipe)
-    # Recomputation ends once everything saved is back: before w2, or, as a float8 linear saves its input after its
-    # matmul, behind it.
+    # Recomputation ends once everything saved is back: before w2, or, as a float8 linear saves its
+    # input after its matmul, behind it.
     assert calls["mm"] == BACKWARD_MATMULS + blocks * (6 if recipe is None else 7)
     assert calls[FLASH] == blocks
     check_gradients(gradients, recipe=recipe)
@@ -95,7 +114,9 @@ def test_whole_blocks_are_recomputed(mode: str, option: str, blocks: int, recipe
 
 @pytest.mark.parametrize("args", [ARGS, MASKED], ids=["causal", "masked"])
 @pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
-def test_op_recomputes_every_second_matmul_and_no_attention(recipe: str | None, args: ModelArgs) -> None:
+def test_op_recomputes_every_second_matmul_and_no_attention(
+    recipe: str | None, args: ModelArgs
+) -> None:
     calls, gradients = backward(ActivationCheckpointConfig(), recipe=recipe, args=args)
     assert calls["mm"] == BACKWARD_MATMULS + 4 * 3  # wk, wo and w3 of each block
     assert FLASH not in calls
@@ -104,18 +125,27 @@ def test_op_recomputes_every_second_matmul_and_no_attention(recipe: str | None, 
     check_gradients(gradients, recipe=recipe, args=args)
 
 
-def check_gradients(gradients: list[torch.Tensor], *, recipe: str | None, args: ModelArgs = ARGS) -> None:
+def check_gradients(
+    gradients: list[torch.Tensor], *, recipe: str | None, args: ModelArgs = ARGS
+) -> None:
     _, expected = backward(NONE, recipe=recipe, args=args)
     assert len(gradients) == len(expected) == 4 * 9 + 3
     for gradient, reference in zip(gradients, expected, strict=True):
         assert torch.equal(gradient, reference)
 
 
-MODES = [("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"), ("selective", "3")]
+MODES = [
+    ("none", "op"),
+    ("full", "op"),
+    ("selective", "op"),
+    ("selective", "2"),
+    ("selective", "3"),
+]
 
 
 def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
-    """FLOPs per token that the ledger counts as recomputed on meta, where attention is no fused operator."""
+    """FLOPs per token that the ledger counts as recomputed on meta, where attention is no fused
+    operator."""
     ledger = count_flops(
         model,
         n_layers=4,
@@ -130,7 +160,9 @@ def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mode", "option"), MODES)
-def test_what_is_counted_as_recomputed_is_what_pytorch_counts(mode: str, option: str, recipe: str | None) -> None:
+def test_what_is_counted_as_recomputed_is_what_pytorch_counts(
+    mode: str, option: str, recipe: str | None
+) -> None:
     ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
     flops = {}
     for applied in (ac, NONE):
@@ -145,8 +177,11 @@ def test_what_is_counted_as_recomputed_is_what_pytorch_counts(mode: str, option:
     assert (expected == 0) == (mode == "none")
 
 
-def compiled_backward(ac: ActivationCheckpointConfig, *, recipe: str | None, mask: Any = None) -> Counter[Any]:
-    """Calls of each operator in the compiled backward pass of one block, without generating code for it."""
+def compiled_backward(
+    ac: ActivationCheckpointConfig, *, recipe: str | None, mask: Any = None
+) -> Counter[Any]:
+    """Calls of each operator in the compiled backward pass of one block, without generating code
+    for it."""
     calls: Counter[Any] = Counter()
 
     def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
@@ -162,13 +197,17 @@ def compiled_backward(ac: ActivationCheckpointConfig, *, recipe: str | None, mas
     torch._dynamo.reset()
     block = model.layers[0]
     block.compile(backend=backend, fullgraph=True)
-    block(torch.randn(1, 32, 64, requires_grad=True), model.rope_cos, model.rope_sin, mask).sum().backward()
+    block(
+        torch.randn(1, 32, 64, requires_grad=True), model.rope_cos, model.rope_sin, mask
+    ).sum().backward()
     return calls
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mode", "option"), [("full", "op"), ("selective", "op")])
-def test_a_compiled_block_recomputes_what_is_counted(mode: str, option: str, recipe: str | None) -> None:
+def test_a_compiled_block_recomputes_what_is_counted(
+    mode: str, option: str, recipe: str | None
+) -> None:
     ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
     model = build_model(recipe=recipe)
     linears = [
@@ -187,7 +226,9 @@ def test_a_compiled_block_keeps_flex_attention_under_op(
     monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)  # as on CUDA
     monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
     mask = document_mask(torch.zeros(1, 32, dtype=torch.long))
-    calls = compiled_backward(ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, mask=mask)
+    calls = compiled_backward(
+        ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, mask=mask
+    )
     assert calls[torch.ops.higher_order.flex_attention_backward] == 1
     assert calls[torch.ops.higher_order.flex_attention] == recomputed
 
@@ -201,7 +242,9 @@ def test_an_eager_block_keeps_attention_that_alone_is_compiled_under_op(
     attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
     compiled = torch.compile(attend, options={"wrap_inductor_compiled_regions": True})
     monkeypatch.setattr(llama3, "attend", compiled)
-    model = materialise(ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, args=MASKED)
+    model = materialise(
+        ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, args=MASKED
+    )
     loss = model(torch.randint(0, 48, (2, 32))).sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         loss.backward()
@@ -210,9 +253,14 @@ def test_an_eager_block_keeps_attention_that_alone_is_compiled_under_op(
 
 def test_attention_that_is_no_fused_operator_is_recomputed() -> None:
     names = recomputed_modules(
-        build_model(recipe=None), ActivationCheckpointConfig(), compiled=False, fused_attention=False
+        build_model(recipe=None),
+        ActivationCheckpointConfig(),
+        compiled=False,
+        fused_attention=False,
     )
-    assert {name for name in names if name.endswith(".attention")} == {f"layers.{i}.attention" for i in range(4)}
+    assert {name for name in names if name.endswith(".attention")} == {
+        f"layers.{i}.attention" for i in range(4)
+    }
 
 
 def test_none_leaves_the_model_as_it_is() -> None:

@@ -54,22 +54,36 @@ def test_a_fact_that_only_some_ranks_state_differs(first: bool) -> None:
     (message, _) = messages(facts if first else facts[::-1])
     ranks = (0, 1) if first else (1, 0)
     values = [f"1 (rank {ranks[0]} on {HOST})", f"none (rank {ranks[1]} on {HOST})"]
-    assert message == f"[new] key differs between ranks: {'; '.join(values if first else values[::-1])}\n{FIX}"
+    assert (
+        message
+        == f"[new] key differs between ranks: {'; '.join(values if first else values[::-1])}\n{FIX}"
+    )
 
 
 def test_of_many_ranks_the_first_are_named() -> None:
     message = messages([FACTS] + [FACTS | {"torch": "2.11.0"}] * 9)[5]
-    assert message.startswith(f"torch differs between ranks: 2.13.0 (rank 0 on {HOST}); 2.11.0 (rank 1 on {HOST}, 2 on")
+    assert message.startswith(
+        f"torch differs between ranks: 2.13.0 (rank 0 on {HOST}); 2.11.0 (rank 1 on {HOST}, 2 on"
+    )
     assert f"4 on {HOST} and 5 more)" in message
 
 
 def test_numbers_of_nodes_and_processes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = dist.HashStore()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agreement, "connect_store", lambda timeout_s: stores)
     with ThreadPoolExecutor(1) as other:
-        answer = other.submit(compare_facts, stores, FACTS | {"NNODES": "2", "NGPU": "4"}, rank=1, world_size=2)
-        with pytest.raises(ConfigError, match=rf"NGPU differs between ranks: 1 \(rank 0 on {HOST}\); 4 \(rank 1"):
+        answer = other.submit(
+            compare_facts, stores, FACTS | {"NNODES": "2", "NGPU": "4"}, rank=1, world_size=2
+        )
+        with pytest.raises(
+            ConfigError, match=rf"NGPU differs between ranks: 1 \(rank 0 on {HOST}\); 4 \(rank 1"
+        ):
             check_started_alike(FACTS, timeout_s=10)
         assert isinstance(answer.exception(), ConfigError)

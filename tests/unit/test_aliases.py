@@ -8,7 +8,9 @@ from torchtitan_lite.logger import logger
 
 
 @pytest.fixture
-def notices(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def notices(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger=logger.name)
     return caplog
@@ -24,7 +26,11 @@ def notices(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
             "[training] batch_size is now [training] local_batch_size",
         ),
         ("training.seed", "debug.seed", "[training] seed is now [debug] seed"),
-        ("training.deterministic", "debug.deterministic", "[training] deterministic is now [debug] deterministic"),
+        (
+            "training.deterministic",
+            "debug.deterministic",
+            "[training] deterministic is now [debug] deterministic",
+        ),
         (
             "training.tensor_parallel_degree",
             "parallelism.tensor_parallel_degree",
@@ -40,7 +46,11 @@ def notices(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
             "lr_scheduler.min_lr_factor",
             "[lr_scheduler] lr_min is now [lr_scheduler] min_lr_factor",
         ),
-        ("model.hf_assets_path", "model.tokenizer_path", "[model] hf_assets_path is now [model] tokenizer_path"),
+        (
+            "model.hf_assets_path",
+            "model.tokenizer_path",
+            "[model] hf_assets_path is now [model] tokenizer_path",
+        ),
         ("job.print_args", "job.print_config", "[job] print_args is now [job] print_config"),
         (
             "quantize.linear.float8.recipe_name",
@@ -49,7 +59,9 @@ def notices(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
         ),
     ],
 )
-def test_alias_moves_its_value_and_says_so(old: str, new: str, notice: str, notices: pytest.LogCaptureFixture) -> None:
+def test_alias_moves_its_value_and_says_so(
+    old: str, new: str, notice: str, notices: pytest.LogCaptureFixture
+) -> None:
     resolved, problems = resolve_aliases({old: Setting(7, "run.toml")})
     assert problems == []
     assert list(resolved) == [new]
@@ -95,7 +107,9 @@ def test_other_converters_are_refused(converters: object) -> None:
     assert '(from run.toml): must be ["float8"], ["quantize.linear.float8"] or []' in problems[0]
 
 
-@pytest.mark.parametrize("names", [("training.compile", "compile.enable"), ("compile.enable", "training.compile")])
+@pytest.mark.parametrize(
+    "names", [("training.compile", "compile.enable"), ("compile.enable", "training.compile")]
+)
 def test_old_and_new_name_must_agree(names: tuple[str, str]) -> None:
     old, new = Setting(True, "run.toml"), Setting(False, "run.toml")
     by_name = {"training.compile": old, "compile.enable": new}

@@ -4,19 +4,37 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.models.attention import attention_backend, attention_inputs, prefer_backend, time_backends
+from torchtitan_lite.models.attention import (
+    attention_backend,
+    attention_inputs,
+    prefer_backend,
+    time_backends,
+)
 from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
 
 
 def args(**changes: object) -> ModelArgs:
-    return ModelArgs(dim=64, n_layers=1, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48, **changes)
+    return ModelArgs(
+        dim=64,
+        n_layers=1,
+        n_heads=8,
+        n_kv_heads=2,
+        ffn_dim=96,
+        vocab_size=50,
+        max_seq_len=48,
+        **changes,
+    )
 
 
 @pytest.mark.parametrize(
     ("bos_id", "device", "expected"),
-    [(None, "cpu", "FLASH_ATTENTION"), (0, "cpu", "FLASH_ATTENTION"), (0, "cuda", "FLEX_ATTENTION")],
+    [
+        (None, "cpu", "FLASH_ATTENTION"),
+        (0, "cpu", "FLASH_ATTENTION"),
+        (0, "cuda", "FLEX_ATTENTION"),
+    ],
 )
 def test_the_attention_backend_is_named(bos_id: int | None, device: str, expected: str) -> None:
     found = attention_backend(
@@ -37,10 +55,14 @@ def test_backends_that_the_device_lacks_are_not_timed() -> None:
     assert list(seconds) == ["FLASH_ATTENTION"] and seconds["FLASH_ATTENTION"] > 0
 
 
-def test_a_preferred_backend_is_asked_first_and_none_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preferred_backend_is_asked_first_and_none_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = torch._C._get_sdp_priority_order()
     # What PyTorch does on Hopper at a process's first choice of a backend.
-    own_orders = iter([[int(backend.value) for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)]])
+    own_orders = iter(
+        [[int(backend.value) for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)]]
+    )
 
     def choose(*tensors: torch.Tensor, **options: object) -> int:
         for order in own_orders:
@@ -57,4 +79,8 @@ def test_a_preferred_backend_is_asked_first_and_none_is_left_out(monkeypatch: py
             torch._C._set_sdp_priority_order(before)
     assert order[0] == int(SDPBackend.CUDNN_ATTENTION.value)
     assert tag == "tp CUDNN_ATTENTION"
-    assert {SDPBackend(number).name for number in order} >= {"CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH"}
+    assert {SDPBackend(number).name for number in order} >= {
+        "CUDNN_ATTENTION",
+        "FLASH_ATTENTION",
+        "MATH",
+    }

@@ -33,7 +33,10 @@ def test_the_debug_model_can_be_compared() -> None:
             "--activation_checkpoint.mode=auto",
             'mode = "auto" is not the same in the bare loop; set it to "none" or "selective"',
         ),
-        ("--optimizer.state_dtype=int8", 'state_dtype = "int8" is not the same in the bare loop; set it to "float32"'),
+        (
+            "--optimizer.state_dtype=int8",
+            'state_dtype = "int8" is not the same in the bare loop; set it to "float32"',
+        ),
         (
             "--training.enable_cpu_offload",
             "enable_cpu_offload = true is not the same in the bare loop; set it to false",
@@ -46,7 +49,10 @@ def test_the_debug_model_can_be_compared() -> None:
             "--parallelism.fsdp_reshard_after_forward=always",
             'after_forward = "always" is not the same in the bare loop; set it to "default"',
         ),
-        ("--training.global_batch_size=32", "global_batch_size = 32: a step has 2 microbatches a rank, and the bare"),
+        (
+            "--training.global_batch_size=32",
+            "global_batch_size = 32: a step has 2 microbatches a rank, and the bare",
+        ),
     ],
 )
 def test_what_the_bare_loop_has_not_is_refused(word: str, message: str) -> None:

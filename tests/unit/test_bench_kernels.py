@@ -1,4 +1,5 @@
-"""Kernels by their names, as profilers of H100s and of CPUs show them, and a step's time by their groups."""
+"""Kernels by their names, as profilers of H100s and of CPUs show them, and a step's time by their
+groups."""
 
 import json
 from pathlib import Path
@@ -6,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.benchmarks.kernels import GROUPS, Breakdown, break_down, covered, group_of, mean_of
+from torchtitan_lite.benchmarks.kernels import (
+    GROUPS,
+    Breakdown,
+    break_down,
+    covered,
+    group_of,
+    mean_of,
+)
 from torchtitan_lite.errors import RunError
 
 CUTLASS = "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal"
@@ -85,11 +93,18 @@ NAMES = {
         "void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float, 2, 1, 1>>",
         "c10d::allgather_",
     ],
-    "other": ["Memcpy DtoD (Device -> Device)", "Memset (Device)", "CompiledFunctionBackward", "aten::view"],
+    "other": [
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "CompiledFunctionBackward",
+        "aten::view",
+    ],
 }
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, names in NAMES.items() for name in names]
+)
 def test_kernels_are_grouped_by_their_names(group: str, name: str) -> None:
     assert group_of(name) == group
 
@@ -113,7 +128,9 @@ def test_a_gpus_step_is_its_kernels_and_the_gaps_between_them(tmp_path: Path) ->
         tmp_path,
         event("ProfilerStep#2", "user_annotation", 0, 5),  # of the host, which runs ahead
         event("ProfilerStep#2", "gpu_user_annotation", 10, 100),
-        event("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "kernel", 5, 15),  # begun in the step before
+        event(
+            "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "kernel", 5, 15
+        ),  # begun in the step before
         event("nvjet_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT", "kernel", 20, 30),
         event("ncclDevKernel_AllGather_RING_LL", "kernel", 40, 30),  # 10 of them beside the matmul
         event("aten::mm", "cpu_op", 20, 30),
@@ -128,7 +145,10 @@ def test_a_gpus_step_is_its_kernels_and_the_gaps_between_them(tmp_path: Path) ->
 
 
 def test_a_cpus_step_is_the_own_time_of_its_operators(tmp_path: Path) -> None:
-    float32, bf16 = {"Input type": ["float", "float"]}, {"Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    float32, bf16 = (
+        {"Input type": ["float", "float"]},
+        {"Input type": ["c10::BFloat16", "c10::BFloat16"]},
+    )
     trace = write_trace(
         tmp_path,
         event("ProfilerStep#2", "user_annotation", 0, 100),

@@ -40,14 +40,25 @@ def h200() -> list[Row]:
 
 
 def test_a_gpu_has_the_whole_matrix_of_8b_and_two_small_shapes(h200: list[Row]) -> None:
-    matrix = {(row.recipe, row.compiled, row.checkpoint, row.batch) for row in h200 if row.shape is LLAMA_8B}
+    matrix = {
+        (row.recipe, row.compiled, row.checkpoint, row.batch)
+        for row in h200
+        if row.shape is LLAMA_8B
+    }
     assert len(matrix) == len(RECIPES) * 2 * 3 * 2
     small = [(row.shape.name, row.recipe) for row in h200 if row.shape is not LLAMA_8B]
-    assert small == [("1B", "bf16"), ("1B", "tensorwise"), ("debug", "bf16"), ("debug", "tensorwise")]
+    assert small == [
+        ("1B", "bf16"),
+        ("1B", "tensorwise"),
+        ("debug", "bf16"),
+        ("debug", "tensorwise"),
+    ]
     assert len({row.name for row in h200}) == len(h200) == 52
 
 
-def test_the_most_important_rows_come_first_and_bf16_before_what_is_held_against_it(h200: list[Row]) -> None:
+def test_the_most_important_rows_come_first_and_bf16_before_what_is_held_against_it(
+    h200: list[Row],
+) -> None:
     assert [(row.shape.name, row.checkpoint, row.batch, row.compiled) for row in h200[:4]] == [
         ("8B", "op", 1, True)
     ] * 4
@@ -72,7 +83,9 @@ def test_the_layers_are_the_most_that_fit(name: str) -> None:
     for more, fits in ((0, True), (1, False)):
         if 0 < layers + more <= LLAMA_8B.args.n_layers:
             estimates = [
-                forecast(Row(LLAMA_8B, layers + more, "none", 2, compiled, BF16, 1, 1), gpu).memory_gib
+                forecast(
+                    Row(LLAMA_8B, layers + more, "none", 2, compiled, BF16, 1, 1), gpu
+                ).memory_gib
                 for compiled in (True, False)
             ]
             assert (max(filter(None, estimates)) <= gpu.memory_gib) is fits
@@ -93,19 +106,27 @@ def test_what_cannot_run_is_told_with_its_reason() -> None:
 def test_rows_are_chosen_by_the_words_of_their_names() -> None:
     rows, _ = plan_rows(CPU, quick=True, only="eager bf16")
     assert [row.name for row in rows] == ["debug 4L seq128 b1 none eager bf16"]
-    with pytest.raises(ConfigError, match='--only "eager mxfp8" leaves no row: no name has all these words'):
+    with pytest.raises(
+        ConfigError, match='--only "eager mxfp8" leaves no row: no name has all these words'
+    ):
         plan_rows(CPU, quick=True, only="eager mxfp8")
 
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("gpu", [spec.name for spec in DEVICES[::5]] + [""])
-def test_the_config_of_every_row_is_sound(gpu: str, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_of_every_row_is_sound(
+    gpu: str, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, _ = plan_rows(device(gpu) if gpu else CPU, quick=quick)
     for row in rows:
         monkeypatch.setitem(FLAVORS, row.flavor, row.args)
         config = row.config("/tmp/run", peak_tflops_bf16=0.5)
-        assert check_config(profiled(config), world_size=1) == check_config(config, world_size=1) == []
-        assert config.training.steps == row.steps and config.training.microbatch_tokens == row.tokens
+        assert (
+            check_config(profiled(config), world_size=1) == check_config(config, world_size=1) == []
+        )
+        assert (
+            config.training.steps == row.steps and config.training.microbatch_tokens == row.tokens
+        )
         assert config.float8.enable_float8_linear is (row.recipe != BF16)
 
 
@@ -115,7 +136,10 @@ def test_planning_leaves_the_flavors_as_they_are(h200: list[Row]) -> None:
 
 
 def test_a_forecast_knows_what_float8_gains_and_on_cpu_only_how_long_it_takes() -> None:
-    bf16, float8 = (forecast(Row(LLAMA_8B, 4, "op", 1, True, recipe, 2, 8), device("H200")) for recipe in RECIPES[:2])
+    bf16, float8 = (
+        forecast(Row(LLAMA_8B, 4, "op", 1, True, recipe, 2, 8), device("H200"))
+        for recipe in RECIPES[:2]
+    )
     assert bf16.tps and float8.tps and float8.tps > bf16.tps
     assert bf16.flops_by_precision["fp8"] == 0 < float8.flops_by_precision["fp8"]
     assert bf16.step_s == pytest.approx(8192 / bf16.tps)
@@ -128,7 +152,10 @@ def test_a_forecast_knows_what_float8_gains_and_on_cpu_only_how_long_it_takes() 
 def test_the_page_says_what_runs_are_taken_to_need() -> None:
     timing = bench_plan.GPU_TIMING
     page = (Path(__file__).parents[2] / "docs/performance.md").read_text()
-    assert f"Compilation is taken to need {timing.compile_s:g} s a row and\na start {timing.start_s:g} s" in page
+    assert (
+        f"Compilation is taken to need {timing.compile_s:g} s a row and\na start {timing.start_s:g} s"
+        in page
+    )
 
 
 def test_a_profile_is_of_the_first_float8_row_and_its_bf16_row(h200: list[Row]) -> None:

@@ -42,7 +42,10 @@ def test_the_affine_law_is_met_by_a_fixed_cost_and_one_a_unit() -> None:
 
 def test_the_affine_law_is_not_met_by_a_square() -> None:
     expected = affine([1, 2, 4, 8], points(1, 4, 16, 64))
-    assert max(abs(each / square - 1) for each, square in zip(expected, (1, 4, 16, 64), strict=True)) > 0.5
+    assert (
+        max(abs(each / square - 1) for each, square in zip(expected, (1, 4, 16, 64), strict=True))
+        > 0.5
+    )
 
 
 def test_the_law_of_flops_has_the_rate_of_the_last() -> None:
@@ -66,7 +69,15 @@ def test_a_row_holds_what_was_measured_against_what_was_expected() -> None:
     result = SweepResult(sweep, points(0.25, 0.25, 0.25))
     (first, *_) = result.rows()
     assert first == pytest.approx(
-        {"layers": 1, "tps": 400, "step_s": 0.25, "law_s": 0.25, "over_law": 1, "flops_s": 0.25, "over_flops": 1}
+        {
+            "layers": 1,
+            "tps": 400,
+            "step_s": 0.25,
+            "law_s": 0.25,
+            "over_law": 1,
+            "flops_s": 0.25,
+            "over_flops": 1,
+        }
     )
     assert str(result).splitlines()[0] == "layers: the law"
     assert len(str(result).splitlines()) == 2 + 3
@@ -74,7 +85,10 @@ def test_a_row_holds_what_was_measured_against_what_was_expected() -> None:
 
 def test_each_sweep_varies_one_thing() -> None:
     assert [*SWEEPS["layers"].settings] == [1, 2, 4, 8]
-    assert {setting.seq_len * setting.local_batch_size for setting in SWEEPS["seq_len"].settings.values()} == {1024}
+    assert {
+        setting.seq_len * setting.local_batch_size
+        for setting in SWEEPS["seq_len"].settings.values()
+    } == {1024}
     assert {setting.seq_len for setting in SWEEPS["batch"].settings.values()} == {128}
     assert [setting.ranks for setting in SWEEPS["ranks"].settings.values()] == [1, 2, 4]
 
@@ -92,14 +106,17 @@ def test_a_long_run_that_leaks_and_slows_down() -> None:
     run = long_run(seconds, {step: 1000 + 3 * step for step in range(1, steps + 1)})
     assert run.ratios.median == 2.0
     assert run.growth.slope == pytest.approx(3)
-    assert "of the last 200 steps over the first 200, by the fastest 10% of each 20: 2.000" in str(run)
+    assert "of the last 200 steps over the first 200, by the fastest 10% of each 20: 2.000" in str(
+        run
+    )
     assert run.as_json()["growth_kib_per_step"] == pytest.approx(3)
 
 
 def test_neighbours_that_slow_most_steps_of_the_second_half_down() -> None:
     half = 20 * BLOCKS
     run = long_run(
-        [0.01] * half + [0.01 if step % 5 == 0 else 0.03 for step in range(half)], dict.fromkeys(range(2 * half), 1)
+        [0.01] * half + [0.01 if step % 5 == 0 else 0.03 for step in range(half)],
+        dict.fromkeys(range(2 * half), 1),
     )
     assert (run.ratios.median, run.median_ratio) == pytest.approx((1.0, 3.0))
 

@@ -30,19 +30,25 @@ def load(*words: str) -> Config:
 def test_figures_are_counted_from_the_lines_of_either_log(line: str) -> None:
     # 3 s up to the first step, then 0.5 s each.
     lines = [(3 + 0.5 * (step - 1), line.format(step=step)) for step in range(1, 13)]
-    watched = Watched(((1.0, "step on it"), *lines, (20.0, "12 steps, 1,536 tokens")), peak_mib=512.0)
+    watched = Watched(
+        ((1.0, "step on it"), *lines, (20.0, "12 steps, 1,536 tokens")), peak_mib=512.0
+    )
     assert figures(watched, tokens=100) == Figures(tps=200.0, first_step_s=3.0, peak_mib=512.0)
 
 
 def test_the_first_rank_that_tells_of_a_step_counts() -> None:
-    lines = [(step + late, THEIRS.format(step=step)) for step in range(1, 11) for late in (0.0, 0.4)]
+    lines = [
+        (step + late, THEIRS.format(step=step)) for step in range(1, 11) for late in (0.0, 0.4)
+    ]
     assert figures(Watched(tuple(lines), peak_mib=1.0), tokens=100).tps == pytest.approx(100)
 
 
 @pytest.mark.parametrize("steps", [range(1, 10), range(2, 13), [*range(1, 6), *range(7, 13)]])
 def test_a_log_that_lacks_steps_is_refused(steps: range) -> None:
     with pytest.raises(RunError, match="the log tells of steps"):
-        figures(Watched(tuple((float(step), OURS.format(step=step)) for step in steps), 1.0), tokens=1)
+        figures(
+            Watched(tuple((float(step), OURS.format(step=step)) for step in steps), 1.0), tokens=1
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,13 +87,18 @@ def test_torchtitan_is_asked_for_the_same_run() -> None:
     assert {"--compile.enable", "--compile.components=model,loss"} <= set(options)
     assert {*schedule, "--lr_scheduler.min_lr_factor=0.0"} <= set(options)
     usual = torchtitan_options(load())
-    assert "--compile.enable" not in usual and not any("total_steps" in option for option in usual)  # unset there too
+    assert "--compile.enable" not in usual and not any(
+        "total_steps" in option for option in usual
+    )  # unset there too
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--training.steps=9", "steps = 9: a rate is of the steps after the first 5; train 10 at least"),
+        (
+            "--training.steps=9",
+            "steps = 9: a rate is of the steps after the first 5; train 10 at least",
+        ),
         (
             "--float8.enable_float8_linear=true",
             "enable_float8_linear = true is not the same in torchtitan on CPU; set it to false",
@@ -96,7 +107,10 @@ def test_torchtitan_is_asked_for_the_same_run() -> None:
             "--parallelism.tensor_parallel_degree=2",
             "tensor_parallel_degree = 2 is not the same in torchtitan on CPU; set it to 1",
         ),
-        ("--training.document_mask", "document_mask = true is not the same in torchtitan on CPU; set it to false"),
+        (
+            "--training.document_mask",
+            "document_mask = true is not the same in torchtitan on CPU; set it to false",
+        ),
         (
             "--optimizer.state_dtype=int8",
             'state_dtype = "int8" is not the same in torchtitan on CPU; set it to "float32"',
@@ -111,7 +125,9 @@ def test_what_would_not_be_the_same_is_refused(word: str, message: str) -> None:
 def test_models_of_different_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rival = Rival(load(), python="python", adapter=Path("adapter.py"), processes=2, shard_one=False)
     monkeypatch.setattr(rival, "run_ours", lambda: Watched(((0.0, "6 parameters"),), 1.0))
-    monkeypatch.setattr(rival, "run_theirs", lambda: Watched(((0.0, "1,006 total parameters"),), 1.0))
+    monkeypatch.setattr(
+        rival, "run_theirs", lambda: Watched(((0.0, "1,006 total parameters"),), 1.0)
+    )
     with pytest.raises(RunError, match="6 parameters here, 1,006 in torchtitan"):
         rival.compare(pairs=2, tell=print)
 
@@ -148,8 +164,13 @@ def test_ratios_are_of_the_medians_and_pair_by_pair() -> None:
     theirs = tuple(Figures(tps, 8.0, 100.0) for tps in (100.0, 200.0, 50.0))
     versus = Versus(ours, theirs, parameters=6)
     told = versus.as_json()
-    assert told["ratio_of_medians"] == pytest.approx({"tps": 1.1, "first_step_s": 0.5, "peak_mib": 0.9})
-    assert told["median_of_ratios"] == pytest.approx({"tps": 1.1, "first_step_s": 0.5, "peak_mib": 0.9})
-    assert "launch to end of step 1, s                4.0         8.0    0.50   0.500, standard error 0.000, q" in str(
-        versus
+    assert told["ratio_of_medians"] == pytest.approx(
+        {"tps": 1.1, "first_step_s": 0.5, "peak_mib": 0.9}
+    )
+    assert told["median_of_ratios"] == pytest.approx(
+        {"tps": 1.1, "first_step_s": 0.5, "peak_mib": 0.9}
+    )
+    assert (
+        "launch to end of step 1, s                4.0         8.0    0.50   0.500, standard error 0.000, q"
+        in str(versus)
     )

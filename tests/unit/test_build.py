@@ -9,7 +9,13 @@ import torch.distributed as dist
 from test_dataloader import FakeStore, windows_of
 
 from torchtitan_lite import build
-from torchtitan_lite.build import asked_of_step, build_batches, check_same_data, check_same_tokens, open_stores
+from torchtitan_lite.build import (
+    asked_of_step,
+    build_batches,
+    check_same_data,
+    check_same_tokens,
+    open_stores,
+)
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, Progress
 from torchtitan_lite.config import (
     BatchSizes,
@@ -34,8 +40,12 @@ def config(flavor: str) -> Config:
     return Config(model=ModelConfig(flavor=flavor), training=TrainingConfig(seq_len=4096))
 
 
-@pytest.mark.parametrize(("flavor", "vocab_size"), [("debugmodel", 2256), ("8B", 128256), ("405B", 128256)])
-def test_the_vocabulary_is_the_flavors_own_and_the_debug_models_the_tokenizers(flavor: str, vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    ("flavor", "vocab_size"), [("debugmodel", 2256), ("8B", 128256), ("405B", 128256)]
+)
+def test_the_vocabulary_is_the_flavors_own_and_the_debug_models_the_tokenizers(
+    flavor: str, vocab_size: int
+) -> None:
     args = resolve_model_args(config(flavor), tokenizer(2256))
     assert (args.vocab_size, args.max_seq_len) == (vocab_size, 4096)
 
@@ -49,7 +59,8 @@ def test_documents_begin_at_the_tokenizers_bos_where_attention_is_not_to_leave_t
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
     assert resolve_model_args(config("8B"), tokenizer(128256)).vocab_size == 128256
     with pytest.raises(
-        ConfigError, match=r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than the 128256"
+        ConfigError,
+        match=r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than the 128256",
     ):
         resolve_model_args(config("8B"), tokenizer(128257))
 
@@ -60,12 +71,32 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
         ({}, (1, 2, 2), (0, 0, 0, 0)),
         ({"enable_float8_linear": True}, (1, 2, 2), (14, 168, 0, 32)),
         ({"enable_float8_linear": True, "recipe_name": "rowwise"}, (1, 2, 2), (14, 168, 0, 0)),
-        ({"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp"}, (1, 4, 1), (14, 56, 0, 0)),
-        ({"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True}, (2, 2, 1), (14, 84, 2, 0)),
-        ({"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True}, (4, 1, 1), (14, 84, 0, 0)),
-        ({"enable_float8_linear": True, "filter_fqns": ("wk", "layers.1")}, (1, 2, 2), (6, 72, 0, 12)),
         (
-            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True, "convert_output": True},
+            {"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp"},
+            (1, 4, 1),
+            (14, 56, 0, 0),
+        ),
+        (
+            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True},
+            (2, 2, 1),
+            (14, 84, 2, 0),
+        ),
+        (
+            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True},
+            (4, 1, 1),
+            (14, 84, 0, 0),
+        ),
+        (
+            {"enable_float8_linear": True, "filter_fqns": ("wk", "layers.1")},
+            (1, 2, 2),
+            (6, 72, 0, 12),
+        ),
+        (
+            {
+                "enable_float8_linear": True,
+                "enable_fsdp_float8_all_gather": True,
+                "convert_output": True,
+            },
             (1, 2, 2),
             (15, 180, 3, 36),
         ),
@@ -74,34 +105,48 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
 def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
     float8: dict[str, Any], degrees: tuple[int, int, int], expected: tuple[int, ...]
 ) -> None:
-    args = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=64, max_seq_len=32)
+    args = ModelArgs(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=64, max_seq_len=32
+    )
     training = TrainingConfig(seq_len=32, local_batch_size=1, global_batch_size=8)
     asking = Config(training=training, float8=Float8Config(**float8))
-    meta = build_meta_model(asking, args, tp_degree=degrees[2], emulate=True, fused_attention=True, rates=None)
-    asked = asked_of_step(asking, meta.choices, degrees=ParallelDegrees(*degrees), ledger=meta.ledger)
+    meta = build_meta_model(
+        asking, args, tp_degree=degrees[2], emulate=True, fused_attention=True, rates=None
+    )
+    asked = asked_of_step(
+        asking, meta.choices, degrees=ParallelDegrees(*degrees), ledger=meta.ledger
+    )
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
 
 
 @pytest.mark.parametrize("others", [[], [2], [1, 3]])
-def test_ranks_with_other_tokens_are_named(others: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_other_tokens_are_named(
+    others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gather(into: list[list[str]], own: list[str]) -> None:
         into[:] = [[own[0], "other" if rank in others else own[1]] for rank in range(4)]
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    stores: Any = {"books": SimpleNamespace(fingerprint="one"), "texts": SimpleNamespace(fingerprint="same")}
+    stores: Any = {
+        "books": SimpleNamespace(fingerprint="one"),
+        "texts": SimpleNamespace(fingerprint="same"),
+    }
     if not others:
         check_same_tokens(stores)
         return
     with pytest.raises(
-        DataError, match=rf"^texts: rank 0 has other tokens than {len(others)} of 4.* first of them {others[0]}"
+        DataError,
+        match=rf"^texts: rank 0 has other tokens than {len(others)} of 4.* first of them {others[0]}",
     ):
         check_same_tokens(stores)
 
 
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def messages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     """What is logged."""
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", logger.name)
@@ -110,7 +155,8 @@ def messages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Settings of the stores that were opened, of 40 windows of 4 for "a" and 1000 ids further for each letter on."""
+    """Settings of the stores that were opened, of 40 windows of 4 for "a" and 1000 ids further for
+    each letter on."""
     settings: list[str] = []
 
     def open_data(path: str | None, *, text_field: str, tokenizer: Any, setting: str) -> Any:
@@ -122,24 +168,35 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return settings
 
 
-def data_of(progress: Progress = NEW_RUN, *, validation: ValidationConfig | None = None, **training: Any) -> Any:
+def data_of(
+    progress: Progress = NEW_RUN, *, validation: ValidationConfig | None = None, **training: Any
+) -> Any:
     """Training and validation batches of the stores of `opened`, a sample a step."""
     section = TrainingConfig(**{"seq_len": 4, "local_batch_size": 1, "steps": 40, **training})
     config = Config(training=section, validation=validation or ValidationConfig())
     sizes = BatchSizes(1, 1, 1)
-    return build_batches(config, tokenizer(9), sizes, vocab_size=9999, dp_rank=0, dp_degree=1, progress=progress)
+    return build_batches(
+        config, tokenizer(9), sizes, vocab_size=9999, dp_rank=0, dp_degree=1, progress=progress
+    )
 
 
 def trained(batches: Any) -> list[int]:
     return [window for tokens, _ in batches for window in windows_of(tokens)]
 
 
-def test_stores_have_the_names_of_their_paths_and_numbers_where_two_are_alike(opened: list[str]) -> None:
+def test_stores_have_the_names_of_their_paths_and_numbers_where_two_are_alike(
+    opened: list[str],
+) -> None:
     def names(*paths: str) -> list[str]:
-        return list(open_stores(TrainingConfig(datasets=[{"path": path} for path in paths]), tokenizer(9)))
+        return list(
+            open_stores(TrainingConfig(datasets=[{"path": path} for path in paths]), tokenizer(9))
+        )
 
     assert names("data/a", "b.txt") == ["a", "b.txt"]
-    assert opened == ['[[training.datasets]] 1: path = "data/a"', '[[training.datasets]] 2: path = "b.txt"']
+    assert opened == [
+        '[[training.datasets]] 1: path = "data/a"',
+        '[[training.datasets]] 2: path = "b.txt"',
+    ]
     assert names("b/text", "c", "a/c2", "d/c2") == ["text", "c", "3-c2", "4-c2"]
 
 
@@ -152,7 +209,8 @@ def test_one_store_has_the_name_of_its_path_or_of_its_corpus(opened: list[str]) 
 def test_the_same_tokens_twice_are_refused(opened: list[str]) -> None:
     training = TrainingConfig(datasets=[{"path": path} for path in ("a", "b", "a/copy")])
     with pytest.raises(
-        DataError, match=r'^\[\[training.datasets\]\] 3: path = "a/copy" holds the same tokens as 1; list'
+        DataError,
+        match=r'^\[\[training.datasets\]\] 3: path = "a/copy" holds the same tokens as 1; list',
     ):
         open_stores(training, tokenizer(9))
 
@@ -164,7 +222,9 @@ def test_without_validation_all_is_trained_on(opened: list[str]) -> None:
 
 
 @pytest.mark.parametrize("dataset_path", [None, "a/same"])
-def test_validation_on_the_training_data_is_held_out(dataset_path: str | None, opened: list[str]) -> None:
+def test_validation_on_the_training_data_is_held_out(
+    dataset_path: str | None, opened: list[str]
+) -> None:
     section = ValidationConfig(enable=True, steps=5, dataset_path=dataset_path)
     batches, validation = data_of(validation=section, steps=35)
     assert sorted(trained(batches) + trained(validation)) == list(range(40))
@@ -172,14 +232,18 @@ def test_validation_on_the_training_data_is_held_out(dataset_path: str | None, o
 
 def test_validation_on_one_of_several_stores_is_held_out_of_that_one(opened: list[str]) -> None:
     section = ValidationConfig(enable=True, steps=5, dataset_path="b")
-    batches, validation = data_of(validation=section, datasets=[{"path": "a"}, {"path": "b"}], steps=70)
+    batches, validation = data_of(
+        validation=section, datasets=[{"path": "a"}, {"path": "b"}], steps=70
+    )
     assert [windows.held_out for windows in batches.corpus.windows] == [0, 5]
     assert len({*trained(batches), *trained(validation)}) == 35 + 40
     assert not set(trained(batches)) & set(trained(validation))
 
 
 def test_validation_on_other_data_takes_nothing(opened: list[str]) -> None:
-    batches, validation = data_of(validation=ValidationConfig(enable=True, steps=40, dataset_path="c"))
+    batches, validation = data_of(
+        validation=ValidationConfig(enable=True, steps=40, dataset_path="c")
+    )
     assert sorted(trained(batches)) == list(range(40))
     assert sorted(trained(validation)) == list(range(500, 540))
     assert opened == ['[training] dataset = "pystdlib"', '[validation] dataset_path = "c"']
@@ -192,7 +256,9 @@ def test_a_resumed_run_goes_on_at_its_sample(opened: list[str]) -> None:
 
 
 @pytest.mark.parametrize("validation", [ValidationConfig(), ValidationConfig(enable=True, steps=2)])
-def test_what_was_held_out_stays_so_for_a_smaller_validation(validation: ValidationConfig, opened: list[str]) -> None:
+def test_what_was_held_out_stays_so_for_a_smaller_validation(
+    validation: ValidationConfig, opened: list[str]
+) -> None:
     """As for a smaller local batch: the order goes on."""
     whole, _ = data_of(validation=ValidationConfig(enable=True, steps=5), steps=35)
     progress = Progress(step=3, samples=12, tokens=48, data=whole.corpus.identity())
@@ -237,11 +303,16 @@ def test_a_store_that_was_moved_is_told_of(messages: Any) -> None:
     ("training", "said"),
     [
         ({}, []),
-        ({"epochs": 0.5}, ["[training] epochs = 0.5 end the run at step 20 of 40; 0 samples are left over"]),
+        (
+            {"epochs": 0.5},
+            ["[training] epochs = 0.5 end the run at step 20 of 40; 0 samples are left over"],
+        ),
         ({"epochs": 1.5}, ["[training] steps = 40 end the run, before 1.5 epochs do"]),
     ],
 )
-def test_what_is_said_of_the_data(training: dict[str, Any], said: list[str], opened: list[str], messages: Any) -> None:
+def test_what_is_said_of_the_data(
+    training: dict[str, Any], said: list[str], opened: list[str], messages: Any
+) -> None:
     data_of(**training)
     first, *others = [record.getMessage() for record in messages.records]
     steps = 20 if training.get("epochs") == 0.5 else 40

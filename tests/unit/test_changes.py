@@ -2,7 +2,12 @@
 
 from dataclasses import replace
 
-from torchtitan_lite.checkpoint.changes import config_changes, progress_changes, tensor_changes, value_changes
+from torchtitan_lite.checkpoint.changes import (
+    config_changes,
+    progress_changes,
+    tensor_changes,
+    value_changes,
+)
 from torchtitan_lite.checkpoint.manifest import Progress, TensorEntry
 
 
@@ -19,7 +24,10 @@ def test_configs():
 
 
 def test_dimensions():
-    old, new = {"dim": 4, "scaling": {"factor": 8.0}, "mask": None}, {"dim": 8, "scaling": None, "mask": None}
+    old, new = (
+        {"dim": 4, "scaling": {"factor": 8.0}, "mask": None},
+        {"dim": 8, "scaling": None, "mask": None},
+    )
     assert value_changes(old, new) == ["dim: 4 -> 8", 'scaling: {"factor": 8.0} -> unset']
 
 
@@ -33,8 +41,16 @@ def test_progress():
 
 
 def test_tensors():
-    old = {"a": TensorEntry("float32", (2, 3)), "b": TensorEntry("float32", ()), "c": TensorEntry("float32", (1,))}
-    new = {"a": TensorEntry("float32", (3, 2)), "c": TensorEntry("bfloat16", (1,)), "d": TensorEntry("int64", (4,))}
+    old = {
+        "a": TensorEntry("float32", (2, 3)),
+        "b": TensorEntry("float32", ()),
+        "c": TensorEntry("float32", (1,)),
+    }
+    new = {
+        "a": TensorEntry("float32", (3, 2)),
+        "c": TensorEntry("bfloat16", (1,)),
+        "d": TensorEntry("int64", (4,)),
+    }
     assert tensor_changes(old, new) == [
         "a: float32 [2, 3] -> float32 [3, 2]",
         "b: float32 [] -> missing",

@@ -31,17 +31,30 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.errors import CheckpointError, StorageError
 
-FILES = {".metadata": b"table", "__0_0.distcp": b"a" * 9000, "__1_0.distcp": b"", "rank-00000.json": b"{}"}
+FILES = {
+    ".metadata": b"table",
+    "__0_0.distcp": b"a" * 9000,
+    "__1_0.distcp": b"",
+    "rank-00000.json": b"{}",
+}
 SAMPLE = Manifest(
     save_id="f" * 32,
-    progress=Progress(10, 80, 5120, {"seed": 0, "store 1": "abc", "store 1 held out": 7}, 2, 1, 3.25),
+    progress=Progress(
+        10, 80, 5120, {"seed": 0, "store 1": "abc", "store 1 held out": 7}, 2, 1, 3.25
+    ),
     world_size=2,
     mesh={"dp_shard": 2, "tp": 1},
     versions={"torch": "2.13.0"},
     model={"dim": 4, "rope_scaling": {"factor": 8.0}, "document_bos_id": None},
     config="[job]\n",
-    files={name: FileEntry(len(content), hashlib.sha256(content).hexdigest()) for name, content in FILES.items()},
-    tensors={"model.w": TensorEntry("float32", (3, 4)), "optimizer.w.step": TensorEntry("float32", ())},
+    files={
+        name: FileEntry(len(content), hashlib.sha256(content).hexdigest())
+        for name, content in FILES.items()
+    },
+    tensors={
+        "model.w": TensorEntry("float32", (3, 4)),
+        "optimizer.w.step": TensorEntry("float32", ()),
+    },
 )
 
 PROGRESS = asdict(SAMPLE.progress)
@@ -66,13 +79,21 @@ def edit(folder, **changes):
 def test_what_is_written_is_read(folder):
     assert read_manifest(folder) == SAMPLE
     fields = json.loads((folder / MANIFEST).read_text())
-    assert (fields["format"], fields["progress"]["step"], fields["progress"]["loss_mean"]) == (1, 10, 3.25)
+    assert (fields["format"], fields["progress"]["step"], fields["progress"]["loss_mean"]) == (
+        1,
+        10,
+        3.25,
+    )
     assert fields["config_sha256"] == SAMPLE.config_sha256 == hashlib.sha256(b"[job]\n").hexdigest()
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, MANIFEST])
 
 
 def test_windows_held_out_are_by_store():
-    assert (SAMPLE.progress.held_out(1), SAMPLE.progress.held_out(2), NEW_RUN.held_out(1)) == (7, 0, 0)
+    assert (SAMPLE.progress.held_out(1), SAMPLE.progress.held_out(2), NEW_RUN.held_out(1)) == (
+        7,
+        0,
+        0,
+    )
     assert (NEW_RUN.step, NEW_RUN.samples, NEW_RUN.tokens, NEW_RUN.loss_mean) == (0, 0, 0, None)
 
 
@@ -83,27 +104,57 @@ def test_windows_held_out_are_by_store():
         ({"surplus": 1}, r"surplus: Unexpected"),
         ({"world_size": "2"}, r"world_size: Input should be a valid integer"),
         ({"world_size": 0}, r"world_size: Input should be greater than or equal to 1"),
-        ({"tensors": {"w": {"dtype": "float32", "shape": [-1]}}}, r"tensors\.w\.shape\.0: Input should be greater"),
-        ({"files": {"__0_0.distcp": {"size": -1, "sha256": ""}}}, r"files\..*size: Input should be greater"),
-        ({"files": {"__0_0.distcp": {"size": 2**63, "sha256": ""}}}, r"files\..*size: Input should be less"),
+        (
+            {"tensors": {"w": {"dtype": "float32", "shape": [-1]}}},
+            r"tensors\.w\.shape\.0: Input should be greater",
+        ),
+        (
+            {"files": {"__0_0.distcp": {"size": -1, "sha256": ""}}},
+            r"files\..*size: Input should be greater",
+        ),
+        (
+            {"files": {"__0_0.distcp": {"size": 2**63, "sha256": ""}}},
+            r"files\..*size: Input should be less",
+        ),
         ({"world_size": True}, r"world_size: Input should be a valid integer"),
-        ({"tensors": {"w": {"dtype": "float32", "shape": [1.5]}}}, r"tensors\.w\.shape\.0: Input should be .* integer"),
+        (
+            {"tensors": {"w": {"dtype": "float32", "shape": [1.5]}}},
+            r"tensors\.w\.shape\.0: Input should be .* integer",
+        ),
         ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
         ({"progress": None}, r"progress: Input should be"),
-        ({"progress": PROGRESS | {"skipped_steps": 10**30}}, r"progress\.skipped_steps: Input should be less"),
+        (
+            {"progress": PROGRESS | {"skipped_steps": 10**30}},
+            r"progress\.skipped_steps: Input should be less",
+        ),
         (
             {"progress": PROGRESS | {"data": {"store 1 held out": "7"}}},
             r"progress\.data: .*store 1 held out = '7' is no",
         ),
-        ({"progress": PROGRESS | {"data": {"store 1 held out": -1}}}, r"progress\.data: .*store 1 held out = -1 is no"),
-        ({"progress": PROGRESS | {"data": {"store 1 held out": 2**63}}}, r"progress\.data: .* is no number of windows"),
+        (
+            {"progress": PROGRESS | {"data": {"store 1 held out": -1}}},
+            r"progress\.data: .*store 1 held out = -1 is no",
+        ),
+        (
+            {"progress": PROGRESS | {"data": {"store 1 held out": 2**63}}},
+            r"progress\.data: .* is no number of windows",
+        ),
         ({"config": "not [ toml"}, r"config: Value error, Expected '='"),
         ({"config": "a = 1"}, r"config: Value error, has a key outside of a table"),
         ({"config": "a = " + "[" * 50_000}, r"(config|not JSON): .*(recursion|nest)"),
     ]
     + [
         ({"files": {name: {"size": 1, "sha256": ""}}}, r"files.*: String should match pattern")
-        for name in ("../x", "/etc/passwd", "..", "", "a/__0_0.distcp", "__0_0.distcp\n", ".metadata/../../x", "notes")
+        for name in (
+            "../x",
+            "/etc/passwd",
+            "..",
+            "",
+            "a/__0_0.distcp",
+            "__0_0.distcp\n",
+            ".metadata/../../x",
+            "notes",
+        )
     ],
 )
 def test_a_manifest_that_is_not_right(folder, changes, reason):
@@ -118,7 +169,10 @@ def test_a_manifest_that_is_not_right(folder, changes, reason):
         (b"{", "not JSON: Expecting property name"),
         (b"\xff\xfe{}", "not JSON: 'utf-8' codec can't decode|not JSON: Expecting"),
         (b"[" * 100_000, "not JSON: maximum recursion depth"),
-        (b"9" * 5000, "not JSON: Exceeds the limit" if sys.version_info >= (3, 11) else "not a checkpoint's"),
+        (
+            b"9" * 5000,
+            "not JSON: Exceeds the limit" if sys.version_info >= (3, 11) else "not a checkpoint's",
+        ),
         (b" " * (MOST_JSON_BYTES + 1), "has 16777217 bytes, and such a file has 16777216 at most"),
         (b"[]", "not a checkpoint's"),
         (b"{}", "not a checkpoint's"),
@@ -153,7 +207,9 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path_factory, at, bit):
         assert read_manifest(folder) == SAMPLE  # of white space
 
 
-@pytest.mark.parametrize("size", [0, 1, manifest.BLOCK_BYTES - 1, manifest.BLOCK_BYTES, 2 * manifest.BLOCK_BYTES + 1])
+@pytest.mark.parametrize(
+    "size", [0, 1, manifest.BLOCK_BYTES - 1, manifest.BLOCK_BYTES, 2 * manifest.BLOCK_BYTES + 1]
+)
 def test_a_hash_is_of_the_whole_file(tmp_path, size):
     content = bytes(range(251)) * (size // 251 + 1)
     (tmp_path / "x").write_bytes(content[:size])
@@ -192,7 +248,10 @@ def test_a_file_that_cannot_be_read(folder):
 def test_small_files_are_read_in_any_case(folder, hashes):
     (folder / "rank-00000.json").write_bytes(b"[]")
     (folder / ".metadata").write_bytes(b"tablE")
-    problems = [".metadata: its contents have changed", "rank-00000.json: its contents have changed"]
+    problems = [
+        ".metadata: its contents have changed",
+        "rank-00000.json: its contents have changed",
+    ]
     assert broken_files(folder, SAMPLE, hashes=hashes) == problems
 
 
@@ -201,7 +260,9 @@ def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(manifest, "hash_file", fail)
-    with pytest.raises(StorageError, match=r"__0_0\.distcp cannot be read: Input/output error; mend the disk"):
+    with pytest.raises(
+        StorageError, match=r"__0_0\.distcp cannot be read: Input/output error; mend the disk"
+    ):
         broken_files(folder, SAMPLE, hashes=True)
     monkeypatch.setattr(manifest.Path, "read_bytes", fail)
     with pytest.raises(StorageError, match=r"manifest\.json cannot be read: Input/output error"):
@@ -210,13 +271,19 @@ def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
 
 def test_ranks_share_the_hashing(folder, monkeypatch):
     read = []
-    monkeypatch.setattr(manifest, "hash_file", lambda path: read.append(path.name) or hash_file(path))
+    monkeypatch.setattr(
+        manifest, "hash_file", lambda path: read.append(path.name) or hash_file(path)
+    )
     shares = []
     for rank in range(3):
         assert broken_files(folder, SAMPLE, hashes=True, share=(rank, 3)) == []
         shares.append(tuple(read))
         read.clear()
-    assert shares == [("__0_0.distcp", "__1_0.distcp"), (".metadata",), ("rank-00000.json",)]  # by size
+    assert shares == [
+        ("__0_0.distcp", "__1_0.distcp"),
+        (".metadata",),
+        ("rank-00000.json",),
+    ]  # by size
 
 
 def test_a_package_that_is_run_from_its_folder_has_no_version(monkeypatch):
@@ -226,11 +293,20 @@ def test_a_package_that_is_run_from_its_folder_has_no_version(monkeypatch):
         return "1.0"
 
     monkeypatch.setattr(manifest, "version", find)
-    assert manifest.installed_versions() == {"torch": "1.0", "torchao": "1.0", "python": platform.python_version()}
+    assert manifest.installed_versions() == {
+        "torch": "1.0",
+        "torchao": "1.0",
+        "python": platform.python_version(),
+    }
 
 
 def test_neither_manifests_nor_folders_nor_reports_import_torch():
-    modules = ", ".join(f"torchtitan_lite.checkpoint.{name}" for name in ("manifest", "folders", "changes", "report"))
+    modules = ", ".join(
+        f"torchtitan_lite.checkpoint.{name}"
+        for name in ("manifest", "folders", "changes", "report")
+    )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == "False\n"

@@ -31,16 +31,29 @@ def run(tmp_path_factory):
 def test_ls(run):
     result = checkpoint("ls", run)
     assert (result.returncode, result.stderr) == (0, "")
-    assert [line.split("  ")[0] for line in result.stdout.splitlines()] == ["step", "10", "20", "30"]
+    assert [line.split("  ")[0] for line in result.stdout.splitlines()] == [
+        "step",
+        "10",
+        "20",
+        "30",
+    ]
     assert "broken: rank-00000.json: No such file" in result.stdout.splitlines()[3]
     rows = json.loads(checkpoint("ls", run / "checkpoint", "--json").stdout)
-    assert [(row["step"], row["problems"] == []) for row in rows] == [(10, True), (20, True), (30, False)]
+    assert [(row["step"], row["problems"] == []) for row in rows] == [
+        (10, True),
+        (20, True),
+        (30, False),
+    ]
 
 
 def test_ls_does_not_import_torch(run):
-    command = f"runpy.run_path({str(ROOT / 'scripts' / 'checkpoint.py')!r})['main'](['ls', {str(run)!r}])"
+    command = (
+        f"runpy.run_path({str(ROOT / 'scripts' / 'checkpoint.py')!r})['main'](['ls', {str(run)!r}])"
+    )
     code = f"import runpy, sys; {command}; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.splitlines()[-1] == "False"
 
 
@@ -59,7 +72,10 @@ def test_verify(run):
     assert result.stdout.splitlines() == [f"{step}: sizes are as written" for step in steps]
     result = checkpoint("verify", *steps, "--json")
     assert result.returncode == 4
-    assert json.loads(result.stdout) == {str(steps[0]): [], str(steps[1]): ["__0_0.distcp: its contents have changed"]}
+    assert json.loads(result.stdout) == {
+        str(steps[0]): [],
+        str(steps[1]): ["__0_0.distcp: its contents have changed"],
+    }
 
 
 def test_diff(run):
@@ -71,7 +87,12 @@ def test_diff(run):
     assert other.returncode == 1
     assert "  model.w: 12 of 12 elements differ, by 20 at most\n" in other.stdout
     found = json.loads(checkpoint("diff", old, new, "--json").stdout)
-    assert found["values"][0] == {"name": "model.w", "elements": 12, "different": 12, "largest": 20.0}
+    assert found["values"][0] == {
+        "name": "model.w",
+        "elements": 12,
+        "different": 12,
+        "largest": 20.0,
+    }
 
 
 @pytest.mark.parametrize(

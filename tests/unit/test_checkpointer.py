@@ -1,4 +1,5 @@
-"""Saves and resumes of a small model by one process. Those of several are tested with real processes."""
+"""Saves and resumes of a small model by one process. Those of several are tested with real
+processes."""
 
 import errno
 import json
@@ -65,13 +66,18 @@ class Run:
         return losses
 
     def save(self, *, wait: bool = True) -> None:
-        progress = Progress(self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0})
+        progress = Progress(
+            self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0}
+        )
         self.checkpointer.save(progress, random_state(CPU))
         if wait:
             self.checkpointer.wait()
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in module.training_state(self.model, self.optimizer).items()}
+        return {
+            name: tensor.clone()
+            for name, tensor in module.training_state(self.model, self.optimizer).items()
+        }
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -99,7 +105,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(async_mode: str, tmp_path: Path) -> No
     second.checkpointer.load(manifest)
     assert second.train(3) == later
     assert equal(first.state(), second.state())
-    assert first.checkpointer.last_saved == second.checkpointer.last_saved == step_folder(tmp_path, 2)
+    assert (
+        first.checkpointer.last_saved == second.checkpointer.last_saved == step_folder(tmp_path, 2)
+    )
 
 
 def test_what_the_manifest_says(tmp_path: Path) -> None:
@@ -112,7 +120,8 @@ def test_what_the_manifest_says(tmp_path: Path) -> None:
     assert (manifest.world_size, manifest.mesh, manifest.model) == (1, {"dp_shard": 1}, {"dim": 4})
     assert manifest.config == "[training]\nsteps = 4\n"
     assert (
-        manifest.versions["torch"] == torch.__version__.split("+")[0] or manifest.versions["torch"] == torch.__version__
+        manifest.versions["torch"] == torch.__version__.split("+")[0]
+        or manifest.versions["torch"] == torch.__version__
     )
     assert set(manifest.versions) == {"torchtitan_lite", "torch", "torchao", "python"}
 
@@ -128,7 +137,8 @@ def test_which_checkpoint_is_resumed_from(tmp_path: Path) -> None:
     assert resume(tmp_path, load_step=0) is None
     assert find_resume(CheckpointConfig(), folder=tmp_path) is None
     with pytest.raises(
-        CheckpointError, match=r"load_step = 3: .* has no checkpoint of that step \(it has: 2, 4\); use"
+        CheckpointError,
+        match=r"load_step = 3: .* has no checkpoint of that step \(it has: 2, 4\); use",
     ):
         resume(tmp_path, load_step=3)
 
@@ -154,7 +164,8 @@ def test_a_broken_checkpoint_is_told_of_and_the_one_before_used(
     assert "step-00000004 is broken: __0_0.distcp: its contents have changed" in caplog.text
     assert resume(tmp_path, verify_hashes=False) == 4  # its size is right
     with pytest.raises(
-        CheckpointError, match=r"load_step = 4: .*step-00000004 is broken: .*contents.* steps 2, 4: name"
+        CheckpointError,
+        match=r"load_step = 4: .*step-00000004 is broken: .*contents.* steps 2, 4: name",
     ):
         resume(tmp_path, load_step=4)
 
@@ -165,7 +176,8 @@ def test_a_run_does_not_start_anew_for_want_of_a_sound_checkpoint(tmp_path: Path
     run.save()
     (step_folder(tmp_path, 2) / "rank-00000.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"rank-00000.json: No such file.* Of 1 .* none verifies.*load_step = 0 to"
+        CheckpointError,
+        match=r"rank-00000.json: No such file.* Of 1 .* none verifies.*load_step = 0 to",
     ):
         resume(tmp_path)
 
@@ -201,7 +213,11 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     new = Run(tmp_path / "b")
     new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
     state = new.state()
-    assert all(torch.equal(state[name], tensor) for name, tensor in run.state().items() if name.startswith("model."))
+    assert all(
+        torch.equal(state[name], tensor)
+        for name, tensor in run.state().items()
+        if name.startswith("model.")
+    )
     assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
     other = Run(tmp_path / "c", width=6)
     with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: dim: 4 -> 6\."):
@@ -219,7 +235,10 @@ def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 5, weights)
     run = Run(tmp_path / "new")
     run.checkpointer.load_weights(path, hashes=True)
-    assert all((weight == 0.333984375).all() and weight.dtype == torch.float32 for weight in run.model.parameters())
+    assert all(
+        (weight == 0.333984375).all() and weight.dtype == torch.float32
+        for weight in run.model.parameters()
+    )
 
 
 def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
@@ -268,7 +287,8 @@ def test_a_failed_save_stops_the_run_and_leaves_what_was_there(
     run.train(2)
     fill_disk(monkeypatch)
     with pytest.raises(
-        StorageError, match=r"\.tmp-step-00000004 cannot be written: .*No space left.*GiB are free there"
+        StorageError,
+        match=r"\.tmp-step-00000004 cannot be written: .*No space left.*GiB are free there",
     ):
         run.save()
     assert run.checkpointer.last_failure is not None
@@ -278,17 +298,25 @@ def test_a_failed_save_stops_the_run_and_leaves_what_was_there(
 
 @BOTH_MODES
 def test_a_failed_save_only_warns_where_asked_for(
-    async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    async_mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
     run.train(2)
     with monkeypatch.context() as patch, caplog.at_level("WARNING"):
         fill_disk(patch)
         run.save()
-    assert "No space left" in caplog.text and 'Training goes on, as [checkpoint] on_failure = "warn"' in caplog.text
+    assert (
+        "No space left" in caplog.text
+        and 'Training goes on, as [checkpoint] on_failure = "warn"' in caplog.text
+    )
     assert run.checkpointer.last_failure is not None and run.checkpointer.last_saved is None
     run.save()
-    assert run.checkpointer.last_failure is None and run.checkpointer.last_saved == step_folder(tmp_path, 2)
+    assert run.checkpointer.last_failure is None and run.checkpointer.last_saved == step_folder(
+        tmp_path, 2
+    )
 
 
 def test_a_failed_save_in_the_background_is_known_without_waiting(
@@ -312,7 +340,11 @@ def test_a_disk_that_fails_later_in_a_save_leaves_no_trace_either(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error") if operation != "commit" else StorageError("no")
+        raise (
+            OSError(errno.EIO, "Input/output error")
+            if operation != "commit"
+            else StorageError("no")
+        )
 
     run = Run(tmp_path)
     run.train(2)
@@ -329,23 +361,30 @@ def test_weights_that_are_not_finite_are_not_saved(async_mode: str, tmp_path: Pa
     with torch.no_grad():
         run.model[2].weight[0, 1] = torch.nan
     with pytest.raises(
-        NumericError, match=r"model\.2\.weight is no longer finite after step 2, so that step is not saved"
+        NumericError,
+        match=r"model\.2\.weight is no longer finite after step 2, so that step is not saved",
     ):
         run.save()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_other_ranks_wrote_elsewhere_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_ranks_wrote_elsewhere_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On disks that are not shared, rank 0 has its own files only."""
     run = Run(tmp_path)
     run.train(2)
     hash_files = Checkpointer._write_random_state
 
-    def with_another_rank(self: Checkpointer, draft: Path, state: dict[str, Any]) -> dict[str, FileEntry]:
+    def with_another_rank(
+        self: Checkpointer, draft: Path, state: dict[str, Any]
+    ) -> dict[str, FileEntry]:
         return hash_files(self, draft, state) | {"__1_0.distcp": FileEntry(10, "0" * 64)}
 
     monkeypatch.setattr(Checkpointer, "_write_random_state", with_another_rank)
-    with pytest.raises(StorageError, match=r"on rank 0 .*: __1_0.distcp: No such file.*; \[job\] dump_folder"):
+    with pytest.raises(
+        StorageError, match=r"on rank 0 .*: __1_0.distcp: No such file.*; \[job\] dump_folder"
+    ):
         run.save()
     assert list(tmp_path.iterdir()) == []
 
@@ -365,7 +404,9 @@ def test_a_prune_that_fails_does_not_undo_the_save(
     assert resume(tmp_path) == 2
 
 
-def test_a_checkpoint_that_lost_its_manifest_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_lost_its_manifest_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(tmp_path)
     for _ in range(2):
         run.train(2)

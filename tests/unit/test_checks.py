@@ -16,13 +16,17 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS
 
 
-def check(world_size: int = 1, unsound: tuple[str, ...] = (), **tables: dict[str, object]) -> list[str]:
+def check(
+    world_size: int = 1, unsound: tuple[str, ...] = (), **tables: dict[str, object]
+) -> list[str]:
     return check_config(Config.model_validate(tables), world_size=world_size, unsound=unsound)
 
 
 def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
     return ParallelismConfig(
-        data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard, tensor_parallel_degree=tp
+        data_parallel_replicate_degree=replicate,
+        data_parallel_shard_degree=shard,
+        tensor_parallel_degree=tp,
     )
 
 
@@ -36,7 +40,9 @@ def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
         ((1, 1, 8), 8, (1, 1, 8)),
     ],
 )
-def test_resolve_degrees(degrees: tuple[int, int, int], world_size: int, resolved: tuple[int, int, int]) -> None:
+def test_resolve_degrees(
+    degrees: tuple[int, int, int], world_size: int, resolved: tuple[int, int, int]
+) -> None:
     result = resolve_degrees(parallelism(*degrees), world_size=world_size)
     assert dataclasses.astuple(result) == resolved
     assert result.world_size == world_size
@@ -55,7 +61,11 @@ def test_data_parallel_degree_is_replicas_times_shards() -> None:
             "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * tensor_parallel_degree = "
             "1 * 3 * 2 = 6, but the run has 4 processes; set data_parallel_shard_degree to 2 or -1",
         ),
-        ((1, 0, 1), 4, "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or -1"),
+        (
+            (1, 0, 1),
+            4,
+            "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or -1",
+        ),
         (
             (2, -1, 4),
             12,
@@ -66,7 +76,9 @@ def test_data_parallel_degree_is_replicas_times_shards() -> None:
         ((1, -1, 8), 1, "= 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes"),
     ],
 )
-def test_degrees_that_do_not_fit(degrees: tuple[int, int, int], world_size: int, message: str) -> None:
+def test_degrees_that_do_not_fit(
+    degrees: tuple[int, int, int], world_size: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_degrees(parallelism(*degrees), world_size=world_size)
 
@@ -81,11 +93,15 @@ def test_degrees_that_do_not_fit(degrees: tuple[int, int, int], world_size: int,
     ],
 )
 def test_resolve_batch(local: int, total: int, dp: int, resolved: BatchSizes) -> None:
-    assert resolve_batch(TrainingConfig(local_batch_size=local, global_batch_size=total), dp_degree=dp) == resolved
+    assert (
+        resolve_batch(TrainingConfig(local_batch_size=local, global_batch_size=total), dp_degree=dp)
+        == resolved
+    )
 
 
 @pytest.mark.parametrize(
-    ("total", "fix"), [(30, "use 32 or 64"), (63, "use 32 or 64"), (65, "use 64 or 96"), (0, "use 32 or 64")]
+    ("total", "fix"),
+    [(30, "use 32 or 64"), (63, "use 32 or 64"), (65, "use 64 or 96"), (0, "use 32 or 64")],
 )
 def test_batch_that_does_not_divide(total: int, fix: str) -> None:
     with pytest.raises(
@@ -97,7 +113,9 @@ def test_batch_that_does_not_divide(total: int, fix: str) -> None:
 
 
 def datasets(*weights: float) -> tuple[DatasetConfig, ...]:
-    return tuple(DatasetConfig(path=f"data/{number}", weight=weight) for number, weight in enumerate(weights))
+    return tuple(
+        DatasetConfig(path=f"data/{number}", weight=weight) for number, weight in enumerate(weights)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +144,9 @@ def test_resolve_shares(weights: tuple[float, ...], shares: tuple[int, ...]) -> 
     ],
 )
 def test_weights_too_fine_for_a_mix(weights: tuple[float, ...], fix: str) -> None:
-    with pytest.raises(ConfigError, match=rf"whole numbers with a sum of at most 100,000; {fix}, which is near$"):
+    with pytest.raises(
+        ConfigError, match=rf"whole numbers with a sum of at most 100,000; {fix}, which is near$"
+    ):
         resolve_shares(datasets(*weights))
     fitting = [float(weight) for weight in fix.removeprefix("use ").split(", ")]
     assert sum(resolve_shares(datasets(*fitting))) <= 100_000
@@ -144,8 +164,16 @@ def test_weights_too_fine_for_a_mix(weights: tuple[float, ...], fix: str) -> Non
         {"compile": {"components": []}},
         {"float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"}},
         {"float8": {"precompute_float8_dynamic_scale_for_fsdp": True}},
-        {"validation": {"dataset_path": "held_out.txt"}, "training": {"dataset": "pystdlib", "dataset_path": "x.txt"}},
-        {"profiling": {"save_traces_folder": "profiling/traces", "save_memory_snapshot_folder": "profiling/memory"}},
+        {
+            "validation": {"dataset_path": "held_out.txt"},
+            "training": {"dataset": "pystdlib", "dataset_path": "x.txt"},
+        },
+        {
+            "profiling": {
+                "save_traces_folder": "profiling/traces",
+                "save_memory_snapshot_folder": "profiling/memory",
+            }
+        },
     ],
 )
 def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
@@ -240,19 +268,37 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
-            {"float8": {"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp", "pad_inner_dim": True}},
+            {
+                "float8": {
+                    "enable_float8_linear": True,
+                    "recipe_name": "rowwise_with_gw_hp",
+                    "pad_inner_dim": True,
+                }
+            },
             '[float8] pad_inner_dim = true pads nothing under recipe_name = "rowwise_with_gw_hp"; set it to false, '
             'or the recipe to "tensorwise" or "rowwise"',
         ),
         (
             1,
-            {"float8": {"enable_float8_linear": True, "recipe_name": "mxfp8", "pad_inner_dim": True}},
+            {
+                "float8": {
+                    "enable_float8_linear": True,
+                    "recipe_name": "mxfp8",
+                    "pad_inner_dim": True,
+                }
+            },
             '[float8] pad_inner_dim = true is not offered by torchao under recipe_name = "mxfp8"; set it to false, '
             'or the recipe to "tensorwise" or "rowwise"',
         ),
         (
             1,
-            {"float8": {"enable_float8_linear": True, "recipe_name": "mxfp8", "log_numerics_freq": 5}},
+            {
+                "float8": {
+                    "enable_float8_linear": True,
+                    "recipe_name": "mxfp8",
+                    "log_numerics_freq": 5,
+                }
+            },
             "[float8] log_numerics_freq = 5 measures casts with a scale for a tensor or a row, not those of "
             'recipe_name = "mxfp8"; set it to 0, or change the recipe',
         ),
@@ -279,7 +325,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
-            {"float8": {"enable_float8_linear": True, "precompute_float8_dynamic_scale_for_fsdp": True}},
+            {
+                "float8": {
+                    "enable_float8_linear": True,
+                    "precompute_float8_dynamic_scale_for_fsdp": True,
+                }
+            },
             "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs enable_fsdp_float8_all_gather = true; "
             "set both to the same",
         ),
@@ -350,15 +401,23 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
     ],
 )
 def test_broken_rule(
-    world_size: int, tables: dict[str, dict[str, object]], message: str, monkeypatch: pytest.MonkeyPatch
+    world_size: int,
+    tables: dict[str, dict[str, object]],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checks, "version", lambda package: "2.13.0")  # an older torch breaks a rule more
+    monkeypatch.setattr(
+        checks, "version", lambda package: "2.13.0"
+    )  # an older torch breaks a rule more
     assert check(world_size, **tables) == [message]
 
 
 def test_all_broken_rules_are_named_together() -> None:
     messages = check(
-        3, model={"flavor": "7B"}, training={"global_batch_size": 25}, compile={"enable": True, "components": []}
+        3,
+        model={"flavor": "7B"},
+        training={"global_batch_size": 25},
+        compile={"enable": True, "components": []},
     )
     assert [message.split("]")[0] for message in messages] == ["[training", "[model", "[compile"]
 
@@ -366,7 +425,9 @@ def test_all_broken_rules_are_named_together() -> None:
 def test_rules_on_unsound_tables_are_left_out() -> None:
     broken = {"model": {"flavor": "7B"}, "compile": {"enable": True, "components": []}}
     assert len(check(**broken)) == 2
-    assert [message.split("]")[0] for message in check(unsound=("model",), **broken)] == ["[compile"]
+    assert [message.split("]")[0] for message in check(unsound=("model",), **broken)] == [
+        "[compile"
+    ]
 
 
 MEMORY_BUDGET = {"activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}}
@@ -375,9 +436,17 @@ MEMORY_BUDGET = {"activation_checkpoint": {"mode": "memory_budget"}, "compile": 
 @pytest.mark.parametrize(
     ("torch_version", "tp", "message"),
     [
-        ("2.11.0+cu130", 1, "of torch 2.11.0+cu130 where n_kv_heads = 8 is not n_heads = 16, as in [model] flavor = "),
+        (
+            "2.11.0+cu130",
+            1,
+            "of torch 2.11.0+cu130 where n_kv_heads = 8 is not n_heads = 16, as in [model] flavor = ",
+        ),
         ("2.12.1", 1, None),
-        ("2.12.1", 2, "of torch 2.12.1 under [parallelism] tensor_parallel_degree = 2; install torch 2.13, or set "),
+        (
+            "2.12.1",
+            2,
+            "of torch 2.12.1 under [parallelism] tensor_parallel_degree = 2; install torch 2.13, or set ",
+        ),
         ("2.13.0a0+git1234", 2, None),
     ],
 )
@@ -385,10 +454,17 @@ def test_a_memory_budget_is_refused_where_it_crashes_the_compiler(
     torch_version: str, tp: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "version", lambda package: torch_version)
-    found = check(2, parallelism={"tensor_parallel_degree": tp}, model={"flavor": "debugmodel"}, **MEMORY_BUDGET)
+    found = check(
+        2,
+        parallelism={"tensor_parallel_degree": tp},
+        model={"flavor": "debugmodel"},
+        **MEMORY_BUDGET,
+    )
     assert len(found) == (message is not None)
     if message:
-        assert found[0].startswith(f'[activation_checkpoint] mode = "memory_budget" crashes the compiler {message}')
+        assert found[0].startswith(
+            f'[activation_checkpoint] mode = "memory_budget" crashes the compiler {message}'
+        )
 
 
 def test_a_memory_budget_works_with_torch_2_11_where_each_head_has_its_own_keys(
@@ -396,4 +472,9 @@ def test_a_memory_budget_works_with_torch_2_11_where_each_head_has_its_own_keys(
 ) -> None:
     monkeypatch.setattr(checks, "version", lambda package: "2.11.0")
     monkeypatch.setitem(FLAVORS, "mha", dataclasses.replace(FLAVORS["debugmodel"], n_kv_heads=16))
-    assert check(2, parallelism={"tensor_parallel_degree": 2}, model={"flavor": "mha"}, **MEMORY_BUDGET) == []
+    assert (
+        check(
+            2, parallelism={"tensor_parallel_degree": 2}, model={"flavor": "mha"}, **MEMORY_BUDGET
+        )
+        == []
+    )

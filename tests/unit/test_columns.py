@@ -28,14 +28,20 @@ def rows(path: Path, start: Position = START, *, text_field: str = "text") -> li
 def test_rows_are_numbered_from_1(tmp_path):
     path = write(tmp_path / "a.parquet", ["one\r\n", "café"], column="body")
     assert rows(path, Position(4, 0, 1), text_field="body") == [
-        Row(str(path), 1, "text", b"one\r\n", "", Position(4, 1, 2), round(path.stat().st_size / 2)),
+        Row(
+            str(path), 1, "text", b"one\r\n", "", Position(4, 1, 2), round(path.stat().st_size / 2)
+        ),
         Row(str(path), 2, "text", "café".encode(), "", Position(4, 2, 3), path.stat().st_size),
     ]
 
 
 @pytest.mark.parametrize("dtype", ["string", "large_string", "binary", "string_view", "dictionary"])
 def test_any_kind_of_string_is_text(tmp_path, dtype):
-    kind = pyarrow.dictionary("int32", "string") if dtype == "dictionary" else getattr(pyarrow, dtype)()
+    kind = (
+        pyarrow.dictionary("int32", "string")
+        if dtype == "dictionary"
+        else getattr(pyarrow, dtype)()
+    )
     path = write(tmp_path / "a.parquet", pyarrow.array(["a", "é"]).cast(kind))
     assert [row.data for row in rows(path)] == [b"a", "é".encode()]
 
@@ -68,7 +74,11 @@ def test_reading_goes_on_after_any_row(tmp_path, monkeypatch):
 
 def test_row_groups_before_the_position_are_not_read(tmp_path):
     path = write(
-        tmp_path / "a.parquet", ["a" * 1000, "b" * 1000], row_group_size=1, compression="none", use_dictionary=False
+        tmp_path / "a.parquet",
+        ["a" * 1000, "b" * 1000],
+        row_group_size=1,
+        compression="none",
+        use_dictionary=False,
     )
     content = path.read_bytes()
     path.write_bytes(content[:4] + b"\xff" * 500 + content[504:])
@@ -77,10 +87,14 @@ def test_row_groups_before_the_position_are_not_read(tmp_path):
 
 def test_column_must_be_there_and_hold_text(tmp_path):
     path = write(tmp_path / "a.parquet", [["a"]])
-    with pytest.raises(DataError, match=r"a\.parquet: has no column \"body\" among \['id', 'text'\]"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: has no column \"body\" among \['id', 'text'\]"
+    ):
         rows(path, text_field="body")
     for column in ("id", "text"):
-        with pytest.raises(DataError, match=r"a\.parquet: cannot be read: Unsupported cast from .* to large_binary"):
+        with pytest.raises(
+            DataError, match=r"a\.parquet: cannot be read: Unsupported cast from .* to large_binary"
+        ):
             rows(path, text_field=column)
 
 
@@ -88,7 +102,13 @@ def test_broken_files_are_refused(tmp_path):
     options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
     path = write(tmp_path / "a.parquet", [f"text {i}" for i in range(1000)], **options)
     content = path.read_bytes()
-    for broken in (b"", b"PAR1", content[:-1], content[: len(content) // 2], content.replace(b"text 500", b"text 5x0")):
+    for broken in (
+        b"",
+        b"PAR1",
+        content[:-1],
+        content[: len(content) // 2],
+        content.replace(b"text 500", b"text 5x0"),
+    ):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"a\.parquet: cannot be read: \S+"):
             rows(path)
@@ -98,14 +118,17 @@ def test_broken_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("pyarrow", "parquet"), ("pyarrow.parquet", "parquet"), ("datasets", "hf")]
+    ("module", "extra"),
+    [("pyarrow", "parquet"), ("pyarrow.parquet", "parquet"), ("datasets", "hf")],
 )
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module, extra):
     path = write(tmp_path / "a.parquet", ["a"])
     monkeypatch.setitem(sys.modules, module, None)
     source = f"hf:{tmp_path}" if module == "datasets" else str(path)
     package = module.partition(".")[0]
-    with pytest.raises(DataError, match=rf'{source}: needs {package}; pip install "torchtitan-lite\[{extra}\]"'):
+    with pytest.raises(
+        DataError, match=rf'{source}: needs {package}; pip install "torchtitan-lite\[{extra}\]"'
+    ):
         list(build_source(source).documents())
 
 
@@ -127,7 +150,9 @@ def check_reading(path: str, texts: list[str], **options: str) -> None:
     assert [(row.file, row.line, row.end) for row in found] == [
         (path, i, Position(0, i, i + 1)) for i in range(1, len(texts) + 1)
     ]
-    assert [list(source.rows(row.end)) for row in found] == [found[i:] for i in range(1, len(found) + 1)]
+    assert [list(source.rows(row.end)) for row in found] == [
+        found[i:] for i in range(1, len(found) + 1)
+    ]
 
 
 def test_saved_dataset(tmp_path, datasets):
@@ -149,7 +174,10 @@ def test_folder_of_data_files(tmp_path, datasets):
 
 def test_rows_of_a_dataset_without_text_are_bad(tmp_path, datasets):
     datasets.Dataset.from_dict({"text": ["a", None, ""], "id": [1, 2, 3]}).save_to_disk(tmp_path)
-    for field, reason in (("text", "line 2: .* holds NoneType, not a string"), ("id", "line 1: .* holds int, not a")):
+    for field, reason in (
+        ("text", "line 2: .* holds NoneType, not a string"),
+        ("id", "line 1: .* holds int, not a"),
+    ):
         with pytest.raises(DataError, match=f"^hf:{tmp_path}, {reason}"):
             list(build_source(f"hf:{tmp_path}", text_field=field).documents())
 
@@ -160,7 +188,9 @@ def test_a_dataset_that_is_not_there_is_refused(tmp_path, datasets):
         with pytest.raises(DataError, match=f"^hf:{tmp_path}: cannot be read: "):
             build_source(f"hf:{tmp_path}", **options)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: cannot be read: .* doesn't contain any data files"):
+    with pytest.raises(
+        DataError, match=r"empty: cannot be read: .* doesn't contain any data files"
+    ):
         build_source(f"hf:{tmp_path}/empty")
 
 
@@ -183,7 +213,11 @@ def test_fingerprint_of_a_dataset(tmp_path, datasets):
     def fingerprint(name: str, **options: str) -> str:
         return build_source(f"hf:{tmp_path}/{name}", **options).fingerprint
 
-    seen = [fingerprint("saved"), fingerprint("saved", text_field="body"), fingerprint("saved", hf_split="test")]
+    seen = [
+        fingerprint("saved"),
+        fingerprint("saved", text_field="body"),
+        fingerprint("saved", hf_split="test"),
+    ]
     seen += [fingerprint("other"), fingerprint("files")]
     assert seen[0] == fingerprint("saved")
     assert seen[-1] == fingerprint("files")

@@ -24,7 +24,11 @@ def test_a_checkpoint_that_is_as_written(tmp_path):
     assert verify_checkpoint(write_checkpoint(tmp_path, 10), hashes=True) == []
 
 
-@given(at=st.integers(0, 20_000), bit=st.integers(0, 7), name=st.sampled_from(["__0_0.distcp", ".metadata"]))
+@given(
+    at=st.integers(0, 20_000),
+    bit=st.integers(0, 7),
+    name=st.sampled_from(["__0_0.distcp", ".metadata"]),
+)
 @settings(max_examples=30)
 def test_any_flipped_bit_is_found(tmp_path_factory, at, bit, name):
     path = write_checkpoint(tmp_path_factory.mktemp("flip"), 10)
@@ -43,7 +47,9 @@ def test_a_table_that_disagrees_with_the_manifest_is_found(tmp_path):
 
 def test_equal_checkpoints(tmp_path):
     tensors = {**small_tensors(10), "model.n": torch.tensor([math.nan, 0.0])}
-    a, b = (write_checkpoint(tmp_path / name, 10, tensors, save_id=name * 32) for name in ("a", "b"))
+    a, b = (
+        write_checkpoint(tmp_path / name, 10, tensors, save_id=name * 32) for name in ("a", "b")
+    )
     found = compare(a, b)
     assert found == Comparison([], [], [], [], [], 4) and found.same
     assert format_comparison(found) == "4 tensors are equal in every bit"
@@ -67,13 +73,18 @@ def test_every_kind_of_difference(tmp_path):
     }
     del new["model.gone"]
     a = write_checkpoint(tmp_path, 10, old)
-    b = write_checkpoint(tmp_path, 20, new, model={"dim": 8}, config=CONFIG.replace("0.0008", "0.001"))
+    b = write_checkpoint(
+        tmp_path, 20, new, model={"dim": 8}, config=CONFIG.replace("0.0008", "0.001")
+    )
     found = compare(a, b)
     assert found == Comparison(
         progress=["step: 10 -> 20", "samples: 80 -> 160", "tokens: 5120 -> 10240"],
         config=["[optimizer] lr: 0.0008 -> 0.001"],
         model=["dim: 4 -> 8"],
-        tensors=["model.gone: float32 [1] -> missing", "model.shape: float32 [2, 3] -> float32 [3, 2]"],
+        tensors=[
+            "model.gone: float32 [1] -> missing",
+            "model.shape: float32 [2, 3] -> float32 [3, 2]",
+        ],
         values=[
             ValueChange("model.values", 4, 2, 4.0),
             ValueChange("model.zero", 2, 1, 0.0),
@@ -93,7 +104,10 @@ def test_every_kind_of_difference(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("manifest.json", "manifest.json: No such file"), ("__0_0.distcp", "__0_0.distcp: No such file")],
+    [
+        ("manifest.json", "manifest.json: No such file"),
+        ("__0_0.distcp", "__0_0.distcp: No such file"),
+    ],
 )
 @pytest.mark.parametrize("which", [10, 20])
 def test_the_broken_one_is_named(tmp_path, name, reason, which):

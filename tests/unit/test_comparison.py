@@ -1,4 +1,5 @@
-"""Runs beside each other at equal tokens: figures by hand, what a run folder may lack, the table and the picture."""
+"""Runs beside each other at equal tokens: figures by hand, what a run folder may lack, the table
+and the picture."""
 
 import json
 import re
@@ -17,9 +18,15 @@ from torchtitan_lite.metrics.comparison import compare, draw, format_runs, forma
 ROOT = Path(__file__).parents[2]
 
 
-def make_run(folder: Path, losses: Sequence[float | None], **figures: Sequence[float | None]) -> Path:
+def make_run(
+    folder: Path, losses: Sequence[float | None], **figures: Sequence[float | None]
+) -> Path:
     """A run folder of as many steps, 1000 tokens each where `figures` do not say otherwise."""
-    columns = {"loss": losses, "tokens": [1000 * step for step in range(1, len(losses) + 1)], **figures}
+    columns = {
+        "loss": losses,
+        "tokens": [1000 * step for step in range(1, len(losses) + 1)],
+        **figures,
+    }
     record = asdict(replace(RECORD, grad_norm=1.0, tps=100.0, mfu=40.0))
     lines = [
         json.dumps(record | {"step": step} | dict(zip(columns, values, strict=True)))
@@ -47,8 +54,19 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def test_losses_are_compared_at_equal_tokens(runs: list[Path]) -> None:
     bf16, float8 = compare(read_runs(runs), last=2)
-    assert (bf16.name, bf16.steps, bf16.tokens, float8.steps, float8.tokens) == ("bf16", 4, 4000, 6, 6000)
-    assert (bf16.final_loss, bf16.final_loss_pct, bf16.largest_loss_pct, bf16.largest_grad_norm_pct) == (4.5, 0, 0, 0)
+    assert (bf16.name, bf16.steps, bf16.tokens, float8.steps, float8.tokens) == (
+        "bf16",
+        4,
+        4000,
+        6,
+        6000,
+    )
+    assert (
+        bf16.final_loss,
+        bf16.final_loss_pct,
+        bf16.largest_loss_pct,
+        bf16.largest_grad_norm_pct,
+    ) == (4.5, 0, 0, 0)
     assert float8.final_loss == 4.5  # of 4.04 and 4.96, not of the last two
     assert float8.final_loss_pct == 0
     assert float8.largest_loss_pct == pytest.approx(10)
@@ -85,7 +103,10 @@ def test_the_table(runs: list[Path]) -> None:
 def test_a_figure_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", [5], mfu=[None])
     b = make_run(tmp_path / "b", [None, 4], mfu=[None, None])
-    cells = [[cell.strip() for cell in line.split("|")] for line in format_runs(read_runs([a, b]), last=1).splitlines()]
+    cells = [
+        [cell.strip() for cell in line.split("|")]
+        for line in format_runs(read_runs([a, b]), last=1).splitlines()
+    ]
     assert cells[-1][4:-1] == ["n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a"]
 
 
@@ -99,9 +120,14 @@ def test_any_table_aligns_numbers_to_the_right() -> None:
 
 
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
-    paths = [make_run(tmp_path / name, [1.0]) for name in ("a/seed-0", "b/seed-0", "b/previous/seed-0")]
+    paths = [
+        make_run(tmp_path / name, [1.0]) for name in ("a/seed-0", "b/seed-0", "b/previous/seed-0")
+    ]
     assert [run.name for run in read_runs(paths)] == ["a/seed-0", "b/seed-0", "b/previous/seed-0"]
-    assert [run.name for run in read_runs([paths[0] / "metrics.jsonl", make_run(tmp_path / "a/x", [1.0])])] == [
+    assert [
+        run.name
+        for run in read_runs([paths[0] / "metrics.jsonl", make_run(tmp_path / "a/x", [1.0])])
+    ] == [
         "seed-0",
         "x",
     ]
@@ -125,7 +151,10 @@ def test_a_line_that_is_no_record_is_refused(runs: list[Path], line: str) -> Non
     file = runs[0] / "metrics.jsonl"
     first, *rest = file.read_text().splitlines(keepends=True)
     file.write_text("".join([first, f"{line}\n", *rest]))
-    with pytest.raises(ConfigError, match=rf"metrics\.jsonl: line 2 is no record of a step: {re.escape(repr(line))}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"metrics\.jsonl: line 2 is no record of a step: {re.escape(repr(line))}",
+    ):
         read_runs(runs)
 
 
@@ -134,19 +163,25 @@ def test_a_run_that_is_not_there_is_refused(runs: list[Path], tmp_path: Path, ex
     missing = tmp_path / "typo"
     if exists:
         missing.mkdir()
-    with pytest.raises(ConfigError, match=r"typo/metrics\.jsonl: No such file or directory; name a run folder"):
+    with pytest.raises(
+        ConfigError, match=r"typo/metrics\.jsonl: No such file or directory; name a run folder"
+    ):
         read_runs([*runs, missing])
 
 
 @pytest.mark.parametrize("chosen", [[], [0], [0, 1, 0]])
 def test_two_different_runs_are_needed(runs: list[Path], chosen: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"two different runs or more, and these were named: (none|\S+/bf16)"):
+    with pytest.raises(
+        ConfigError, match=r"two different runs or more, and these were named: (none|\S+/bf16)"
+    ):
         read_runs([runs[index] for index in chosen])
 
 
 def test_runs_without_equal_tokens_are_refused(runs: list[Path], tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", [5, 4], tokens=[1500, 2500])
-    with pytest.raises(ConfigError, match="all runs logged a step: bf16 1,000 to 4,000, other 1,500 to 2,500"):
+    with pytest.raises(
+        ConfigError, match="all runs logged a step: bf16 1,000 to 4,000, other 1,500 to 2,500"
+    ):
         compare(read_runs([runs[0], other]), last=20)
 
 
@@ -158,9 +193,16 @@ def test_the_picture_says_what_it_shows(runs: list[Path], tmp_path: Path) -> Non
     pytest.importorskip("matplotlib")
     draw(read_runs(runs), tmp_path / "runs.svg", last=2)
     shown = texts(tmp_path / "runs.svg")
-    assert {"bf16", "float8", "Loss", "nat", "Norm of the gradient", "MFU", "percent", "tokens trained on"} <= set(
-        shown
-    )
+    assert {
+        "bf16",
+        "float8",
+        "Loss",
+        "nat",
+        "Norm of the gradient",
+        "MFU",
+        "percent",
+        "tokens trained on",
+    } <= set(shown)
     assert "Loss, mean of 2 steps, above bf16's at equal tokens" in shown
     assert "n/a" not in shown
 
@@ -185,12 +227,16 @@ def test_a_picture_that_cannot_be_written_is_refused(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = read_runs(runs)
-    with pytest.raises(ConfigError, match=r"runs\.pdf: the picture's name must end in \.png or \.svg"):
+    with pytest.raises(
+        ConfigError, match=r"runs\.pdf: the picture's name must end in \.png or \.svg"
+    ):
         draw(found, tmp_path / "runs.pdf", last=20)
     with pytest.raises(ConfigError, match=r"there is no folder \S+/typo to write the picture to"):
         draw(found, tmp_path / "typo/runs.png", last=20)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""):
+    with pytest.raises(
+        ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""
+    ):
         draw(found, tmp_path / "runs.png", last=20)
 
 
@@ -212,7 +258,10 @@ def test_the_script_explains_itself() -> None:
 
 
 def test_the_script_reports_errors_in_a_line(runs: list[Path]) -> None:
-    for words, message in (([*runs, "--last", "0"], "--last 0 must be at least 1"), (runs[:1], "two different runs")):
+    for words, message in (
+        ([*runs, "--last", "0"], "--last 0 must be at least 1"),
+        (runs[:1], "two different runs"),
+    ):
         result = script(*words)
         assert (result.returncode, result.stdout) == (2, "")
         assert message in result.stderr

@@ -9,12 +9,27 @@ from torchtitan_lite.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {
-    "debug_model": (2, "debugmodel, world size 2 = dp_replicate 1 x dp_shard 2 x tp 1, global batch 16"),
-    "float8_parity": (1, "debugmodel_4layers, world size 1 = dp_replicate 1 x dp_shard 1 x tp 1, global batch 8"),
+    "debug_model": (
+        2,
+        "debugmodel, world size 2 = dp_replicate 1 x dp_shard 2 x tp 1, global batch 16",
+    ),
+    "float8_parity": (
+        1,
+        "debugmodel_4layers, world size 1 = dp_replicate 1 x dp_shard 1 x tp 1, global batch 8",
+    ),
     "llama3_8b": (8, "8B, world size 8 = dp_replicate 1 x dp_shard 8 x tp 1, global batch 8"),
-    "llama3_8b_float8": (8, "8B, world size 8 = dp_replicate 1 x dp_shard 8 x tp 1, global batch 8"),
-    "llama3_70b": (256, "70B, world size 256 = dp_replicate 1 x dp_shard 32 x tp 8, global batch 256"),
-    "llama3_405b": (512, "405B, world size 512 = dp_replicate 1 x dp_shard 64 x tp 8, global batch 128"),
+    "llama3_8b_float8": (
+        8,
+        "8B, world size 8 = dp_replicate 1 x dp_shard 8 x tp 1, global batch 8",
+    ),
+    "llama3_70b": (
+        256,
+        "70B, world size 256 = dp_replicate 1 x dp_shard 32 x tp 8, global batch 256",
+    ),
+    "llama3_405b": (
+        512,
+        "405B, world size 512 = dp_replicate 1 x dp_shard 64 x tp 8, global batch 128",
+    ),
 }
 
 
@@ -35,15 +50,30 @@ def test_shipped_config_loads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_config_has_a_run_folder_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_config_has_a_run_folder_of_its_own(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(ROOT / f"train_configs/{name}.toml")
-    main(["--get", "job.dump_folder", "--job.config_file", path, "--world-size", str(SHIPPED[name][0])])
+    main(
+        [
+            "--get",
+            "job.dump_folder",
+            "--job.config_file",
+            path,
+            "--world-size",
+            str(SHIPPED[name][0]),
+        ]
+    )
     assert capsys.readouterr().out == f"./outputs/{name}\n"
 
 
 def test_config_error_exits_with_2_and_no_traceback() -> None:
     result = run(
-        "--job.config_file=train_configs/debug_model.toml", "--training.steps", "-1", "--optimizer.lr", "-1e-3"
+        "--job.config_file=train_configs/debug_model.toml",
+        "--training.steps",
+        "-1",
+        "--optimizer.lr",
+        "-1e-3",
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
@@ -73,7 +103,9 @@ def test_get_of_other_types(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world-size", "two"], "argument --world-size: invalid int value: 'two'"),
     ],
 )
-def test_wrong_use_exits_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_exits_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert message in capsys.readouterr().err
@@ -81,7 +113,14 @@ def test_wrong_use_exits_with_2(words: list[str], message: str, capsys: pytest.C
 
 def test_world_size_is_1_unless_given() -> None:
     with pytest.raises(ConfigError, match="world size, 1; run 8 or 16 processes"):
-        main(["--get", "training.steps", "--job.config_file", str(ROOT / "train_configs/llama3_70b.toml")])
+        main(
+            [
+                "--get",
+                "training.steps",
+                "--job.config_file",
+                str(ROOT / "train_configs/llama3_70b.toml"),
+            ]
+        )
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

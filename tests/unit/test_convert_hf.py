@@ -1,4 +1,5 @@
-"""Checkpoints as Hugging Face models and back, with transformers as the judge of what is written."""
+"""Checkpoints as Hugging Face models and back, with transformers as the judge of what is
+written."""
 
 import base64
 import json
@@ -23,7 +24,13 @@ import transformers
 from torch import Tensor
 
 from torchtitan_lite import convert_hf
-from torchtitan_lite.checkpoint.manifest import NEW_RUN, Manifest, hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    NEW_RUN,
+    Manifest,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan_lite.checkpoint.reading import read_tensors, tensor_entries
 from torchtitan_lite.convert_hf import INDEX, export_hf, import_hf, plan_shards
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
@@ -31,12 +38,18 @@ from torchtitan_lite.errors import CheckpointError, ConfigError, StorageError
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.llama3 import Transformer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as the checkpoints are saved here
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # as the checkpoints are saved here
 
 ROOT = Path(__file__).parents[2]
-ARGS = ModelArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48)
+ARGS = ModelArgs(
+    dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
+)
 DEBUG_ARGS = replace(FLAVORS["debugmodel"], vocab_size=300, max_seq_len=48)
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+)
 TOKENS = torch.arange(96).reshape(2, 48) % 50
 
 
@@ -73,7 +86,9 @@ def state_of(model: Transformer) -> dict[str, Tensor]:
 
 def load(folder: Path, **options: Any) -> transformers.LlamaForCausalLM:
     """The model that transformers reads, with no weight left out or made up."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
     assert not any(info.values()), info
     return model
 
@@ -87,12 +102,21 @@ def logit_difference(model: Transformer, llama: transformers.LlamaForCausalLM) -
 
 def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype or not one[name].equal(other[name])] == []
+    assert [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not one[name].equal(other[name])
+    ] == []
 
 
 @pytest.fixture(scope="module")
 def step_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("run") / "step-00000100", state_of(build(ARGS)), ARGS, tokenizer_path="")
+    return save(
+        tmp_path_factory.mktemp("run") / "step-00000100",
+        state_of(build(ARGS)),
+        ARGS,
+        tokenizer_path="",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +170,18 @@ def test_shards_and_their_index(tmp_path: Path, step_dir: Path) -> None:
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert len(files) > 2
     found = {file: safetensors.torch.load_file(tmp_path / "out" / file) for file in files}
-    assert index["weight_map"] == {name: file for file, weights in found.items() for name in weights}
-    sizes = {file: sum(weight.nbytes for weight in weights.values()) for file, weights in found.items()}
+    assert index["weight_map"] == {
+        name: file for file, weights in found.items() for name in weights
+    }
+    sizes = {
+        file: sum(weight.nbytes for weight in weights.values()) for file, weights in found.items()
+    }
     assert max(sizes.values()) <= 50_000
-    assert index["metadata"]["total_size"] == sum(sizes.values()) == 4 * sum(map(torch.numel, build(ARGS).parameters()))
+    assert (
+        index["metadata"]["total_size"]
+        == sum(sizes.values())
+        == 4 * sum(map(torch.numel, build(ARGS).parameters()))
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,9 +217,9 @@ def test_export_of_mixed_types_keeps_each_and_names_the_wider(tmp_path: Path) ->
     assert weights["lm_head.weight"].dtype == torch.bfloat16
     assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "float32"
     export_hf(tmp_path / "step", tmp_path / "wide", dtype="float32")
-    assert {w.dtype for w in safetensors.torch.load_file(tmp_path / "wide/model.safetensors").values()} == {
-        torch.float32
-    }
+    assert {
+        w.dtype for w in safetensors.torch.load_file(tmp_path / "wide/model.safetensors").values()
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -202,19 +234,26 @@ def test_export_then_import_is_bit_exact(tmp_path: Path, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("shard_size", ["50GB", "4MB"], ids=["one file", "sharded"])
-def test_import_then_export_is_bit_exact(tmp_path: Path, llama: transformers.LlamaForCausalLM, shard_size: str) -> None:
+def test_import_then_export_is_bit_exact(
+    tmp_path: Path, llama: transformers.LlamaForCausalLM, shard_size: str
+) -> None:
     llama.save_pretrained(tmp_path / "hf", max_shard_size=shard_size)
     assert (tmp_path / "hf/model.safetensors").exists() is (shard_size == "50GB")
     import_hf(tmp_path / "hf", tmp_path / "step")
     export_hf(tmp_path / "step", tmp_path / "out")
-    assert_same_tensors(safetensors.torch.load_file(tmp_path / "out/model.safetensors"), llama.state_dict())
+    assert_same_tensors(
+        safetensors.torch.load_file(tmp_path / "out/model.safetensors"), llama.state_dict()
+    )
 
 
 def test_an_import_computes_transformers_logits(tmp_path: Path, hf_dir: Path, llama: Any) -> None:
     import_hf(hf_dir, tmp_path / "step")
     model = Transformer(DEBUG_ARGS)
     model.load_state_dict(
-        {name.removeprefix("model."): tensor for name, tensor in read_tensors(tmp_path / "step").items()}
+        {
+            name.removeprefix("model."): tensor
+            for name, tensor in read_tensors(tmp_path / "step").items()
+        }
     )
     assert logit_difference(model, llama) < 1e-5
 
@@ -229,7 +268,9 @@ def test_an_import_is_a_checkpoint_of_weights_alone(
     assert (manifest.world_size, manifest.model) == (1, asdict(DEBUG_ARGS))
     assert manifest.config == '[model]\nflavor = "debugmodel"\n'
     assert manifest.files.keys() == {".metadata", "__0_0.distcp"}
-    assert manifest.tensors.keys() == {f"model.{name}" for name in Transformer(DEBUG_ARGS).state_dict()}
+    assert manifest.tensors.keys() == {
+        f"model.{name}" for name in Transformer(DEBUG_ARGS).state_dict()
+    }
     assert manifest.versions.keys() == {"torchtitan_lite", "torch", "torchao", "python"}
     assert 'of [model] flavor = "debugmodel", vocabulary 300' in caplog.text
     assert f'[checkpoint] initial_load_path = "{tmp_path / "step"}"' in caplog.text
@@ -273,27 +314,57 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "config.json").unlink(), "config.json cannot be read: No such file or directory; name a"),
-        (lambda d: (d / "config.json").write_text("{"), "config.json is not of a model that can be imported: Expect"),
-        (lambda d: (d / "config.json").write_text("[]"), "config.json is not of a model that can be imported: "),
-        (lambda d: edit_config(d, mlp_bias=True), "config.json is not .*: mlp_bias = true: this model has only false"),
-        (lambda d: edit_config(d, num_hidden_layers=5), "fits no .* the nearest, debugmodel, n_layers is 5, not 6"),
+        (
+            lambda d: (d / "config.json").unlink(),
+            "config.json cannot be read: No such file or directory; name a",
+        ),
+        (
+            lambda d: (d / "config.json").write_text("{"),
+            "config.json is not of a model that can be imported: Expect",
+        ),
+        (
+            lambda d: (d / "config.json").write_text("[]"),
+            "config.json is not of a model that can be imported: ",
+        ),
+        (
+            lambda d: edit_config(d, mlp_bias=True),
+            "config.json is not .*: mlp_bias = true: this model has only false",
+        ),
+        (
+            lambda d: edit_config(d, num_hidden_layers=5),
+            "fits no .* the nearest, debugmodel, n_layers is 5, not 6",
+        ),
         (lambda d: edit_config(d, **UNFIT), "for the nearest, 8B, vocab_size is 300, not 128256"),
         (
             lambda d: edit_config(d, vocab_size=301),
             r"json says: lm_head.weight is \[300, 256\], not \[301, 256\]; model",
         ),
-        (lambda d: edit_weights(d, **{"lm_head.weight": None}), "config.json says: lm_head.weight is missing"),
-        (lambda d: edit_weights(d, extra=torch.zeros(1)), "config.json says: extra is not of this model"),
+        (
+            lambda d: edit_weights(d, **{"lm_head.weight": None}),
+            "config.json says: lm_head.weight is missing",
+        ),
+        (
+            lambda d: edit_weights(d, extra=torch.zeros(1)),
+            "config.json says: extra is not of this model",
+        ),
         (
             lambda d: edit_weights(d, **DOUBLE_NORM),
             "config.json says: model.norm.weight is torch.float64, not of torch.float32, ",
         ),
         (lambda d: edit_weights(d, **STRANGERS), "extra19 is not of this model; and 3 more"),
-        (lambda d: (d / "model.safetensors").unlink(), "model.safetensors.index.json cannot be read: No such file"),
+        (
+            lambda d: (d / "model.safetensors").unlink(),
+            "model.safetensors.index.json cannot be read: No such file",
+        ),
         (lambda d: truncate(d / "model.safetensors"), "model.safetensors is damaged: "),
-        (lambda d: split(d, "part.safetensors", "b.safetensors"), "b.safetensors cannot be read: No such file"),
-        (lambda d: split(d, "../hf/part.safetensors"), "damaged: ../hf/part.safetensors is not a file's name"),
+        (
+            lambda d: split(d, "part.safetensors", "b.safetensors"),
+            "b.safetensors cannot be read: No such file",
+        ),
+        (
+            lambda d: split(d, "../hf/part.safetensors"),
+            "damaged: ../hf/part.safetensors is not a file's name",
+        ),
         (lambda d: (d / "model.safetensors").rename(d / INDEX), "index.json is damaged: "),
         (lambda d: truncate(d / "model.safetensors", to=0), "model.safetensors is damaged: "),
     ],
@@ -320,17 +391,26 @@ def set_model(folder: Path, **dimensions: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / "manifest.json").unlink(), "step is broken: manifest.json: No such file or directory; export"),
+        (
+            lambda d: (d / "manifest.json").unlink(),
+            "step is broken: manifest.json: No such file or directory; export",
+        ),
         (
             lambda d: flip_last_byte(d / "__0_0.distcp"),
             "step is broken: __0_0.distcp: its contents have changed;",
         ),
-        (lambda d: flip_last_byte(d / ".metadata"), "step is broken: .metadata: its contents have changed;"),
+        (
+            lambda d: flip_last_byte(d / ".metadata"),
+            "step is broken: .metadata: its contents have changed;",
+        ),
         (
             lambda d: set_model(d, n_layers=10**12),
             "json: model: ValueError: n_layers is 10{12}, and there are 21 weights",
         ),
-        (lambda d: set_model(d, n_heads=0), "step is broken: manifest.json: model: ZeroDivisionError"),
+        (
+            lambda d: set_model(d, n_heads=0),
+            "step is broken: manifest.json: model: ZeroDivisionError",
+        ),
         (lambda d: set_model(d, n_heads="8"), "step is broken: manifest.json: model: TypeError"),
     ],
 )
@@ -346,17 +426,23 @@ def test_a_checkpoint_without_some_weights_is_not_exported(tmp_path: Path) -> No
     state = state_of(build(ARGS))
     del state["model.norm.weight"]
     folder = save(tmp_path / "step", state | {"model.other": torch.zeros(1)}, ARGS)
-    with pytest.raises(CheckpointError, match="broken: norm.weight is missing; other is not of this model; export"):
+    with pytest.raises(
+        CheckpointError, match="broken: norm.weight is missing; other is not of this model; export"
+    ):
         export_hf(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["out", ".tmp-out"])
-def test_what_is_there_is_not_overwritten(tmp_path: Path, step_dir: Path, hf_dir: Path, name: str) -> None:
+def test_what_is_there_is_not_overwritten(
+    tmp_path: Path, step_dir: Path, hf_dir: Path, name: str
+) -> None:
     kept = tmp_path / name / "kept"
     kept.parent.mkdir()
     kept.write_text("kept")
     for convert, source in ((export_hf, step_dir), (import_hf, hf_dir)):
-        with pytest.raises(ConfigError, match=f"/{name} exists; remove it, or write to another folder"):
+        with pytest.raises(
+            ConfigError, match=f"/{name} exists; remove it, or write to another folder"
+        ):
             convert(source, tmp_path / "out")
         assert kept.read_text() == "kept"
 
@@ -380,21 +466,28 @@ def full_disk() -> Iterator[None]:
 
 def test_a_full_disk(tmp_path: Path, step_dir: Path, hf_dir: Path) -> None:
     for convert, source in ((export_hf, step_dir), (import_hf, hf_dir)):
-        with full_disk(), pytest.raises(StorageError, match="out.* cannot be written: .*; make room"):
+        with (
+            full_disk(),
+            pytest.raises(StorageError, match="out.* cannot be written: .*; make room"),
+        ):
             convert(source, tmp_path / "out")
         assert list(tmp_path.iterdir()) == [hf_dir]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, step_dir: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file/.tmp-out cannot be written: Not a directory; make room"):
+    with pytest.raises(
+        StorageError, match="file/.tmp-out cannot be written: Not a directory; make room"
+    ):
         export_hf(step_dir, tmp_path / "file/out")
 
 
 def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert_hf, "find_spec", lambda name: None)
     for convert in (export_hf, import_hf):
-        with pytest.raises(ConfigError, match=r'safetensors is not installed; pip install "torchtitan-lite\[hf\]"'):
+        with pytest.raises(
+            ConfigError, match=r'safetensors is not installed; pip install "torchtitan-lite\[hf\]"'
+        ):
             convert(tmp_path / "in", tmp_path / "out")
 
 
@@ -406,11 +499,14 @@ def exported_tokenizer(tmp_path: Path, **settings: str) -> Path:
 
 
 def end_ids(folder: Path) -> tuple[object, object]:
-    """BOS and EOS, which generation_config.json must have as config.json has them, if there are any."""
+    """BOS and EOS, which generation_config.json must have as config.json has them, if there are
+    any."""
     config = json.loads((folder / "config.json").read_text())
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     generation = folder / "generation_config.json"
-    assert (json.loads(generation.read_text()) if generation.exists() else dict.fromkeys(ids)) == ids
+    assert (
+        json.loads(generation.read_text()) if generation.exists() else dict.fromkeys(ids)
+    ) == ids
     return ids["bos_token_id"], ids["eos_token_id"]
 
 
@@ -430,10 +526,14 @@ def test_a_tokenizer_json_is_exported_with_its_config(tmp_path: Path) -> None:
     out = exported_tokenizer(tmp_path, tokenizer_path=str(tmp_path / "words.json"))
     assert end_ids(out) == (1, 2)
     assert (out / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
-    assert (out / "tokenizer_config.json").read_bytes() == (tmp_path / "tokenizer_config.json").read_bytes()
+    assert (out / "tokenizer_config.json").read_bytes() == (
+        tmp_path / "tokenizer_config.json"
+    ).read_bytes()
 
 
-def test_of_a_tiktoken_file_only_the_ids_are_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_tiktoken_file_only_the_ids_are_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lines = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
     (tmp_path / "tokenizer.model").write_bytes(b"".join(lines))
     out = exported_tokenizer(tmp_path, tokenizer_path=str(tmp_path))
@@ -442,17 +542,24 @@ def test_of_a_tiktoken_file_only_the_ids_are_exported(tmp_path: Path, caplog: py
     assert "transformers finds no special tokens in a tiktoken file" in caplog.text
 
 
-def test_without_a_tokenizer_the_weights_are_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_tokenizer_the_weights_are_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = exported_tokenizer(tmp_path, tokenizer_path="nowhere")
     assert end_ids(out) == (None, None)
-    assert 'no tokenizer is exported: [model] tokenizer_path = "nowhere" cannot be read' in caplog.text
+    assert (
+        'no tokenizer is exported: [model] tokenizer_path = "nowhere" cannot be read' in caplog.text
+    )
     assert load(out).config.bos_token_id is None
 
 
 def test_a_config_without_a_model_names_no_tokenizer(
     tmp_path: Path, step_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert convert_hf.copy_tokenizer(replace(read_manifest(step_dir), config="[job]\n"), tmp_path) is None
+    assert (
+        convert_hf.copy_tokenizer(replace(read_manifest(step_dir), config="[job]\n"), tmp_path)
+        is None
+    )
     assert "no tokenizer is exported: the checkpoint's config names none" in caplog.text
 
 

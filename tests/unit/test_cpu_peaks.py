@@ -1,4 +1,5 @@
-"""The CPU's peaks: how they are measured, kept in the run folder, and compared at the end of a run."""
+"""The CPU's peaks: how they are measured, kept in the run folder, and compared at the end of a
+run."""
 
 import itertools
 import json
@@ -83,7 +84,9 @@ def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
     monkeypatch.setattr(
         cpu_peaks,
         "on_all_ranks",
-        lambda make: ranks if isinstance((ranks := on_all_ranks(make))[0], tuple) else [*ranks, faster],
+        lambda make: (
+            ranks if isinstance((ranks := on_all_ranks(make))[0], tuple) else [*ranks, faster]
+        ),
     )
     assert resolve_cpu_peaks(MEASURED, file=tmp_path / "peaks.json") == {"bf16": 0.2, "fp32": 0.3}
 
@@ -100,11 +103,15 @@ def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
         (2, [{1, 2}], 1.5),
     ],
 )
-def test_a_rank_has_its_threads_but_no_more_than_its_share_of_the_cores(monkeypatch, threads, others, rank_threads):
+def test_a_rank_has_its_threads_but_no_more_than_its_share_of_the_cores(
+    monkeypatch, threads, others, rank_threads
+):
     here, elsewhere = socket.gethostname(), ("another host", {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(
-        cpu_peaks, "on_all_ranks", lambda make: [make(), elsewhere, *((here, cores) for cores in others)]
+        cpu_peaks,
+        "on_all_ranks",
+        lambda make: [make(), elsewhere, *((here, cores) for cores in others)],
     )
     assert cpu_peaks._rank_threads() == pytest.approx(rank_threads)
 
@@ -149,7 +156,9 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path, calls):
 
 
 @pytest.mark.parametrize(("cpu", "threads"), [("Another", 1), (None, 4)])
-def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(tmp_path, calls, log, cpu, threads):
+def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(
+    tmp_path, calls, log, cpu, threads
+):
     file, here = tmp_path / "peaks.json", cpu_name()
     file.write_text(json.dumps({"cpu": cpu or here, "threads": threads, "tflops": {"bf16": 9.0}}))
     assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}

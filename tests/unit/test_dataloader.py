@@ -1,6 +1,8 @@
-"""Batches: the shape of windows, the law of the order, and the same data on any number of ranks, through any resumes.
+"""Batches: the shape of windows, the law of the order, and the same data on any number of ranks,
+through any resumes.
 
-Token i of the stores here is 1000 d + i, for store d, so the first token of a window tells which window it is.
+Token i of the stores here is 1000 d + i, for store d, so the first token of a window tells which
+window it is.
 """
 
 from pathlib import Path
@@ -34,10 +36,13 @@ class FakeStore:
         return self.first + starts[:, None] + np.arange(length)
 
 
-def corpus(*windows: int, shares: tuple[int, ...] = (), held_out: int = 0, **options: Any) -> Corpus:
+def corpus(
+    *windows: int, shares: tuple[int, ...] = (), held_out: int = 0, **options: Any
+) -> Corpus:
     """Stores named a, b, ... with so many windows each."""
     stores: Any = {
-        "abcdefgh"[number]: FakeStore(count, first=PER_STORE * number) for number, count in enumerate(windows)
+        "abcdefgh"[number]: FakeStore(count, first=PER_STORE * number)
+        for number, count in enumerate(windows)
     }
     mixture = Mixture(shares or (1,) * len(windows))
     counts = mixture.counts(held_out).tolist()
@@ -46,7 +51,14 @@ def corpus(*windows: int, shares: tuple[int, ...] = (), held_out: int = 0, **opt
 
 
 def batches(
-    data: Corpus, *, local: int = 2, accum: int = 1, rank: int = 0, dp: int = 1, steps: int = 1, **options: Any
+    data: Corpus,
+    *,
+    local: int = 2,
+    accum: int = 1,
+    rank: int = 0,
+    dp: int = 1,
+    steps: int = 1,
+    **options: Any,
 ) -> TrainingBatches:
     sizes = BatchSizes(local, local * accum * dp, accum)
     return TrainingBatches(data, sizes, dp_rank=rank, dp_degree=dp, steps=steps, **options)
@@ -70,7 +82,10 @@ def trained(data: Corpus, *, dp: int = 1, **options: Any) -> list[int]:
 
 def validated(data: Corpus, *, steps: int = 3, dp: int = 1) -> list[int]:
     """Windows with labels, in the order of samples, as all ranks see them."""
-    ranks = [ValidationBatches(data, local_batch_size=2, steps=steps, dp_rank=rank, dp_degree=dp) for rank in range(dp)]
+    ranks = [
+        ValidationBatches(data, local_batch_size=2, steps=steps, dp_rank=rank, dp_degree=dp)
+        for rank in range(dp)
+    ]
     return [
         window
         for microbatches in zip(*ranks, strict=True)
@@ -121,7 +136,10 @@ def test_a_batch_larger_than_an_epoch():
 
 def test_sample_ids_of_every_rank():
     ids = [
-        [batches(corpus(50), rank=rank, dp=2, accum=2).sample_ids(2, accum_step).tolist() for accum_step in (0, 1)]
+        [
+            batches(corpus(50), rank=rank, dp=2, accum=2).sample_ids(2, accum_step).tolist()
+            for accum_step in (0, 1)
+        ]
         for rank in (0, 1)
     ]
     assert ids == [[[8, 9], [12, 13]], [[10, 11], [14, 15]]]
@@ -133,7 +151,9 @@ def test_another_seed_is_another_order():
 
 def test_stores_give_samples_by_their_shares_each_in_its_own_order():
     seen = trained(corpus(10, 8, shares=(3, 1)), local=4, steps=16)
-    first, second = ([window for window in seen if window // (PER_STORE // S) == store] for store in (0, 1))
+    first, second = (
+        [window for window in seen if window // (PER_STORE // S) == store] for store in (0, 1)
+    )
     assert [window // 250 for window in seen[:8]] == [0, 0, 0, 1] * 2
     assert len(first) == 48 and len(second) == 16
     for windows, size in ((first, 10), (second, 8)):
@@ -178,7 +198,9 @@ def test_validation_is_the_same_on_any_number_of_ranks(dp):
 
 
 def test_validation_repeats():
-    own = ValidationBatches(corpus(20, held_out=6), local_batch_size=2, steps=3, dp_rank=0, dp_degree=1)
+    own = ValidationBatches(
+        corpus(20, held_out=6), local_batch_size=2, steps=3, dp_rank=0, dp_degree=1
+    )
     for (tokens, labels), (again, labels_again) in zip(own, own, strict=True):
         assert torch.equal(tokens, again)
         assert torch.equal(labels, labels_again)
@@ -198,11 +220,19 @@ def test_any_layouts_with_resumes_in_between_see_what_one_process_sees(windows, 
     data = corpus(*sizes, shares=shares, held_out=held_out)
     step, sample, ids, seen = 0, 0, [], []
     for (dp, accum, local), steps in runs:
-        options = {"dp": dp, "accum": accum, "local": local, "first_step": step + 1, "first_sample": sample}
+        options = {
+            "dp": dp,
+            "accum": accum,
+            "local": local,
+            "first_step": step + 1,
+            "first_sample": sample,
+        }
         options["steps"] = step + steps
         ranks = [batches(data, rank=rank, **options) for rank in range(dp)]
         for each in range(step + 1, step + steps + 1):
-            ids += [i for a in range(accum) for rank in ranks for i in rank.sample_ids(each, a).tolist()]
+            ids += [
+                i for a in range(accum) for rank in ranks for i in rank.sample_ids(each, a).tolist()
+            ]
         seen += trained(data, **options)
         step, sample = step + steps, ranks[0].samples(step + steps)
     assert ids == list(range(sample))
@@ -219,7 +249,9 @@ def test_epochs_by_store():
     windows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4),
     epochs=st.sampled_from([0.29, 0.5, 1, 1.1, 3.0]),
 )
-def test_no_store_is_passed_more_often_than_the_limit_says_and_one_more_sample_would(windows, epochs):
+def test_no_store_is_passed_more_often_than_the_limit_says_and_one_more_sample_would(
+    windows, epochs
+):
     sizes, shares = zip(*windows, strict=True)
     data = corpus(*sizes, shares=shares)
     limit = data.sample_limit(epochs)
@@ -250,7 +282,9 @@ def test_steps_end_the_run_where_the_data_is_enough(steps):
 
 
 def test_epochs_of_less_than_a_step():
-    with pytest.raises(DataError, match=r"\[training\] epochs = 0.5: that is 5 samples, and a step takes 6"):
+    with pytest.raises(
+        DataError, match=r"\[training\] epochs = 0.5: that is 5 samples, and a step takes 6"
+    ):
         batches(corpus(11), local=6, epochs=0.5)
 
 
@@ -260,13 +294,19 @@ def test_too_few_tokens_to_train_on():
         match=r"^\[training\] seq_len = 4: b has 1 tokens, which make 0 windows of 4 \+ 1; 1 are needed, 0 of",
     ):
         corpus(5, 0)
-    with pytest.raises(DataError, match=r"25 tokens, which make 6 windows of 4 \+ 1; 7 are needed, 6 of them to valid"):
+    with pytest.raises(
+        DataError,
+        match=r"25 tokens, which make 6 windows of 4 \+ 1; 7 are needed, 6 of them to valid",
+    ):
         corpus(6, held_out=6)
     assert corpus(7, held_out=6).windows[0].epoch_size == 1
 
 
 def test_too_few_tokens_to_validate_on():
-    with pytest.raises(DataError, match=r"21 tokens, which make 5 windows of 4 \+ 1; 6 are needed, 6 of them to valid"):
+    with pytest.raises(
+        DataError,
+        match=r"21 tokens, which make 5 windows of 4 \+ 1; 6 are needed, 6 of them to valid",
+    ):
         corpus(5, held_out=6, trained=0)
     assert sorted(validated(corpus(6, held_out=6, trained=0))) == list(range(6))
 
@@ -274,7 +314,8 @@ def test_too_few_tokens_to_validate_on():
 def test_ids_that_the_model_lacks_are_refused_at_start():
     assert corpus(5, vocab_size=21)
     with pytest.raises(
-        DataError, match=r"a \(stores/fake\): its largest token id is 20, and the model has ids up to 19"
+        DataError,
+        match=r"a \(stores/fake\): its largest token id is 20, and the model has ids up to 19",
     ):
         corpus(5, vocab_size=20)
 
@@ -299,5 +340,9 @@ def test_identity_tells_what_the_samples_are():
 def test_unigram_entropy_is_of_the_mix(monkeypatch):
     data = corpus(10, 10, shares=(3, 1))
     for windows, counts in zip(data.windows, ([5, 5, 0], [0, 0, 7]), strict=True):
-        monkeypatch.setattr(windows.store, "token_counts", lambda counts=counts: np.array(counts), raising=False)
-    assert data.unigram_entropy() == pytest.approx(-2 * 3 / 8 * np.log(3 / 8) - 1 / 4 * np.log(1 / 4))
+        monkeypatch.setattr(
+            windows.store, "token_counts", lambda counts=counts: np.array(counts), raising=False
+        )
+    assert data.unigram_entropy() == pytest.approx(
+        -2 * 3 / 8 * np.log(3 / 8) - 1 / 4 * np.log(1 / 4)
+    )

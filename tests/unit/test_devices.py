@@ -1,4 +1,5 @@
-"""The data sheets: every row by the names that torch and the vendors use, and every name that is another device."""
+"""The data sheets: every row by the names that torch and the vendors use, and every name that is
+another device."""
 
 import pytest
 

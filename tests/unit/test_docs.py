@@ -36,12 +36,16 @@ from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.plan import make_plan, resolve_device
 
 ROOT = Path(__file__).parents[2]
-METRICS, PLAN, FLOAT8 = ((ROOT / "docs" / name).read_text() for name in ("metrics.md", "plan.md", "float8.md"))
+METRICS, PLAN, FLOAT8 = (
+    (ROOT / "docs" / name).read_text() for name in ("metrics.md", "plan.md", "float8.md")
+)
 
 
 def plan(config: str, *overrides: str, tps: float | None = None) -> dict[str, Any]:
     words = ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), *overrides]
-    return make_plan(load_config(words, world_size=8), world_size=8, device=resolve_device("H100 SXM"), tps=tps)
+    return make_plan(
+        load_config(words, world_size=8), world_size=8, device=resolve_device("H100 SXM"), tps=tps
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,9 @@ def test_the_documented_command_prints_the_documented_report() -> None:
     sections = re.findall(r"^```text\n(.*?)\n```$", PLAN, flags=re.MULTILINE | re.DOTALL)
     assert command and len(sections) == 7
     words = [sys.executable, *shlex.split(command[1])]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    result = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
     assert [section for section in sections if section not in result.stdout] == []
 
 
@@ -98,7 +104,9 @@ def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
         assert_said(PLAN, f"| {measured} | {predicted:.2f} | +{error} % |")
     for m, k, n, recipe, _, measured, _, predicted in PUBLISHED_LINEARS:
         assert_said(PLAN, f"| {m} x {n} x {k} | {recipe} | {measured:.2f} | {predicted:.2f} |")
-    eager = predict(*DEBUG_RUN, H100_500W, scheme=Scheme("tensorwise", compiled=False), converted=SEVEN)
+    eager = predict(
+        *DEBUG_RUN, H100_500W, scheme=Scheme("tensorwise", compiled=False), converted=SEVEN
+    )
     step = step_time(*LLAMA_8B, H100_500W, scheme=GATHERED, converted=())
     assert_said(
         PLAN,
@@ -112,19 +120,27 @@ def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
 def test_estimates_beside_what_gpus_reserved() -> None:
     for reserved, flavor, seq_len, batch, dp_shard, tp, checkpoint, changes in PUBLISHED:
         args = replace(FLAVORS[flavor], max_seq_len=seq_len)
-        rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes)
+        rank = build_rank(
+            args,
+            dp_shard,
+            tp,
+            batch=batch,
+            activation_checkpoint=checkpoint,
+            on_cpu=False,
+            **changes,
+        )
         estimate = torchtitan_peak(rank) / 2**30
         assert_said(PLAN, f"| {estimate:.1f} | {reserved:.1f} | {reserved / estimate:.2f} |")
 
 
 def test_wk_under_tensor_parallelism() -> None:
     def ratio(flavor: str, tp: int, tokens: int) -> str:
-        times = time_linears(linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE)
+        times = time_linears(
+            linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE
+        )
         return next(f"{time.ratio:.2f}" for time in times if time.kind == "wk")
 
-    on_8b = (
-        f"{ratio('8B', 2, 8192)} on 8B with TP 2, {ratio('8B', 4, 8192)} with TP 4 and {ratio('8B', 8, 8192)} with TP 8"
-    )
+    on_8b = f"{ratio('8B', 2, 8192)} on 8B with TP 2, {ratio('8B', 4, 8192)} with TP 4 and {ratio('8B', 8, 8192)} with TP 8"
     assert_said(PLAN, on_8b, f"{ratio('70B', 8, 16 * 8192)} on 70B with TP 8 and batch 16")
 
 
@@ -163,21 +179,30 @@ def test_the_times_of_the_example(bf16: dict[str, Any], float8: dict[str, Any]) 
 def test_the_floors_of_each_recipe() -> None:
     for recipe in RECIPES:
         clean, outliers = (", ".join(map(str, FLOORS[recipe, hard])) for hard in (False, True))
-        assert re.search(rf"^\| `{recipe}` \|.*\| {clean} \| {outliers} \|$", FLOAT8, flags=re.MULTILINE)
+        assert re.search(
+            rf"^\| `{recipe}` \|.*\| {clean} \| {outliers} \|$", FLOAT8, flags=re.MULTILINE
+        )
 
 
 def test_the_cost_of_padding() -> None:
     tokens, k, n = 8192, 4096, 14336
     traffic = 3 * tokens * (k + n) / (H100.bandwidth * roofline.BANDWIDTH_FRACTION)
-    matmul = 2 * tokens * k * n / (H100.fp8_flops * roofline.GEMM_FRACTION) * roofline.SLOW_ACCUMULATION
+    matmul = (
+        2 * tokens * k * n / (H100.fp8_flops * roofline.GEMM_FRACTION) * roofline.SLOW_ACCUMULATION
+    )
     assert traffic / matmul == pytest.approx(1 / 5, rel=0.1)
     assert_said(
-        FLOAT8, "3 bytes of memory traffic for each element", "a fifth of the time of w1's weight gradient in 8B"
+        FLOAT8,
+        "3 bytes of memory traffic for each element",
+        "a fifth of the time of w1's weight gradient in 8B",
     )
 
 
 def test_the_figures_of_the_example(float8: dict[str, Any]) -> None:
-    rates, causal = float8["schedule"], plan("llama3_8b_float8", "--metrics.flops_convention=causal", tps=7773)
+    rates, causal = (
+        float8["schedule"],
+        plan("llama3_8b_float8", "--metrics.flops_convention=causal", tps=7773),
+    )
     assert_said(
         METRICS,
         f"`mfu_bf16_peak` {rates['mfu_bf16_peak']:.2f} %, `mfu_arithmetic_peak` {rates['mfu_arithmetic_peak']:.2f} %",
@@ -196,10 +221,15 @@ def test_the_figures_of_the_example(float8: dict[str, Any]) -> None:
     ],
 )
 def test_hfu_by_mode(row: str, override: str) -> None:
-    bf16, float8 = plan("llama3_8b", override, tps=6297), plan("llama3_8b_float8", override, tps=7773)
+    bf16, float8 = (
+        plan("llama3_8b", override, tps=6297),
+        plan("llama3_8b_float8", override, tps=7773),
+    )
     on_top = 100 * bf16["flops_per_token"]["recompute"] / bf16["flops_per_token"]["total"]
     (line,) = (line for line in METRICS.splitlines() if line.startswith(f"| {row} |"))
-    assert line.endswith(f"| {on_top:.2f} % | {bf16['schedule']['hfu']:.2f}, {float8['schedule']['hfu']:.2f} |")
+    assert line.endswith(
+        f"| {on_top:.2f} % | {bf16['schedule']['hfu']:.2f}, {float8['schedule']['hfu']:.2f} |"
+    )
 
 
 def test_every_figure_of_a_step_is_explained_with_its_tag() -> None:
@@ -213,7 +243,9 @@ def test_on_the_page_every_cell_of_the_matrix_trained_as_one_process_does() -> N
     tables, _, _ = (ROOT / "docs/float8_matrix.md").read_text().partition("## Refused")
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
     figures = [cell for row in rows for cell in row if re.fullmatch(r"\d\.\de[-+]\d\d", cell)]
-    assert len(figures) == len(matrix.matrix_cells(steps=matrix_page.STEPS)) + len(matrix.vocabulary_cells())
+    assert len(figures) == len(matrix.matrix_cells(steps=matrix_page.STEPS)) + len(
+        matrix.vocabulary_cells()
+    )
     assert max(map(float, figures)) <= matrix.TOLERANCE
     assert not {"failed", "refused"} & {cell for row in rows for cell in row}
 

@@ -30,21 +30,38 @@ def framed(text: str) -> list[int]:
 
 
 def test_documents_one_after_the_other():
-    rows = [text_row(b"one two"), text_row(b"\xff", line=2), text_row("\u00e9".encode()), text_row(b"", 4, "too long")]
+    rows = [
+        text_row(b"one two"),
+        text_row(b"\xff", line=2),
+        text_row("\u00e9".encode()),
+        text_row(b"", 4, "too long"),
+    ]
     encoded = encode_rows(rows, parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2)
     assert encoded.ids.tolist() == framed("one two") + framed("\u00e9")
     assert encoded.ids.dtype == U2
     assert encoded.lengths.tolist() == [len(framed("one two")), len(framed("\u00e9"))]
-    assert [reason.partition(":")[0] for reason in encoded.bad_rows] == ["a.txt, line 2", "a.txt, line 4"]
+    assert [reason.partition(":")[0] for reason in encoded.bad_rows] == [
+        "a.txt, line 2",
+        "a.txt, line 4",
+    ]
 
 
 def test_nothing_but_bad_rows():
-    encoded = encode_rows([text_row(b"\xff")], parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2)
-    assert (len(encoded.ids), encoded.ids.dtype, len(encoded.lengths), len(encoded.bad_rows)) == (0, U2, 0, 1)
+    encoded = encode_rows(
+        [text_row(b"\xff")], parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2
+    )
+    assert (len(encoded.ids), encoded.ids.dtype, len(encoded.lengths), len(encoded.bad_rows)) == (
+        0,
+        U2,
+        0,
+        1,
+    )
 
 
 def processes(batches: Iterator[list[Row]], workers: int) -> Iterator[tuple[list[Row], Encoded]]:
-    return encode_batches(batches, parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2, workers=workers)
+    return encode_batches(
+        batches, parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2, workers=workers
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -114,7 +131,10 @@ def test_a_process_that_is_killed_as_it_starts_is_told_of(monkeypatch):
         return process
 
     monkeypatch.setattr(encoder, "_start", killed)
-    with pytest.raises(DataError, match="^a tokenizing process ended with exit code -9, on rows from a.txt, line 7 on"):
+    with pytest.raises(
+        DataError,
+        match="^a tokenizing process ended with exit code -9, on rows from a.txt, line 7 on",
+    ):
         list(processes(iter([[text_row(b"text", line=7)]]), 1))
 
 
@@ -125,7 +145,9 @@ def test_processes_end_with_the_one_that_started_them():
         "answers = t.processes(iter([[t.text_row(b'text')]] * 100), 2); next(answers)\n"
         "print(*sorted(t.children()), flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     workers = parent.stdout.readline().split()
     assert len(workers) == 2
     parent.kill()

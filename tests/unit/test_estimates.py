@@ -18,9 +18,13 @@ def test_ratios_are_taken_pair_by_pair() -> None:
 
 def test_the_standard_error_of_a_median_of_normally_distributed_ratios() -> None:
     values = statistics.NormalDist(1.0, 0.02).samples(4000, seed=0)
-    assert Ratios(tuple(values)).standard_error == pytest.approx(1.2533 * 0.02 / math.sqrt(4000), rel=0.05)
+    assert Ratios(tuple(values)).standard_error == pytest.approx(
+        1.2533 * 0.02 / math.sqrt(4000), rel=0.05
+    )
     with_bursts = (*values[:3960], *[30.0] * 40)
-    assert Ratios(with_bursts).standard_error == pytest.approx(Ratios(tuple(values)).standard_error, rel=0.05)
+    assert Ratios(with_bursts).standard_error == pytest.approx(
+        Ratios(tuple(values)).standard_error, rel=0.05
+    )
 
 
 def test_ratios_need_as_many_of_each() -> None:

@@ -41,7 +41,9 @@ def test_a_disk_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "x.json"
     synced = []
 
@@ -73,7 +75,9 @@ def test_only_folders_are_synced_as_folders(tmp_path):
         fsync_folder(tmp_path / "x")
 
 
-def test_a_hash_of_sources_changes_with_names_and_contents_of_python_files_only(tmp_path: Path) -> None:
+def test_a_hash_of_sources_changes_with_names_and_contents_of_python_files_only(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner/a.py").write_text("x = 1")
     first = hash_sources(tmp_path)

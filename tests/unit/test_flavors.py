@@ -17,7 +17,8 @@ def on_meta(args: ModelArgs) -> Transformer:
 
 # The counts of the model cards, in full: 8.03 B, 70.6 B and 405.9 B.
 @pytest.mark.parametrize(
-    ("flavor", "parameters"), [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)]
+    ("flavor", "parameters"),
+    [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
 def test_flavors_have_the_published_numbers_of_parameters(flavor: str, parameters: int) -> None:
     assert sum(p.numel() for p in on_meta(FLAVORS[flavor]).parameters()) == parameters
@@ -42,5 +43,11 @@ def test_linear_shapes_are_those_of_the_model(flavor: str) -> None:
 
 def test_the_debug_model_takes_the_tokenizers_vocabulary() -> None:
     args = FLAVORS["debugmodel"]
-    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.ffn_dim) == (256, 6, 16, 8, 768)
+    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.ffn_dim) == (
+        256,
+        6,
+        16,
+        8,
+        768,
+    )
     assert args.vocab_size == 0

@@ -1,4 +1,5 @@
-"""The runs behind docs/float8_parity.md, what is done with their outcome, and what the committed page says."""
+"""The runs behind docs/float8_parity.md, what is done with their outcome, and what the committed
+page says."""
 
 import json
 import re
@@ -34,11 +35,16 @@ RUNS: dict[str, tuple[str, ...]] = SCRIPT.list_runs()
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs that were launched. Each is done at once, with a loss of 4, and 4.02 where it is rowwise."""
+    """Names of the runs that were launched. Each is done at once, with a loss of 4, and 4.02 where
+    it is rowwise."""
     names = []
 
     def launch(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        folder = next(Path(word.partition("=")[2]) for word in command if word.startswith("--job.dump_folder="))
+        folder = next(
+            Path(word.partition("=")[2])
+            for word in command
+            if word.startswith("--job.dump_folder=")
+        )
         names.append(folder.name)
         folder.mkdir()
         loss = 4.02 if folder.name.startswith("rowwise-") else 4.0
@@ -59,7 +65,9 @@ def load(name: str) -> Config:
 def test_each_recipe_runs_with_three_seeds_and_two_of_them_compiled() -> None:
     assert len(SCRIPT.RECIPES) == 6
     assert RUNS.keys() == {f"{recipe}-{seed}" for recipe in SCRIPT.RECIPES for seed in range(3)} | {
-        f"{recipe}-compile{ac}" for recipe in ("bf16", "tensorwise_all_gather") for ac in ("", "_op_ac", "_full_ac")
+        f"{recipe}-compile{ac}"
+        for recipe in ("bf16", "tensorwise_all_gather")
+        for ac in ("", "_op_ac", "_full_ac")
     }
 
 
@@ -69,7 +77,9 @@ def test_each_run_is_the_one_it_is_named_after(name: str) -> None:
     recipe, _, part = name.partition("-")
     float8 = config.float8
     assert float8.enable_float8_linear is (recipe != "bf16")
-    assert float8.recipe_name == ("tensorwise" if recipe in ("bf16", "tensorwise_all_gather") else recipe)
+    assert float8.recipe_name == (
+        "tensorwise" if recipe in ("bf16", "tensorwise_all_gather") else recipe
+    )
     assert float8.precompute_float8_dynamic_scale_for_fsdp is (recipe == "tensorwise_all_gather")
     assert config.debug.seed == (int(part) if part.isdigit() else 0)
     assert config.compile.enable is part.startswith("compile")
@@ -77,7 +87,10 @@ def test_each_run_is_the_one_it_is_named_after(name: str) -> None:
     assert config.activation_checkpoint.mode == modes.get(part, "none")
     args = FLAVORS[config.model.flavor]
     assert (args.n_layers, args.dim) == (4, 256)
-    assert (config.training.steps, config.lr_scheduler.total_steps) == (100 if part not in "012" else 300, 300)
+    assert (config.training.steps, config.lr_scheduler.total_steps) == (
+        100 if part not in "012" else 300,
+        300,
+    )
 
 
 def test_runs_that_are_done_are_not_repeated(launched: list[str], tmp_path: Path) -> None:
@@ -86,7 +99,9 @@ def test_runs_that_are_done_are_not_repeated(launched: list[str], tmp_path: Path
     assert launched == ["bf16-0"]
 
 
-def test_a_run_that_fails_ends_the_script_and_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_ends_the_script_and_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if not any(word.endswith("/bf16-0") for word in command):
             time.sleep(2)  # longer than the script takes to hear of the first failure
@@ -100,10 +115,14 @@ def test_a_run_that_fails_ends_the_script_and_names_its_log(tmp_path: Path, monk
 
 def test_all_runs_end_in_a_page_and_pictures(launched: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    SCRIPT.main(["--out", str(tmp_path / "runs"), "--page", str(tmp_path / "page.md"), "--jobs", "3"])
+    SCRIPT.main(
+        ["--out", str(tmp_path / "runs"), "--page", str(tmp_path / "page.md"), "--jobs", "3"]
+    )
     assert set(launched) == RUNS.keys()
     page = (tmp_path / "page.md").read_text()
-    assert "| rowwise               | 4.0200 (+0.50 %) | 4.0200 (+0.50 %) | 4.0200 (+0.50 %) |" in page
+    assert (
+        "| rowwise               | 4.0200 (+0.50 %) | 4.0200 (+0.50 %) | 4.0200 (+0.50 %) |" in page
+    )
     assert "The farthest from bf16 is rowwise-0: +0.50 %." in page
     assert "| tensorwise_all_gather-compile_full_ac |" in page
     shown = ["page.png", "page_compiled_bf16.png", "page_compiled_tensorwise_all_gather.png"]
@@ -122,7 +141,10 @@ def test_on_the_page_every_recipe_trains_within_a_percent_of_bf16() -> None:
     summary, _, rest = PAGE.read_text().partition("\n\nThe farthest")
     rows = dict(re.findall(r"^\| (\w+) +\| (\d.*) \|$", summary, re.MULTILINE))
     assert rows.keys() == SCRIPT.RECIPES.keys()
-    percents = {recipe: [float(number) for number in re.findall(r"\((\S+) %\)", row)] for recipe, row in rows.items()}
+    percents = {
+        recipe: [float(number) for number in re.findall(r"\((\S+) %\)", row)]
+        for recipe, row in rows.items()
+    }
     assert all(len(row) == 3 and max(map(abs, row)) <= 1 for row in percents.values())
     assert percents["bf16"] == [0, 0, 0]
     compiled = re.findall(r"^\| (\w+-compile\w*) ", rest, re.MULTILINE)

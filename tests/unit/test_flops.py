@@ -1,4 +1,5 @@
-"""The ledger against published counts, and against PyTorch's own counter. B batch, S seq_len, V vocab_size."""
+"""The ledger against published counts, and against PyTorch's own counter. B batch, S seq_len, V
+vocab_size."""
 
 import dataclasses
 
@@ -13,7 +14,9 @@ from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops, count_flops
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
-SMALL = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64)
+SMALL = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64
+)
 
 
 def build_model(args: ModelArgs, recipe: str | None = None, *, emulate: bool = False) -> nn.Module:
@@ -24,7 +27,9 @@ def build_model(args: ModelArgs, recipe: str | None = None, *, emulate: bool = F
         convert_to_mxfp8(model, set(linears) - {"output"}, emulate=emulate)
     elif recipe is not None:
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "output")
+        convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: name != "output"
+        )
     return model
 
 
@@ -82,7 +87,10 @@ def test_equals_flop_counter(recipe, batch, seq_len):
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()  # logits [B, S, V]
-    assert ledger_of(SMALL, recipe, seq_len=seq_len).total * batch * seq_len == counter.get_total_flops()
+    assert (
+        ledger_of(SMALL, recipe, seq_len=seq_len).total * batch * seq_len
+        == counter.get_total_flops()
+    )
 
 
 def test_rows_name_each_linear_and_its_precisions():

@@ -1,4 +1,5 @@
-"""The folder of checkpoints: what is a checkpoint, what is foreign, and what a kill at any moment leaves."""
+"""The folder of checkpoints: what is a checkpoint, what is foreign, and what a kill at any moment
+leaves."""
 
 import logging
 import os
@@ -30,7 +31,8 @@ class Killed(BaseException):
 
 @pytest.fixture
 def kill(monkeypatch):
-    """Ends the process before the `after`-th change to the disk from now, or not if that is None."""
+    """Ends the process before the `after`-th change to the disk from now, or not if that is
+    None."""
     changes = {"left": -1}
 
     def counted(original):
@@ -67,7 +69,11 @@ def folder(originals, tmp_path):
 
 
 def sound_steps(folder):
-    return [step for step in committed_steps(folder) if not find_problems(step_folder(folder, step), hashes=True)]
+    return [
+        step
+        for step in committed_steps(folder)
+        if not find_problems(step_folder(folder, step), hashes=True)
+    ]
 
 
 def names(folder):
@@ -120,7 +126,9 @@ def test_a_shard_of_another_step_is_found(folder):
     shard = "__0_0.distcp"
     shutil.copy(step_folder(folder, 10) / shard, step_folder(folder, 20) / shard)
     assert find_problems(step_folder(folder, 20), hashes=False) == []
-    assert find_problems(step_folder(folder, 20), hashes=True) == [f"{shard}: its contents have changed"]
+    assert find_problems(step_folder(folder, 20), hashes=True) == [
+        f"{shard}: its contents have changed"
+    ]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_found(folder):
@@ -133,7 +141,14 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(folder):
 def test_a_draft_is_new_and_empty(folder):
     draft = start_draft(folder / "deeper" / "still", 50)
     assert draft == folder / "deeper" / "still" / ".tmp-step-00000050"
-    for name in (".metadata.tmp", ".metadata", "__0_0.distcp", "rank-00012.json", ".manifest.json.host.1", MANIFEST):
+    for name in (
+        ".metadata.tmp",
+        ".metadata",
+        "__0_0.distcp",
+        "rank-00012.json",
+        ".manifest.json.host.1",
+        MANIFEST,
+    ):
         (draft / name).touch()
     assert names(start_draft(folder / "deeper" / "still", 50)) == []
 
@@ -143,7 +158,10 @@ def test_foreign_files_in_drafts_are_never_deleted(folder, foreign):
     draft = make_draft(folder, 50)
     (draft / foreign).touch()
     before = names(draft)
-    with pytest.raises(StorageError, match=rf"\.tmp-step-00000050/{foreign} is in the way of a save; move it out of "):
+    with pytest.raises(
+        StorageError,
+        match=rf"\.tmp-step-00000050/{foreign} is in the way of a save; move it out of ",
+    ):
         start_draft(folder, 50)
     remove_drafts(folder)
     assert names(draft) == before
@@ -203,7 +221,10 @@ def test_what_was_committed_and_is_broken_is_renamed(folder, caplog):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("folder", "is in the way of a save: mine.txt in it is of no save"), ("file", "cannot be written: Not a direct")],
+    [
+        ("folder", "is in the way of a save: mine.txt in it is of no save"),
+        ("file", "cannot be written: Not a direct"),
+    ],
 )
 def test_a_foreign_folder_in_the_way_is_named(folder, kind, reason):
     foreign = step_folder(folder, 50)
@@ -231,7 +252,9 @@ def test_a_checkpoint_that_lost_its_manifest_makes_room(folder):
 @pytest.mark.parametrize("present", ["nothing", "sound", "broken"])
 def test_a_kill_in_a_commit_loses_nothing(originals, tmp_path, kill, present):
     target_step = 50 if present == "nothing" else 40
-    committed = {"nothing": [10, 20, 30, 40], "sound": [10, 20, 30, 40], "broken": [10, 20, 30]}[present]
+    committed = {"nothing": [10, 20, 30, 40], "sound": [10, 20, 30, 40], "broken": [10, 20, 30]}[
+        present
+    ]
     for after in range(100):
         folder = shutil.copytree(originals, tmp_path / str(after) / "checkpoint")
         if present == "broken":
@@ -256,7 +279,8 @@ def test_a_kill_in_a_commit_loses_nothing(originals, tmp_path, kill, present):
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"), [(0, [10, 20, 30, 40]), (1, [40]), (2, [30, 40]), (4, [10, 20, 30, 40]), (9, [10, 20, 30, 40])]
+    ("keep", "left"),
+    [(0, [10, 20, 30, 40]), (1, [40]), (2, [30, 40]), (4, [10, 20, 30, 40]), (9, [10, 20, 30, 40])],
 )
 def test_the_newest_are_kept(folder, keep, left):
     prune(folder, keep)
@@ -376,5 +400,8 @@ def test_a_disk_that_fails_is_told_of(folder, monkeypatch, action):
 
     for name in ("mkdir", "rename", "unlink"):
         monkeypatch.setattr(Path, name, fail)
-    with pytest.raises(StorageError, match=r"^\[checkpoint\] .*checkpoint.* cannot be written: No space left on devic"):
+    with pytest.raises(
+        StorageError,
+        match=r"^\[checkpoint\] .*checkpoint.* cannot be written: No space left on devic",
+    ):
         action(folder)

@@ -39,7 +39,9 @@ def test_cpu_peaks_of_the_precisions_in_use_are_measured_and_approximate():
 
 
 def test_a_measured_peak_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
-    seconds = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2])  # pairs: three times ten matmuls, of 0.1, 0.4 and 0.2 s
+    seconds = iter(
+        [0.0, 0.1, 1.0, 1.4, 2.0, 2.2]
+    )  # pairs: three times ten matmuls, of 0.1, 0.4 and 0.2 s
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(seconds))
     monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.6)
     monkeypatch.setattr(hardware, "_MATMUL_SIZE", 64)
@@ -48,7 +50,11 @@ def test_a_measured_peak_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
 
 def gpu(monkeypatch, name: str) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {"cuda:1": name}[str(device)])
-    monkeypatch.setattr(hardware, "measure_peak", lambda precision, device: {"bf16": 700.0, "fp8": 1300.0}[precision])
+    monkeypatch.setattr(
+        hardware,
+        "measure_peak",
+        lambda precision, device: {"bf16": 700.0, "fp8": 1300.0}[precision],
+    )
     return torch.device("cuda", 1)
 
 
@@ -86,7 +92,9 @@ def test_the_line_for_the_log_says_where_each_peak_comes_from():
 
 def test_cpu_memory_is_the_peak_of_this_process():
     before = peak_memory_gib(torch.device("cpu"))
-    block = torch.ones(int(before * 2**30), dtype=torch.uint8)  # on top of what is held, so more than ever before
+    block = torch.ones(
+        int(before * 2**30), dtype=torch.uint8
+    )  # on top of what is held, so more than ever before
     during = peak_memory_gib(torch.device("cpu"))
     del block
     assert before < during < 2 * before + 0.1

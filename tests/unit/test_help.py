@@ -4,9 +4,12 @@ from torchtitan_lite.config.keys import KEYS
 
 def test_help_documents_every_key() -> None:
     page = format_help()
-    assert [line.split()[0] for line in page.splitlines() if line.startswith("  --")] == [f"--{name}" for name in KEYS]
+    assert [line.split()[0] for line in page.splitlines() if line.startswith("  --")] == [
+        f"--{name}" for name in KEYS
+    ]
     assert (
-        '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape of the decay.\n' in page
+        '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape of the decay.\n'
+        in page
     )
     assert "\n[training]\n  --training.dataset " in page
     assert "  --training.dataset_path str (default: unset)\n" in page
@@ -27,4 +30,7 @@ def test_config_table_has_a_row_for_every_key() -> None:
     assert header == "| key | type | default | meaning |"
     assert rule == "| --- | --- | --- | --- |"
     assert [row.split("`")[1] for row in rows] == list(KEYS)
-    assert r'| `lr_scheduler.decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape of the decay. |' in rows
+    assert (
+        r'| `lr_scheduler.decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape of the decay. |'
+        in rows
+    )

@@ -1,4 +1,5 @@
-"""Names, row order and config.json of transformers, against transformers itself and against published files."""
+"""Names, row order and config.json of transformers, against transformers itself and against
+published files."""
 
 import json
 from dataclasses import replace
@@ -16,8 +17,12 @@ from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
 from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48)
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+ARGS = ModelArgs(
+    dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
+)
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+)
 LLAMA_3_1_8B = {  # as it was published, without what is of no consequence here
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -55,36 +60,49 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
     return hf_config(args, dtype=torch.float32, bos_id=1, eos_id=2)
 
 
-def logits_and_gradients(args: ModelArgs, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of our model and of transformers', by transformers' names, with the same weights and tokens in `dtype`."""
+def logits_and_gradients(
+    args: ModelArgs, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of our model and of transformers', by transformers' names, with the same weights and
+    tokens in `dtype`."""
     model, generator = Transformer(args), torch.Generator().manual_seed(1)
-    for weight in model.parameters():  # a new model's norms are alike, and its attention is next to none
+    for (
+        weight
+    ) in model.parameters():  # a new model's norms are alike, and its attention is next to none
         torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
     model = to_dtype(model, dtype)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(args)))
     names = hf_names(args.n_layers)
-    weights = {names[name]: to_hf(name, weight.detach(), args) for name, weight in model.named_parameters()}
+    weights = {
+        names[name]: to_hf(name, weight.detach(), args) for name, weight in model.named_parameters()
+    }
     llama.load_state_dict(weights)  # strict: all names, no other
     llama = to_dtype(llama, dtype)
     tokens, labels = torch.randint(0, 50, (2, 2, 48), generator=generator)
     ours, theirs = {"logits": model(tokens)}, {"logits": llama(tokens).logits}
     for logits in (ours["logits"], theirs["logits"]):
         cross_entropy(logits.float().flatten(0, 1), labels.flatten()).backward()
-    ours |= {names[name]: to_hf(name, weight.grad, args) for name, weight in model.named_parameters()}
+    ours |= {
+        names[name]: to_hf(name, weight.grad, args) for name, weight in model.named_parameters()
+    }
     theirs |= {name: weight.grad for name, weight in llama.named_parameters()}
     return ours, theirs
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`model` with its parameters in `dtype`; its buffers are rotary tables, which stay in float32."""
+    """`model` with its parameters in `dtype`; its buffers are rotary tables, which stay in
+    float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-# By tensor the norm of the difference over the norm. Measured: 8.1e-7 at most in float32, 2.0e-2 in bf16, where the two
-# round at other places, as the casts around rotary embeddings and norms are not the same.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"])
+# By tensor the norm of the difference over the norm. Measured: 8.1e-7 at most in float32, 2.0e-2 in
+# bf16, where the two round at other places, as the casts around rotary embeddings and norms are not
+# the same.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
 @pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
 def test_transformers_computes_the_same_logits_and_gradients(
@@ -112,7 +130,10 @@ def test_names() -> None:
         "norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
     }
-    assert hf_names(12)["layers.11.ffn_norm.weight"] == "model.layers.11.post_attention_layernorm.weight"
+    assert (
+        hf_names(12)["layers.11.ffn_norm.weight"]
+        == "model.layers.11.post_attention_layernorm.weight"
+    )
     with torch.device("meta"):
         assert hf_names(2).keys() == Transformer(ARGS).state_dict().keys()
 
@@ -138,7 +159,9 @@ def test_there_and_back_is_bit_exact(kv_heads: int, pairs: int, seed: int) -> No
         assert to_hf(name, from_hf(name, weight, args), args).equal(weight)
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "layers.0.attention.wv.weight", "layers.0.attention.wo.weight"])
+@pytest.mark.parametrize(
+    "name", ["norm.weight", "layers.0.attention.wv.weight", "layers.0.attention.wo.weight"]
+)
 def test_other_weights_are_not_copied(name: str) -> None:
     weight = torch.rand(64, 64)
     assert to_hf(name, weight, ARGS) is weight
@@ -165,21 +188,27 @@ def test_dimensions_survive_config_json_and_transformers(scaling: RopeScaling | 
 
 
 def test_a_model_may_have_no_bos_and_eos() -> None:
-    read = transformers.LlamaConfig(**hf_config(ARGS, dtype=torch.float32, bos_id=None, eos_id=None))
+    read = transformers.LlamaConfig(
+        **hf_config(ARGS, dtype=torch.float32, bos_id=None, eos_id=None)
+    )
     assert (read.bos_token_id, read.eos_token_id) == (None, None)
 
 
 def test_what_an_older_config_json_leaves_out() -> None:
     config = config_of(ARGS)
     left_out = {
-        key: value for key, value in config.items() if key not in ("num_key_value_heads", "rope_theta", "head_dim")
+        key: value
+        for key, value in config.items()
+        if key not in ("num_key_value_heads", "rope_theta", "head_dim")
     }
     expected = transformers.LlamaConfig(**left_out)
     args = model_args(left_out)
     assert (args.n_kv_heads, args.rope_theta) == (8, 10000.0)
     assert (args.n_kv_heads, args.head_dim) == (expected.num_key_value_heads, expected.head_dim)
     assert args.rope_theta == expected.rope_parameters["rope_theta"]
-    scaled = left_out | {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}}
+    scaled = left_out | {
+        "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}
+    }
     scaled["rope_scaling"]["original_max_position_embeddings"] = 32
     assert model_args(scaled).rope_scaling == RopeScaling(factor=2.0, original_max_seq_len=32)
 
@@ -193,18 +222,33 @@ def test_what_an_older_config_json_leaves_out() -> None:
         ({"attention_bias": True}, "attention_bias = true: this model has only false"),
         ({"mlp_bias": True}, "mlp_bias = true: this model has only false"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = true: this model has only false"),
-        ({"head_dim": 16}, "head_dim = 16: this model has hidden_size / num_attention_heads = 64 / 8"),
+        (
+            {"head_dim": 16},
+            "head_dim = 16: this model has hidden_size / num_attention_heads = 64 / 8",
+        ),
         ({"num_attention_heads": 7, "head_dim": None}, "head_dim = 9: .* = 64 / 7"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 8"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads = 3 does not divide num_attention_heads = 8",
+        ),
         ({"hidden_size": None}, "hidden_size = null must be a positive whole number"),
         ({"hidden_size": 64.0}, "hidden_size = 64.0 must be a positive whole number"),
         ({"vocab_size": True}, "vocab_size = true must be a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a positive whole number"),
         ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps = "1e-5" must be a positive number'),
         ({"rope_theta": float("inf")}, "rope_theta = Infinity must be a positive number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, 'rope_type = "yarn": this model has only "default" and'),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, 'rope_type = "linear": this model has only'),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = null must be a positive"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+            'rope_type = "yarn": this model has only "default" and',
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            'rope_type = "linear": this model has only',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "low_freq_factor = null must be a positive",
+        ),
     ],
 )
 def test_what_this_model_cannot_be(changes: dict[str, Any], message: str) -> None:

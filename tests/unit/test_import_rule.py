@@ -1,5 +1,5 @@
-"""Hub and spokes: the hubs import everyone and nobody but scripts and hubs imports them; a spoke, a folder or a file of
-the package, imports only what all share and itself."""
+"""Hub and spokes: the hubs import everyone and nobody but scripts and hubs imports them; a spoke, a
+folder or a file of the package, imports only what all share and itself."""
 
 import ast
 import subprocess
@@ -49,19 +49,27 @@ def part(module: str) -> str:
 
 
 def imported(tree: ast.AST, folder: Path) -> Iterator[str]:
-    """Full name of what each import in a source file of `folder` names; `from x import y` names x.y."""
+    """Full name of what each import in a source file of `folder` names; `from x import y` names
+    x.y."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = folder.parents[node.level - 2] if node.level > 1 else folder
             origin = [*base.relative_to(ROOT).parts] if node.level else []
-            yield from (".".join([*origin, *filter(None, [node.module]), alias.name]) for alias in node.names)
+            yield from (
+                ".".join([*origin, *filter(None, [node.module]), alias.name])
+                for alias in node.names
+            )
 
 
 def own(names: Iterator[str]) -> list[str]:
     """Those of `names` that are of the package, without its name."""
-    return [name.removeprefix("torchtitan_lite.") for name in names if name.startswith("torchtitan_lite.")]
+    return [
+        name.removeprefix("torchtitan_lite.")
+        for name in names
+        if name.startswith("torchtitan_lite.")
+    ]
 
 
 def allowed(module: str, target: str) -> bool:
@@ -102,7 +110,9 @@ def test_no_import_of_our_own_hides_in_a_function(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/*.py")), ids=lambda path: path.stem)
 def test_a_script_imports_no_other_script(path: Path) -> None:
     scripts = {script.stem for script in ROOT.glob("scripts/*.py")} | {"scripts"}
-    assert scripts.isdisjoint(part(name) for name in imported(ast.parse(path.read_text()), path.parent))
+    assert scripts.isdisjoint(
+        part(name) for name in imported(ast.parse(path.read_text()), path.parent)
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,9 @@ def test_imports_are_found_in_each_form() -> None:
 
 def test_the_config_is_checked_without_torch() -> None:
     code = "import sys, torchtitan_lite.config; print({'torch', 'torchao'} & sys.modules.keys())"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout == "set()\n"
 
 
@@ -153,7 +165,9 @@ def test_training_loads_what_is_slow_to_load_where_it_is_used_only() -> None:
         "wandb",
     }
     code = f"import sys, torchtitan_lite.train; print({heavy} & sys.modules.keys())"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout == "set()\n"
 
 
@@ -164,5 +178,7 @@ def test_the_main_job_is_imported_without_the_garbage_collector_which_is_on_afte
         "runpy.run_module('torchtitan_lite.train', run_name='__main__'); "
         "print(seen[0], gc.isenabled(), gc.get_freeze_count() > 100_000)"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.splitlines()[-1] == "False True True"

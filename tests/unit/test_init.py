@@ -1,4 +1,5 @@
-"""Initial values: the counter-based generator against Python integers, their distribution, and nothing left out."""
+"""Initial values: the counter-based generator against Python integers, their distribution, and
+nothing left out."""
 
 import math
 
@@ -10,7 +11,9 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_std, init_weights, local_window, truncated_normal
 from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=40, max_seq_len=16)
+ARGS = ModelArgs(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=40, max_seq_len=16
+)
 MASK = (1 << 64) - 1
 
 
@@ -26,9 +29,13 @@ def test_values_are_truncated_normals_of_splitmix64s_uniform_numbers() -> None:
     indices, key = [0, 1, 77, 2**31, 10**12], -(2**62) + 5
     values = truncated_normal(torch.tensor(indices), key=key, std=0.5)
     for index, value in zip(indices, values.tolist(), strict=True):
-        below = 0.5 * (1 + math.erf(value / 0.5 / math.sqrt(2)))  # the share of an untruncated normal below it
+        below = 0.5 * (
+            1 + math.erf(value / 0.5 / math.sqrt(2))
+        )  # the share of an untruncated normal below it
         tail = 0.5 * (1 - math.erf(3 / math.sqrt(2)))
-        assert (below - tail) / (1 - 2 * tail) == pytest.approx(reference_uniform(index, key), abs=1e-6)
+        assert (below - tail) / (1 - 2 * tail) == pytest.approx(
+            reference_uniform(index, key), abs=1e-6
+        )
 
 
 def test_values_have_the_moments_and_bounds_of_the_truncated_normal() -> None:
@@ -56,11 +63,15 @@ def test_weights_depend_on_seed_and_name_only() -> None:
     for name, weight in one.named_parameters():
         assert torch.equal(weight, same.get_parameter(name))
         assert weight.ndim == 1 or not torch.equal(weight, other.get_parameter(name))
-    assert not torch.equal(one.layers[0].feed_forward.w1.weight, one.layers[0].feed_forward.w3.weight)
+    assert not torch.equal(
+        one.layers[0].feed_forward.w1.weight, one.layers[0].feed_forward.w3.weight
+    )
     assert torch.equal(one.norm.weight, torch.ones(64))
 
 
-def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = make_model(0).output.weight
     monkeypatch.setattr(init, "CHUNK", 64 * 7)  # rows made 7 at a time
     assert torch.equal(make_model(0).output.weight, whole)

@@ -21,9 +21,16 @@ from torchtitan_lite.config.keys import KEYS, TABLES, Setting, closest, did_you_
         ("compile.components", "list", 'list of "model"|"loss"', False, ("model", "loss")),
     ],
 )
-def test_key_says_what_its_section_says(name: str, kind: str, type_text: str, optional: bool, default: object) -> None:
+def test_key_says_what_its_section_says(
+    name: str, kind: str, type_text: str, optional: bool, default: object
+) -> None:
     key = KEYS[name]
-    assert (key.kind, key.type_text, key.optional, key.default) == (kind, type_text, optional, default)
+    assert (key.kind, key.type_text, key.optional, key.default) == (
+        kind,
+        type_text,
+        optional,
+        default,
+    )
 
 
 def test_every_key_is_of_a_known_kind_and_documented_in_one_line() -> None:
@@ -58,4 +65,7 @@ def test_did_you_mean() -> None:
 
 
 def test_setting_cites_its_source() -> None:
-    assert Setting("ten", "run.toml").cite("training.steps") == '[training] steps = "ten" (from run.toml)'
+    assert (
+        Setting("ten", "run.toml").cite("training.steps")
+        == '[training] steps = "ten" (from run.toml)'
+    )

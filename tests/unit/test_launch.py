@@ -1,5 +1,5 @@
-"""The launcher; and the shell scripts, run with a stand-in for the environment's Python that writes down how it is
-called."""
+"""The launcher; and the shell scripts, run with a stand-in for the environment's Python that writes
+down how it is called."""
 
 import os
 import shutil
@@ -36,13 +36,15 @@ def executable(path: Path, text: str) -> None:
 
 
 def receive_signals() -> None:
-    """A shell cannot trap what it was started to ignore, as what runs in the background is for SIGINT."""
+    """A shell cannot trap what it was started to ignore, as what runs in the background is for
+    SIGINT."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Project:
-    """A copy of the scripts in a folder of their own, with an active environment whose Python is the stand-in."""
+    """A copy of the scripts in a folder of their own, with an active environment whose Python is
+    the stand-in."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,7 +81,9 @@ class Project:
     def calls(self, module: str) -> list[str]:
         """The arguments of each call of `python -m module` since the last look."""
         calls = Path(self.env["CALLS"]).read_text().splitlines()
-        return [call.removeprefix(f"-m {module} ") for call in calls if call.startswith(f"-m {module}")]
+        return [
+            call.removeprefix(f"-m {module} ") for call in calls if call.startswith(f"-m {module}")
+        ]
 
 
 @pytest.fixture
@@ -95,7 +99,9 @@ def write_status(state: str, exit_code: int, cause: str) -> str:
     )
 
 
-def test_first_use_installs_torch_then_the_project_and_a_later_use_nothing(project: Project) -> None:
+def test_first_use_installs_torch_then_the_project_and_a_later_use_nothing(
+    project: Project,
+) -> None:
     install = "install --quiet --disable-pip-version-check"
     first = project.run("scripts/setup.sh")
     assert (first.returncode, first.stdout) == (0, f"{project.path}/env/bin/python\n")
@@ -124,12 +130,16 @@ def test_a_failed_install_is_explained_and_tried_again(project: Project) -> None
         failed = project.run("run_train.sh", PIP_EXIT="1")
         assert failed.returncode == 1
         assert "pip says no" in failed.stderr
-        assert "could not install torch>=2.11,<2.14: see pip's message above. No network" in failed.stderr
+        assert (
+            "could not install torch>=2.11,<2.14: see pip's message above. No network"
+            in failed.stderr
+        )
     assert project.run("scripts/setup.sh").returncode == 0
 
 
 def without_environment(project: Project, python3: str) -> subprocess.CompletedProcess:
-    """setup.sh without an active environment, where each Python on PATH is the shell code `python3`."""
+    """setup.sh without an active environment, where each Python on PATH is the shell code
+    `python3`."""
     for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10"):
         executable(project.bin / name, f"#!/bin/sh\n{python3}")
     return project.run("scripts/setup.sh", VIRTUAL_ENV="")
@@ -170,7 +180,12 @@ def test_without_an_environment_one_is_made_in_the_project(project: Project) -> 
 def test_test_sh_checks_and_then_tests(project: Project) -> None:
     assert project.run("scripts/test.sh", "tests/unit", "-k", "config").returncode == 0
     calls = Path(project.env["CALLS"]).read_text().splitlines()
-    assert calls[-4:] == ["-m ruff check", "-m ruff format --check", "-m mypy", "-m pytest tests/unit -k config"]
+    assert calls[-4:] == [
+        "-m ruff check",
+        "-m ruff format --check",
+        "-m mypy",
+        "-m pytest tests/unit -k config",
+    ]
 
 
 def test_test_sh_alone_tests_everything(project: Project) -> None:
@@ -204,8 +219,12 @@ def test_defaults(project: Project) -> None:
     show = 'echo "$LOG_RANK $PYTHONUNBUFFERED $OMP_NUM_THREADS ${FORCE_COLOR-none}"'
     result = project.run("run_train.sh", "--training.steps=5", TORCHRUN=show, OMP_NUM_THREADS="3")
     assert (result.returncode, result.stdout) == (0, "0 1 3 none\n")
-    overrides = f"--job.config_file {project.path}/train_configs/debug_model.toml --training.steps=5"
-    assert project.calls("torchtitan_lite.config") == [f"--world-size 2 --get job.dump_folder {overrides}"]
+    overrides = (
+        f"--job.config_file {project.path}/train_configs/debug_model.toml --training.steps=5"
+    )
+    assert project.calls("torchtitan_lite.config") == [
+        f"--world-size 2 --get job.dump_folder {overrides}"
+    ]
     (call,) = project.calls("torchtitan_lite.launch")
     (log_dir,) = (project.run_folder / "logs").iterdir()
     assert call == (
@@ -215,7 +234,13 @@ def test_defaults(project: Project) -> None:
 
 
 def test_several_nodes(project: Project) -> None:
-    nodes = {"NNODES": "2", "NGPU": "8", "NODE_RANK": "1", "RDZV_ENDPOINT": "head:29500", "CONFIG_FILE": "my.toml"}
+    nodes = {
+        "NNODES": "2",
+        "NGPU": "8",
+        "NODE_RANK": "1",
+        "RDZV_ENDPOINT": "head:29500",
+        "CONFIG_FILE": "my.toml",
+    }
     assert project.run("run_train.sh", **nodes).returncode == 0
     assert project.calls("torchtitan_lite.config") == [
         "--world-size 16 --get job.dump_folder --job.config_file my.toml"
@@ -234,7 +259,10 @@ def test_several_nodes(project: Project) -> None:
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1 is not a whole number of 0 or more."),
         ({"NNODES": "1.5"}, "NNODES=1.5 is not a whole number of 1 or more."),
         ({"NNODES": "2"}, "NODE_RANK= is not a whole number of 0 or more."),
-        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2; nodes count from 0."),
+        (
+            {"NNODES": "2", "NODE_RANK": "2"},
+            "NODE_RANK=2 must be below NNODES=2; nodes count from 0.",
+        ),
         ({"NNODES": "2", "NODE_RANK": "0"}, "RDZV_ENDPOINT= must be host:port of node 0."),
         (
             {"RUN": "/dev/null"},
@@ -243,7 +271,9 @@ def test_several_nodes(project: Project) -> None:
         ),
     ],
 )
-def test_a_bad_environment_variable_is_one_clear_line(project: Project, env: Mapping[str, str], message: str) -> None:
+def test_a_bad_environment_variable_is_one_clear_line(
+    project: Project, env: Mapping[str, str], message: str
+) -> None:
     result = project.run("run_train.sh", **env)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == f"run_train.sh: {message}"
@@ -251,7 +281,9 @@ def test_a_bad_environment_variable_is_one_clear_line(project: Project, env: Map
 
 
 def test_a_full_disk_is_a_failure_of_storage(project: Project) -> None:
-    executable(project.bin / "mkdir", "#!/bin/sh\necho \"mkdir: 'x': No space left on device\" >&2\nexit 1")
+    executable(
+        project.bin / "mkdir", "#!/bin/sh\necho \"mkdir: 'x': No space left on device\" >&2\nexit 1"
+    )
     result = project.run("run_train.sh")
     assert (result.returncode, result.stderr.splitlines()[-1]) == (
         7,
@@ -295,7 +327,9 @@ def test_threads_sleep_while_they_wait_on_cpu_unless_the_user_decides(
 
 
 def test_number_of_processes_is_the_number_of_gpus(project: Project) -> None:
-    executable(project.bin / "nvidia-smi", "#!/bin/sh\nprintf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'")
+    executable(
+        project.bin / "nvidia-smi", "#!/bin/sh\nprintf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'"
+    )
     project.run("run_train.sh")
     assert project.calls("torchtitan_lite.config")[0].startswith("--world-size 3 ")
 
@@ -335,7 +369,9 @@ def test_a_signal_is_passed_on_and_the_end_awaited(project: Project, sent: signa
     assert "exit code 75: SIGTERM\n" in stderr
 
 
-def test_a_second_sigint_kills_the_workers_and_a_sigterm_that_comes_again_at_once_does_not(project: Project) -> None:
+def test_a_second_sigint_kills_the_workers_and_a_sigterm_that_comes_again_at_once_does_not(
+    project: Project,
+) -> None:
     torchrun = "trap 'echo stopping' TERM; sleep 1000 & echo ready; while jobs %1 >/dev/null; do wait %1; done; exit 1"
     process = project.start("run_train.sh", TORCHRUN=torchrun)
     assert process.stdout is not None
@@ -351,9 +387,19 @@ def test_a_second_sigint_kills_the_workers_and_a_sigterm_that_comes_again_at_onc
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("worker", "exit_code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 6), ("0", 0)])
+@pytest.mark.parametrize(
+    ("worker", "exit_code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 6), ("0", 0)]
+)
 def test_the_launchers_exit_code_is_the_failed_workers(worker: str, exit_code: int) -> None:
-    words = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable, "-c", f"import os; {worker}"]
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--no-python",
+        sys.executable,
+        "-c",
+        f"import os; {worker}",
+    ]
     command = [sys.executable, "-m", "torchtitan_lite.launch", *words]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert result.returncode == exit_code
@@ -368,13 +414,17 @@ class OldContext:
         return timeout
 
 
-def test_a_stopped_run_may_save_for_as_long_as_told_also_on_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_may_save_for_as_long_as_told_also_on_torch_2_11(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class OldConfig:
         __dataclass_fields__: Mapping[str, object] = {}
 
     monkeypatch.setattr(launch, "PContext", OldContext)
     launch.allow_long_saves()
-    assert "torch>=2.11," in (ROOT / "pyproject.toml").read_text(), "remove allow_long_saves when torch 2.11 goes"
+    assert "torch>=2.11," in (ROOT / "pyproject.toml").read_text(), (
+        "remove allow_long_saves when torch 2.11 goes"
+    )
     monkeypatch.setattr(launch, "LaunchConfig", OldConfig)
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     launch.allow_long_saves()

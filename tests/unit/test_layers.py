@@ -49,7 +49,11 @@ def override(*words: str) -> dict[str, object]:
         (("--float8.filter_fqns", "layers.0"), "float8.filter_fqns", ["layers.0"]),
         (("--float8.filter_fqns", '["output", "wk"]'), "float8.filter_fqns", ["output", "wk"]),
         (("--float8.filter_fqns=",), "float8.filter_fqns", []),
-        (("--quantize.linear.float8.recipe_name", "rowwise"), "quantize.linear.float8.recipe_name", "rowwise"),
+        (
+            ("--quantize.linear.float8.recipe_name", "rowwise"),
+            "quantize.linear.float8.recipe_name",
+            "rowwise",
+        ),
         (("--no.such", "3"), "no.such", 3),
         (("--no.such",), "no.such", True),
     ],
@@ -63,12 +67,30 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["junk"], 'unexpected "junk" on the command line; an option is --table.key value, a list is a,b'),
-        (["training.steps=3"], 'unexpected "training.steps=3" on the command line; did you mean --training.steps?'),
-        (["-training.step", "3"], 'unexpected "-training.step" on the command line; did you mean --training.steps?'),
-        (["--"], 'unexpected "--" on the command line; an option is --table.key value, a list is a,b'),
-        (["--=3"], 'unexpected "--=3" on the command line; an option is --table.key value, a list is a,b'),
-        (["--training.steps"], "--training.steps (from the command line): needs a value of type int"),
+        (
+            ["junk"],
+            'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
+        ),
+        (
+            ["training.steps=3"],
+            'unexpected "training.steps=3" on the command line; did you mean --training.steps?',
+        ),
+        (
+            ["-training.step", "3"],
+            'unexpected "-training.step" on the command line; did you mean --training.steps?',
+        ),
+        (
+            ["--"],
+            'unexpected "--" on the command line; an option is --table.key value, a list is a,b',
+        ),
+        (
+            ["--=3"],
+            'unexpected "--=3" on the command line; an option is --table.key value, a list is a,b',
+        ),
+        (
+            ["--training.steps"],
+            "--training.steps (from the command line): needs a value of type int",
+        ),
         (
             ["--float8.recipe_name", "--compile.enable"],
             "--float8.recipe_name (from the command line): needs a value of type "
@@ -81,14 +103,21 @@ def test_words_that_are_no_override(words: list[str], problem: str) -> None:
     assert problems[0] == problem
 
 
-@pytest.mark.parametrize("argv", [[], ["--job.config_file"], ["--job.config_file="], ["--training.steps", "3"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["--job.config_file"], ["--job.config_file="], ["--training.steps", "3"]]
+)
 def test_no_config_file(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="no config file; name one: --job.config_file train_configs/debug_model.toml"):
+    with pytest.raises(
+        ConfigError,
+        match="no config file; name one: --job.config_file train_configs/debug_model.toml",
+    ):
         read_command_line(argv)
 
 
 def test_two_config_files() -> None:
-    with pytest.raises(ConfigError, match=r"--job.config_file is given 2 times: a.toml, b.toml; give it once"):
+    with pytest.raises(
+        ConfigError, match=r"--job.config_file is given 2 times: a.toml, b.toml; give it once"
+    ):
         read_command_line(["--job.config_file", "a.toml", "--job.config_file=b.toml"])
 
 
@@ -96,21 +125,33 @@ def test_base_files_come_first_and_are_relative_to_the_file_that_names_them(tmp_
     write(tmp_path / "root.toml", "[training]\nsteps = 1\nseq_len = 1")
     write(tmp_path / "middle/middle.toml", 'base = "../root.toml"\n[training]\nsteps = 2')
     leaf = write(tmp_path / "leaf.toml", 'base = "middle/middle.toml"\n[compile]\nenable = true')
-    layers = [{name: setting.value for name, setting in layer.items()} for layer in read_files(leaf)]
-    assert layers == [{"training.steps": 1, "training.seq_len": 1}, {"training.steps": 2}, {"compile.enable": True}]
+    layers = [
+        {name: setting.value for name, setting in layer.items()} for layer in read_files(leaf)
+    ]
+    assert layers == [
+        {"training.steps": 1, "training.seq_len": 1},
+        {"training.steps": 2},
+        {"compile.enable": True},
+    ]
     assert read_files(leaf)[0]["training.steps"].source == str(tmp_path / "middle/../root.toml")
 
 
 def test_empty_tables_count_only_where_their_name_is_unknown(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.toml", "[training]\n[quantize.linear.float8]\n[trainng]\n[debug.seed]\n")
-    assert {name: setting.value for name, setting in read_files(path)[0].items()} == {"trainng": {}, "debug.seed": {}}
+    path = write(
+        tmp_path / "run.toml", "[training]\n[quantize.linear.float8]\n[trainng]\n[debug.seed]\n"
+    )
+    assert {name: setting.value for name, setting in read_files(path)[0].items()} == {
+        "trainng": {},
+        "debug.seed": {},
+    }
 
 
 def test_base_cycle(tmp_path: Path) -> None:
     a = write(tmp_path / "a.toml", 'base = "b.toml"')
     b = write(tmp_path / "b.toml", 'base = "./a.toml"')
     with pytest.raises(
-        ConfigError, match=f"base files form a cycle: {a} -> {b} -> {a}; remove one of these `base` lines"
+        ConfigError,
+        match=f"base files form a cycle: {a} -> {b} -> {a}; remove one of these `base` lines",
     ):
         read_files(a)
 
@@ -125,14 +166,17 @@ def test_base_that_is_missing(tmp_path: Path) -> None:
     leaf = write(tmp_path / "leaf.toml", 'base = "gone.toml"')
     gone = tmp_path / "gone.toml"
     with pytest.raises(
-        ConfigError, match=rf"{gone} \(base files: {leaf} -> {gone}\): cannot be read: No such file or directory"
+        ConfigError,
+        match=rf"{gone} \(base files: {leaf} -> {gone}\): cannot be read: No such file or directory",
     ):
         read_files(leaf)
 
 
 def test_base_that_is_no_path(tmp_path: Path) -> None:
     path = write(tmp_path / "run.toml", "base = 3")
-    with pytest.raises(ConfigError, match=rf"base = 3 \(from {path}\): must be the path of a TOML file"):
+    with pytest.raises(
+        ConfigError, match=rf"base = 3 \(from {path}\): must be the path of a TOML file"
+    ):
         read_files(path)
 
 
@@ -143,7 +187,9 @@ def test_file_that_is_a_directory(tmp_path: Path) -> None:
 
 def test_file_that_links_to_itself(tmp_path: Path) -> None:
     (tmp_path / "loop.toml").symlink_to("loop.toml")
-    with pytest.raises(ConfigError, match="loop.toml: cannot be read: Too many levels of symbolic links"):
+    with pytest.raises(
+        ConfigError, match="loop.toml: cannot be read: Too many levels of symbolic links"
+    ):
         read_files(tmp_path / "loop.toml")
 
 
@@ -151,12 +197,15 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b'description = "\xff"')
     with pytest.raises(
-        ConfigError, match=f"{path}: not valid TOML: 'utf-8' codec can't decode byte 0xff in position 15"
+        ConfigError,
+        match=f"{path}: not valid TOML: 'utf-8' codec can't decode byte 0xff in position 15",
     ):
         read_files(path)
 
 
 def test_syntax_error_names_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "run.toml", "[training]\nsteps = ten\n")
-    with pytest.raises(ConfigError, match=rf"{path}: not valid TOML: Invalid value \(at line 2, column 9\)"):
+    with pytest.raises(
+        ConfigError, match=rf"{path}: not valid TOML: Invalid value \(at line 2, column 9\)"
+    ):
         read_files(path)

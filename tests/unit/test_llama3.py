@@ -22,7 +22,9 @@ from torchtitan_lite.models.llama3 import (
     rope_table,
 )
 
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+)
 
 
 def small_args(**changes: object) -> ModelArgs:
@@ -33,7 +35,8 @@ def small_args(**changes: object) -> ModelArgs:
 
 
 def halves_from_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Meta's weight, whose rotated dimensions are neighbours, in transformers' order: all evens, then all odds."""
+    """Meta's weight, whose rotated dimensions are neighbours, in transformers' order: all evens,
+    then all odds."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -90,7 +93,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
 @pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
-def test_logits_and_gradients_equal_transformers_llama(n_kv_heads: int, scaling: RopeScaling | None) -> None:
+def test_logits_and_gradients_equal_transformers_llama(
+    n_kv_heads: int, scaling: RopeScaling | None
+) -> None:
     torch.manual_seed(0)
     model = Transformer(small_args(n_kv_heads=n_kv_heads, rope_scaling=scaling))
     init_weights(model, seed=1)
@@ -124,7 +129,9 @@ def test_rope_turns_pair_j_at_position_p_by_p_over_theta_to_the_2j_over_q() -> N
 
 
 def test_rope_scaling_keeps_short_wavelengths_and_stretches_long_ones() -> None:
-    plain, scaled = (rope_frequencies(small_args(dim=512, rope_scaling=scaling)) for scaling in (None, SCALING))
+    plain, scaled = (
+        rope_frequencies(small_args(dim=512, rope_scaling=scaling)) for scaling in (None, SCALING)
+    )
     wavelength = 2 * math.pi / plain
     short, long = wavelength < 32 / 4, wavelength > 32 / 1
     assert short.any() and long.any() and (~short & ~long).any()
@@ -159,7 +166,8 @@ def test_a_document_starts_at_its_bos_or_before_the_window() -> None:
 
 BOS = 0
 STARTS = [[0, 13, 14, 30], [7, 40]]
-"""Where the test's tokens have BOS ids: at the first place, in a document of BOS alone, at none of the first places."""
+"""Where the test's tokens have BOS ids: at the first place, in a document of BOS alone, at none of
+the first places."""
 
 
 def documents() -> Tensor:
@@ -170,7 +178,8 @@ def documents() -> Tensor:
 
 
 def run_each_alone(model: Transformer, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Logits of `tokens` if each document is a sequence of its own; gradients of their sum by `weights` are added."""
+    """Logits of `tokens` if each document is a sequence of its own; gradients of their sum by
+    `weights` are added."""
     rows = []
     for row, row_weights, starts in zip(tokens, weights, STARTS, strict=True):
         bounds = sorted({0, *starts, 48})
@@ -182,7 +191,9 @@ def run_each_alone(model: Transformer, tokens: Tensor, weights: Tensor) -> Tenso
 
 def build_pair(**changes: object) -> tuple[Transformer, Transformer]:
     """The same model with and without the document mask."""
-    masked, plain = (Transformer(small_args(document_bos_id=bos_id, **changes)) for bos_id in (BOS, None))
+    masked, plain = (
+        Transformer(small_args(document_bos_id=bos_id, **changes)) for bos_id in (BOS, None)
+    )
     for model in (masked, plain):
         init_weights(model, seed=1)
     return masked, plain
@@ -203,7 +214,9 @@ def check_documents_are_alone(masked: Transformer, plain: Transformer) -> None:
 
 @pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
 @pytest.mark.parametrize("n_kv_heads", [8, 4, 2], ids=["gqa1", "gqa2", "gqa4"])
-def test_masked_documents_are_as_if_each_were_alone(n_kv_heads: int, scaling: RopeScaling | None) -> None:
+def test_masked_documents_are_as_if_each_were_alone(
+    n_kv_heads: int, scaling: RopeScaling | None
+) -> None:
     check_documents_are_alone(*build_pair(n_kv_heads=n_kv_heads, rope_scaling=scaling))
 
 
@@ -225,7 +238,8 @@ def test_compiled_blocks_take_any_mask_without_another_compilation() -> None:
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as CUDA runs it, but uncompiled, and with the backward pass that it refuses on CPU."""
+    """FlexAttention as CUDA runs it, but uncompiled, and with the backward pass that it refuses on
+    CPU."""
     monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)
     monkeypatch.setattr(llama3, "_compiled_flex_attention", lambda: flex_attention.flex_attention)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)

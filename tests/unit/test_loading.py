@@ -49,10 +49,16 @@ def test_an_empty_file_is_all_defaults(run_toml: Path) -> None:
 
 
 def test_command_line_over_file_over_base(run_toml: Path) -> None:
-    Path("base.toml").write_text("[training]\nsteps = 1\nseq_len = 16\nlocal_batch_size = 2\n[debug]\nseed = 4")
+    Path("base.toml").write_text(
+        "[training]\nsteps = 1\nseq_len = 16\nlocal_batch_size = 2\n[debug]\nseed = 4"
+    )
     run_toml.write_text('base = "base.toml"\n[training]\nsteps = 2\nseq_len = 32\n')
     config = load("--training.steps", "3", "--compile.enable")
-    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (3, 32, 2)
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (
+        3,
+        32,
+        2,
+    )
     assert (config.debug.seed, config.compile.enable) == (4, True)
 
 
@@ -75,8 +81,13 @@ def test_a_later_source_overrides_an_alias(run_toml: Path) -> None:
 
 
 def test_datasets_load_from_file_and_command_line(run_toml: Path) -> None:
-    run_toml.write_text('[[training.datasets]]\npath = "a"\nweight = 2\n[[training.datasets]]\npath = "b"\n')
-    assert load().training.datasets == (DatasetConfig(path="a", weight=2.0), DatasetConfig(path="b"))
+    run_toml.write_text(
+        '[[training.datasets]]\npath = "a"\nweight = 2\n[[training.datasets]]\npath = "b"\n'
+    )
+    assert load().training.datasets == (
+        DatasetConfig(path="a", weight=2.0),
+        DatasetConfig(path="b"),
+    )
     assert load('--training.datasets=[{path="c"}]').training.datasets == (DatasetConfig(path="c"),)
     assert load("--training.datasets=", "--training.dataset_path=d").training.datasets == ()
 
@@ -90,22 +101,52 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ('training.steps = "ten"', '[training] steps = "ten" (from run.toml): must be a whole number'),
-        ("training.steps = 10.5", "[training] steps = 10.5 (from run.toml): must be a whole number"),
-        ("training.steps = true", "[training] steps = true (from run.toml): must be a whole number"),
+        (
+            'training.steps = "ten"',
+            '[training] steps = "ten" (from run.toml): must be a whole number',
+        ),
+        (
+            "training.steps = 10.5",
+            "[training] steps = 10.5 (from run.toml): must be a whole number",
+        ),
+        (
+            "training.steps = true",
+            "[training] steps = true (from run.toml): must be a whole number",
+        ),
         ("training.steps = {}", "[training] steps = {} (from run.toml): must be a whole number"),
-        ("training.steps = 2026-01-01", '[training] steps = "2026-01-01" (from run.toml): must be a whole number'),
+        (
+            "training.steps = 2026-01-01",
+            '[training] steps = "2026-01-01" (from run.toml): must be a whole number',
+        ),
         ("training.steps = 0", "[training] steps = 0 (from run.toml): must be at least 1"),
-        ("training.global_batch_size = -2", "[training] global_batch_size = -2 (from run.toml): must be at least -1"),
-        ("training.max_norm = true", "[training] max_norm = true (from run.toml): must be a number"),
+        (
+            "training.global_batch_size = -2",
+            "[training] global_batch_size = -2 (from run.toml): must be at least -1",
+        ),
+        (
+            "training.max_norm = true",
+            "[training] max_norm = true (from run.toml): must be a number",
+        ),
         ("optimizer.lr = 0", "[optimizer] lr = 0 (from run.toml): must be above 0"),
-        ("optimizer.lr = inf", "[optimizer] lr = Infinity (from run.toml): must be a finite number"),
+        (
+            "optimizer.lr = inf",
+            "[optimizer] lr = Infinity (from run.toml): must be a finite number",
+        ),
         ("optimizer.beta1 = 1.0", "[optimizer] beta1 = 1.0 (from run.toml): must be below 1"),
         ("optimizer.beta1 = nan", "[optimizer] beta1 = NaN (from run.toml): must be below 1"),
-        ("lr_scheduler.decay_ratio = 1.5", "[lr_scheduler] decay_ratio = 1.5 (from run.toml): must be at most 1"),
+        (
+            "lr_scheduler.decay_ratio = 1.5",
+            "[lr_scheduler] decay_ratio = 1.5 (from run.toml): must be at most 1",
+        ),
         ("compile.enable = 1", "[compile] enable = 1 (from run.toml): must be true or false"),
-        ('compile.enable = "true"', '[compile] enable = "true" (from run.toml): must be true or false'),
-        ("job.dump_folder = 3", "[job] dump_folder = 3 (from run.toml): must be a string, in quotes"),
+        (
+            'compile.enable = "true"',
+            '[compile] enable = "true" (from run.toml): must be true or false',
+        ),
+        (
+            "job.dump_folder = 3",
+            "[job] dump_folder = 3 (from run.toml): must be a string, in quotes",
+        ),
         ('job.dump_folder = ""', '[job] dump_folder = "" (from run.toml): must not be empty'),
         (
             "activation_checkpoint.selective_ac_option = 2",
@@ -119,7 +160,10 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
             'float8.filter_fqns = ["output", 3]',
             '[float8] filter_fqns = ["output", 3] (from run.toml): must be a string, in quotes',
         ),
-        ('float8.filter_fqns = [""]', '[float8] filter_fqns = [""] (from run.toml): must not be empty'),
+        (
+            'float8.filter_fqns = [""]',
+            '[float8] filter_fqns = [""] (from run.toml): must not be empty',
+        ),
         (
             'float8.recipe_name = "tensorwize"',
             '[float8] recipe_name = "tensorwize" (from run.toml): must be "tensorwise" or "rowwise" or '
@@ -134,22 +178,37 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
             'compile.components = ["modle"]',
             '[compile] components = ["modle"] (from run.toml): must be "model" or "loss"; did you mean "model"?',
         ),
-        ("training.stepz = 3", "[training] stepz = 3 (from run.toml): unknown key; did you mean [training] steps?"),
+        (
+            "training.stepz = 3",
+            "[training] stepz = 3 (from run.toml): unknown key; did you mean [training] steps?",
+        ),
         (
             "optimizer.local_batch_size = 3",
             "[optimizer] local_batch_size = 3 (from run.toml): unknown key; did you mean [training] local_batch_size?",
         ),
         ("job.xyz = 3", "[job] xyz = 3 (from run.toml): unknown key; --help lists every key"),
-        ('job.config_file = "x"', '[job] config_file = "x" (from run.toml): unknown key; --help lists every key'),
-        ("trainng = {steps = 3, seq_len = 4}", "[trainng] (from run.toml): unknown table; did you mean [training]?"),
+        (
+            'job.config_file = "x"',
+            '[job] config_file = "x" (from run.toml): unknown key; --help lists every key',
+        ),
+        (
+            "trainng = {steps = 3, seq_len = 4}",
+            "[trainng] (from run.toml): unknown table; did you mean [training]?",
+        ),
         ("wandb = {steps = 3}", "[wandb] (from run.toml): unknown table"),
         (
             "quantize.grouped_mm.float8 = {fqns = []}",
             "[quantize.grouped_mm.float8] (from run.toml): unknown table",
         ),
         ("training = 3", "training = 3 (from run.toml): is a table, not a key"),
-        ("training = [{steps = 3}]", 'training = [{"steps": 3}] (from run.toml): is a table, not a key'),
-        ("seq_len = 3", "seq_len = 3 (from run.toml): unknown key; did you mean [training] seq_len?"),
+        (
+            "training = [{steps = 3}]",
+            'training = [{"steps": 3}] (from run.toml): is a table, not a key',
+        ),
+        (
+            "seq_len = 3",
+            "seq_len = 3 (from run.toml): unknown key; did you mean [training] seq_len?",
+        ),
         (
             "enable = true",
             "enable = true (from run.toml): unknown key; did you mean [compile] enable or [checkpoint] enable or "
@@ -212,17 +271,38 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--training.steps", "ten"], '[training] steps = "ten" (from the command line): must be a whole number'),
-        (["--training.steps="], '[training] steps = "" (from the command line): must be a whole number'),
-        (["--training.steps", "-1"], "[training] steps = -1 (from the command line): must be at least 1"),
-        (["--training.steps"], "--training.steps (from the command line): needs a value of type int"),
-        (["--compile.enable", "True"], '[compile] enable = "True" (from the command line): must be true or false'),
+        (
+            ["--training.steps", "ten"],
+            '[training] steps = "ten" (from the command line): must be a whole number',
+        ),
+        (
+            ["--training.steps="],
+            '[training] steps = "" (from the command line): must be a whole number',
+        ),
+        (
+            ["--training.steps", "-1"],
+            "[training] steps = -1 (from the command line): must be at least 1",
+        ),
+        (
+            ["--training.steps"],
+            "--training.steps (from the command line): needs a value of type int",
+        ),
+        (
+            ["--compile.enable", "True"],
+            '[compile] enable = "True" (from the command line): must be true or false',
+        ),
         (
             ["--steps", "3"],
             "steps = 3 (from the command line): unknown key; did you mean [training] steps or [validation] steps?",
         ),
-        (["--trainng.steps", "3"], "[trainng] (from the command line): unknown table; did you mean [training]?"),
-        (["junk"], 'unexpected "junk" on the command line; an option is --table.key value, a list is a,b'),
+        (
+            ["--trainng.steps", "3"],
+            "[trainng] (from the command line): unknown table; did you mean [training]?",
+        ),
+        (
+            ["junk"],
+            'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
+        ),
         (
             ["--training.seq_len", "2049", "--parallelism.tensor_parallel_degree=2"],
             "[training] seq_len = 2049 is not a multiple of [parallelism] tensor_parallel_degree = 2, which shards the "
@@ -237,7 +317,9 @@ def test_what_a_command_line_gets_wrong(words: list[str], message: str, run_toml
 
 def test_everything_wrong_is_said_at_once(run_toml: Path) -> None:
     Path("base.toml").write_text("[training]\nsteps = 0\n[trainng]\nx = 1\ny = 2\n")
-    run_toml.write_text('base = "base.toml"\n[compile]\nenable = true\ncomponents = []\n[float8]\nrecipe = "rowwise"\n')
+    run_toml.write_text(
+        'base = "base.toml"\n[compile]\nenable = true\ncomponents = []\n[float8]\nrecipe = "rowwise"\n'
+    )
     assert problems("junk", "--debug.seed", "-1") == [
         'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
         "[trainng] (from base.toml): unknown table; did you mean [training]?",
@@ -251,10 +333,27 @@ def test_everything_wrong_is_said_at_once(run_toml: Path) -> None:
 
 def test_syntax_error_comes_alone(run_toml: Path) -> None:
     run_toml.write_text("[training]\nsteps = 1\nsteps = 2\n")
-    assert problems("junk") == ["run.toml: not valid TOML: Cannot overwrite a value (at line 3, column 10)"]
+    assert problems("junk") == [
+        "run.toml: not valid TOML: Cannot overwrite a value (at line 3, column 10)"
+    ]
 
 
-JUNK = (-5, 10.5, math.inf, math.nan, 10**30, True, "", "x", [], [3], [""], {}, {"a": 1}, datetime.date(2026, 1, 1))
+JUNK = (
+    -5,
+    10.5,
+    math.inf,
+    math.nan,
+    10**30,
+    True,
+    "",
+    "x",
+    [],
+    [3],
+    [""],
+    {},
+    {"a": 1},
+    datetime.date(2026, 1, 1),
+)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -269,7 +368,8 @@ def test_junk_loads_or_is_a_config_error_of_its_key(name: str, run_toml: Path) -
 
 
 def valid_configs() -> st.SearchStrategy[Config]:
-    """Configs that break no rule between keys: the tables with such rules vary only in keys that take part in none."""
+    """Configs that break no rule between keys: the tables with such rules vary only in keys that
+    take part in none."""
     text = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")))
     name = text.filter(bool)
     whole = st.integers(0, 10**9)
@@ -281,22 +381,35 @@ def valid_configs() -> st.SearchStrategy[Config]:
         Config,
         job=st.builds(JobConfig, dump_folder=name, description=text, print_config=st.booleans()),
         optimizer=st.builds(
-            OptimizerConfig, lr=positive, beta1=share, eps=positive, implementation=st.just("for-loop")
+            OptimizerConfig,
+            lr=positive,
+            beta1=share,
+            eps=positive,
+            implementation=st.just("for-loop"),
         ),
         lr_scheduler=st.builds(
-            LRSchedulerConfig, total_steps=st.none() | count, warmup_steps=whole, min_lr_factor=st.just(1) | share
+            LRSchedulerConfig,
+            total_steps=st.none() | count,
+            warmup_steps=whole,
+            min_lr_factor=st.just(1) | share,
         ),
-        training=st.builds(TrainingConfig, dataset_path=st.none() | name, steps=count, max_norm=positive)
+        training=st.builds(
+            TrainingConfig, dataset_path=st.none() | name, steps=count, max_norm=positive
+        )
         | st.builds(TrainingConfig, datasets=st.lists(datasets), epochs=st.none() | positive),
         compile=st.builds(CompileConfig, components=st.lists(st.sampled_from(["model", "loss"]))),
-        float8=st.builds(Float8Config, filter_fqns=st.lists(name).map(tuple), enable_float8_linear=st.booleans()),
+        float8=st.builds(
+            Float8Config, filter_fqns=st.lists(name).map(tuple), enable_float8_linear=st.booleans()
+        ),
         checkpoint=st.builds(CheckpointConfig, load_step=st.integers(-1, 99), keep_latest_k=whole),
         comm=st.builds(CommConfig, trace_buf_size=whole),
         debug=st.builds(DebugConfig, seed=whole),
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(config=valid_configs())
 def test_a_dump_loads_to_the_same_config(config: Config, run_toml: Path) -> None:
     run_toml.write_text(dump_config(config), encoding="utf-8", newline="")
@@ -309,7 +422,9 @@ def inline_toml(value: object) -> str:
     return listed.removeprefix("list = [").removesuffix("]").strip().removesuffix(",")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(config=valid_configs())
 def test_a_command_line_loads_to_the_same_config(config: Config, run_toml: Path) -> None:
     words = []

@@ -39,9 +39,15 @@ def test_the_loss_is_the_sum_of_minus_log_probabilities_of_the_labels_that_count
     logits, labels = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
     labels[1, 2] = IGNORED
     log_p = logits.double().log_softmax(-1)
-    expected = -sum(log_p[b, s, labels[b, s]] for b in range(2) for s in range(3) if (b, s) != (1, 2))
-    torch.testing.assert_close(EAGER.of_logits(logits, labels).double(), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(EAGER.of_logits(logits, labels, scale=0.5).double(), expected / 2, rtol=1e-6, atol=0)
+    expected = -sum(
+        log_p[b, s, labels[b, s]] for b in range(2) for s in range(3) if (b, s) != (1, 2)
+    )
+    torch.testing.assert_close(
+        EAGER.of_logits(logits, labels).double(), expected, rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        EAGER.of_logits(logits, labels, scale=0.5).double(), expected / 2, rtol=1e-6, atol=0
+    )
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
@@ -81,15 +87,22 @@ def test_fused_with_the_linear_it_is_equal_within_float32_rounding(
     total = CrossEntropy(compiled=compiled).of_linear(x, weight, labels, scale=1 / 48)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     # Of a loss that is scaled once more, as by anything that follows it.
-    for found, right in zip(gradients(3 * total, x, weight), gradients(3 * expected, x, weight), strict=True):
+    for found, right in zip(
+        gradients(3 * total, x, weight), gradients(3 * expected, x, weight), strict=True
+    ):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
 def test_in_bfloat16_one_chunk_computes_what_the_plain_path_does() -> None:
     x, weight, labels = sample(torch.bfloat16)
-    expected, total = plain_loss(x @ weight.t(), labels) / 48, EAGER.of_linear(x, weight, labels, scale=1 / 48)
+    expected, total = (
+        plain_loss(x @ weight.t(), labels) / 48,
+        EAGER.of_linear(x, weight, labels, scale=1 / 48),
+    )
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-    for found, right in zip(gradients(total, x, weight), gradients(expected, x, weight), strict=True):
+    for found, right in zip(
+        gradients(total, x, weight), gradients(expected, x, weight), strict=True
+    ):
         assert found.dtype is torch.bfloat16
         error = (found.float() - right.float()).norm() / right.float().norm()
         assert error < 2e-3  # a rounding to bfloat16 is 2^-9
@@ -100,7 +113,9 @@ def test_without_gradients_none_are_made() -> None:
     with torch.no_grad():
         total = EAGER.of_linear(x, weight, labels)
     assert not total.requires_grad
-    torch.testing.assert_close(total, plain_loss(x @ weight.t(), labels).detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        total, plain_loss(x @ weight.t(), labels).detach(), rtol=1e-6, atol=0
+    )
 
 
 def test_its_backward_cannot_run_twice() -> None:
@@ -115,8 +130,12 @@ def peak_bytes(loss: Callable[..., Tensor], *operands: Tensor) -> int:
     """Allocated at once by a loss of `operands` and its backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss(*operands).backward()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    allocated = accumulate(
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    )
     return max(allocated)
 
 
@@ -126,7 +145,9 @@ def test_it_takes_at_most_a_quarter_of_the_memory_of_the_plain_path(compiled: bo
     x = torch.randn(1, tokens, dim).bfloat16().requires_grad_()
     weight = torch.randn(vocab_size, dim).bfloat16().requires_grad_()
     labels = torch.randint(vocab_size, (1, tokens))
-    plain = peak_bytes(lambda x, weight, labels: plain_loss(x @ weight.t(), labels), x, weight, labels)
+    plain = peak_bytes(
+        lambda x, weight, labels: plain_loss(x @ weight.t(), labels), x, weight, labels
+    )
     ours = CrossEntropy(compiled=compiled)
     ours.of_linear(x, weight, labels).backward()  # compiles
     x.grad = weight.grad = None

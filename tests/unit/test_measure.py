@@ -2,7 +2,13 @@
 
 import numpy as np
 
-from torchtitan_lite.data.measure import Comparison, lcg_orders, measure_opening, measure_randomness, synthetic_store
+from torchtitan_lite.data.measure import (
+    Comparison,
+    lcg_orders,
+    measure_opening,
+    measure_randomness,
+    synthetic_store,
+)
 from torchtitan_lite.data.token_store import TokenStore
 
 
@@ -19,7 +25,9 @@ def test_the_generator_passes_every_number_once():
 
 
 def test_a_store_of_nothing_takes_no_room_and_opens(tmp_path):
-    folder = synthetic_store(tmp_path / "huge", shard_sizes=[2**29] * 3, documents=[10**6] * 3, sparse=True)
+    folder = synthetic_store(
+        tmp_path / "huge", shard_sizes=[2**29] * 3, documents=[10**6] * 3, sparse=True
+    )
     assert sum(path.stat().st_blocks for path in folder.iterdir()) * 512 < 2**20
     assert TokenStore(folder).documents == 3 * 10**6
     assert measure_opening(folder).seconds > 0

@@ -1,5 +1,6 @@
-"""The estimate against what a step really allocates, for ranks of any layout: collectives of the fake process group
-allocate as real ones do, and send nothing. S seq_len, B local_batch_size, V vocab_size."""
+"""The estimate against what a step really allocates, for ranks of any layout: collectives of the
+fake process group allocate as real ones do, and send nothing. S seq_len, B local_batch_size, V
+vocab_size."""
 
 import contextlib
 import dataclasses
@@ -37,10 +38,16 @@ from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
 
-WIDE = ModelArgs(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=512, max_seq_len=256)
+WIDE = ModelArgs(
+    dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=512, max_seq_len=256
+)
 DEEP = dataclasses.replace(WIDE, dim=128, n_layers=12, ffn_dim=512)
-VOCABULARY = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=8192, max_seq_len=256)
-WEIGHTS = ModelArgs(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, vocab_size=64, max_seq_len=4)
+VOCABULARY = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=8192, max_seq_len=256
+)
+WEIGHTS = ModelArgs(
+    dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1024, vocab_size=64, max_seq_len=4
+)
 
 NONE, FULL, BY_OP, EVERY_SECOND = (
     ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
@@ -50,8 +57,11 @@ COMPILED = {"compile": CompileConfig(enable=True)}
 GATHERED_LOGITS = {"parallelism": ParallelismConfig(disable_loss_parallel=True)}
 
 
-def build_rank(args: ModelArgs, dp_shard: int = 1, tp: int = 1, *, batch: int = 4, **changes: Any) -> Rank:
-    """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven linears are converted."""
+def build_rank(
+    args: ModelArgs, dp_shard: int = 1, tp: int = 1, *, batch: int = 4, **changes: Any
+) -> Rank:
+    """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven
+    linears are converted."""
     float8 = changes.get("float8", Float8Config())
     defaults = {
         "degrees": ParallelDegrees(1, dp_shard, tp),
@@ -89,7 +99,9 @@ def build_model(rank: Rank) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(args)
     if rank.float8_linears:
-        choices = select_linears(model, filter_fqns=(), sharded_dims=SHARDED_DIMS, tp_degree=tp, tokens=rank.tokens)
+        choices = select_linears(
+            model, filter_fqns=(), sharded_dims=SHARDED_DIMS, tp_degree=tp, tokens=rank.tokens
+        )
         convert_linears(model, choices, float8=rank.float8, emulate=True)
     parallelize(
         model,
@@ -105,12 +117,14 @@ def build_model(rank: Rank) -> nn.Module:
 
 
 def train(rank: Rank) -> None:
-    """Two steps, as the trainer makes them; the second one's last microbatch and what follows is recorded as
-    `measured`, and each backward."""
+    """Two steps, as the trainer makes them; the second one's last microbatch and what follows is
+    recorded as `measured`, and each backward."""
     model = build_model(rank)
     optimizer = build_optimizer(model.parameters(), rank.optimizer)
     cross_entropy = loss.CrossEntropy(compiled=rank.compile.enable)
-    tokens = torch.randint(rank.model.vocab_size, (rank.training.local_batch_size, rank.training.seq_len))
+    tokens = torch.randint(
+        rank.model.vocab_size, (rank.training.local_batch_size, rank.training.seq_len)
+    )
     for step in range(2):
         for accum_step in range(rank.grad_accum_steps):
             last = accum_step == rank.grad_accum_steps - 1
@@ -129,7 +143,8 @@ def train(rank: Rank) -> None:
 
 
 def measure(rank: Rank) -> tuple[int, int]:
-    """Bytes allocated between the last forward of a step and its backward, and at the most from that forward on."""
+    """Bytes allocated between the last forward of a step and its backward, and at the most from
+    that forward on."""
     gc.collect()  # what an earlier test leaves must not be freed meanwhile
     with (
         fake_process_group(rank.degrees.world_size),
@@ -139,7 +154,9 @@ def measure(rank: Rank) -> tuple[int, int]:
     events = profiler.profiler.kineto_results.events()
     spans = [(event.start_ns(), event.end_ns()) for event in events if event.name() == "measured"]
     backward = max(event.start_ns() for event in events if event.name() == "backward")
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     allocated, before, most = 0, 0, 0
     for time, change in changes:
         allocated += change
@@ -205,9 +222,13 @@ def test_peak_of_a_loss_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("args", "tp", "checkpoint"), [(WIDE, 1, NONE), (DEEP, 1, FULL), (WIDE, 2, BY_OP)], ids=["none", "full", "op-tp"]
+    ("args", "tp", "checkpoint"),
+    [(WIDE, 1, NONE), (DEEP, 1, FULL), (WIDE, 2, BY_OP)],
+    ids=["none", "full", "op-tp"],
 )
-def test_peak_of_a_compiled_step(args: ModelArgs, tp: int, checkpoint: ActivationCheckpointConfig) -> None:
+def test_peak_of_a_compiled_step(
+    args: ModelArgs, tp: int, checkpoint: ActivationCheckpointConfig
+) -> None:
     torch._dynamo.reset()
     rank = build_rank(args, 2, tp, activation_checkpoint=checkpoint, **COMPILED)
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
@@ -215,7 +236,9 @@ def test_peak_of_a_compiled_step(args: ModelArgs, tp: int, checkpoint: Activatio
 
 def test_kept_by_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler takes no more than its budget, and the estimate is of all of it."""
-    monkeypatch.setattr(partitioners, "get_default_op_list", partitioners.get_default_op_list)  # which is replaced
+    monkeypatch.setattr(
+        partitioners, "get_default_op_list", partitioners.get_default_op_list
+    )  # which is replaced
     kept = []
     for budget in (0.2, 0.6):
         torch._dynamo.reset()
@@ -252,7 +275,9 @@ def test_kept_by_a_compiled_float8_forward(name: str) -> None:
 
 def check_kept(rank: Rank) -> None:
     at_loss = step_memory(rank)[0]
-    copied_from = 2 * rank.model.dim * (rank.model.vocab_size // rank.degrees.tp + 1)  # by FSDP, for the head
+    copied_from = (
+        2 * rank.model.dim * (rank.model.vocab_size // rank.degrees.tp + 1)
+    )  # by FSDP, for the head
     assert at_loss.total - at_loss.logits - copied_from == pytest.approx(measure(rank)[0], rel=0.01)
 
 
@@ -268,13 +293,21 @@ def test_8b_on_8_gpus() -> None:
     shards = 8_030_261_248 * 4 // 8
     tokens, block, output = 8192, 218_112_000, 128256 * 4096 + 4096
     assert moments["optimizer step"] == Moment("optimizer step", shards, shards, 2 * shards)
-    # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head its norm's input,
-    # and the gradients of its output and of the projection's weight, which the loss made from the logits in bf16 and
-    # that output; FSDP has gathered the last block and the head, and holds what it copied the head from.
-    kept = 32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32) + 2 * tokens * 2 * 4096 + 2 * 128256 * 4096
+    # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head
+    # its norm's input, and the gradients of its output and of the projection's weight, which the
+    # loss made from the logits in bf16 and that output; FSDP has gathered the last block and the
+    # head, and holds what it copied the head from.
+    kept = (
+        32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32)
+        + 2 * tokens * 2 * 4096
+        + 2 * 128256 * 4096
+    )
     working = 2 * tokens * 128256 + 2 * tokens * 4096
-    assert moments["loss"] == Moment("loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output)
-    # At the end of a block's backward: its weights, the next block's, its gradients, and the float32 ones in flight.
+    assert moments["loss"] == Moment(
+        "loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output
+    )
+    # At the end of a block's backward: its weights, the next block's, its gradients, and the
+    # float32 ones in flight.
     assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
     assert peak(rank) == moments["loss"]
@@ -283,7 +316,8 @@ def test_8b_on_8_gpus() -> None:
 def test_float8_all_gather_halves_the_gathered_blocks() -> None:
     float8 = Float8Config(enable_float8_linear=True, enable_fsdp_float8_all_gather=True)
     buffers = {
-        moment.name: moment.buffers for moment in step_memory(build_rank(FLAVORS["8B"], 8, float8=float8, **GPU))
+        moment.name: moment.buffers
+        for moment in step_memory(build_rank(FLAVORS["8B"], 8, float8=float8, **GPU))
     }
     linears, norms = 218_103_808, 8192
     assert buffers["backward of layers.5"] == 2 * (linears + 2 * norms) + 4 * (linears + norms)
@@ -298,7 +332,9 @@ def test_accumulated_gradients_are_not_sharded() -> None:
 def test_offloaded_shards_are_not_on_the_device() -> None:
     offload = TrainingConfig(seq_len=8192, local_batch_size=1, enable_cpu_offload=True)
     moments = step_memory(build_rank(FLAVORS["8B"], 8, training=offload, on_cpu=False))
-    assert [moment.parameters + moment.gradients + moment.optimizer_states for moment in moments] == [0] * len(moments)
+    assert [
+        moment.parameters + moment.gradients + moment.optimizer_states for moment in moments
+    ] == [0] * len(moments)
     assert moments[-1].total == 0
 
 
@@ -340,15 +376,19 @@ def test_gpus_reserve_more(
     changes: dict[str, Any],
 ) -> None:
     args = dataclasses.replace(FLAVORS[flavor], max_seq_len=seq_len)
-    rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes)
+    rank = build_rank(
+        args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint, on_cpu=False, **changes
+    )
     assert 1.18 <= round(reserved * 2**30 / torchtitan_peak(rank), 2) <= RESERVED_RATIO
 
 
 def torchtitan_peak(rank: Rank) -> int:
-    """Bytes at the height of a step whose loss is not fused. It holds for each logit, eager, the log-probability, its
-    gradient and the logit's, in float32; compiled, the logit and its gradient; split, copies of its own besides. The
-    last block is freed as the others are."""
-    rank = dataclasses.replace(rank, parallelism=ParallelismConfig(fsdp_reshard_after_forward="always"))
+    """Bytes at the height of a step whose loss is not fused. It holds for each logit, eager, the
+    log-probability, its gradient and the logit's, in float32; compiled, the logit and its gradient;
+    split, copies of its own besides. The last block is freed as the others are."""
+    rank = dataclasses.replace(
+        rank, parallelism=ParallelismConfig(fsdp_reshard_after_forward="always")
+    )
     if rank.compile.covers("loss"):
         per_logit = 2 + 2 * 4 if rank.degrees.tp > 1 else 2 * 2
     else:

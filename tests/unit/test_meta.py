@@ -1,4 +1,5 @@
-"""What training and planning share: the refusal of auto without a known device, and the rates of a known one."""
+"""What training and planning share: the refusal of auto without a known device, and the rates of a
+known one."""
 
 from functools import partial
 
@@ -40,11 +41,19 @@ def test_auto_needs_a_known_device():
         training=TrainingConfig(local_batch_size=1, seq_len=8192),
         float8=Float8Config(enable_float8_linear=True, filter_fqns=("auto",)),
     )
-    with pytest.raises(ConfigError, match=r'filter_fqns = \["auto"\] weighs float8 by the bf16 and fp8 peaks'):
-        build_meta_model(config, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None)
+    with pytest.raises(
+        ConfigError, match=r'filter_fqns = \["auto"\] weighs float8 by the bf16 and fp8 peaks'
+    ):
+        build_meta_model(
+            config, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None
+        )
     off = config.model_copy(update={"float8": Float8Config(filter_fqns=("auto",))})
-    meta = build_meta_model(off, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None)
-    assert {choice.kept_because for choice in meta.choices if choice.kind != "output"} == {"float8 is off"}
+    meta = build_meta_model(
+        off, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None
+    )
+    assert {choice.kept_because for choice in meta.choices if choice.kind != "output"} == {
+        "float8 is off"
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,14 @@ def test_auto_checkpointing_is_the_cheapest_that_fits(
         compile=CompileConfig(enable=True),
         activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
     )
-    build = partial(build_meta_model, args=FLAVORS["8B"], tp_degree=1, emulate=False, fused_attention=True, rates=None)
+    build = partial(
+        build_meta_model,
+        args=FLAVORS["8B"],
+        tp_degree=1,
+        emulate=False,
+        fused_attention=True,
+        rates=None,
+    )
     with caplog.at_level("INFO"):
         resolved, meta = resolve_checkpointing(
             config, FLAVORS["8B"], build, degrees=ParallelDegrees(1, 64, 1), memory_gib=memory_gib

@@ -26,7 +26,8 @@ H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
 UNKNOWN = Peaks("Tesla T4")
 CPU = torch.device("cpu")
 
-# Llama3-8B at seq_len 8192: 41.876 G of the block linears, 3.152 G of `output`, 12.885 G of attention.
+# Llama3-8B at seq_len 8192: 41.876 G of the block linears, 3.152 G of `output`, 12.885 G of
+# attention.
 BLOCKS, OUTPUT, ATTENTION = 41_875_931_136, 3_152_019_456, 12_884_901_888
 
 
@@ -84,14 +85,21 @@ def test_hfu_adds_what_is_recomputed_at_its_own_precision():
 def test_mfu_achievable_is_held_against_what_was_measured():
     peaks = Peaks("H100 SXM", H100.published, measured={"bf16": 700.0, "fp8": 1300.0})
     rates = rates_8b(7773, "fp8", peaks=peaks)
-    assert rates.mfu_achievable == pytest.approx(100 * 7773 * (BLOCKS / 1300e12 + (OUTPUT + ATTENTION) / 700e12))
+    assert rates.mfu_achievable == pytest.approx(
+        100 * 7773 * (BLOCKS / 1300e12 + (OUTPUT + ATTENTION) / 700e12)
+    )
     assert percent(rates.mfu) == "29.05"
     assert rates_8b(7773, "fp8").mfu_achievable is None
 
 
 def test_unknown_peaks_give_no_utilisation():
     rates = rates_8b(6297, "bf16", peaks=UNKNOWN)
-    assert (rates.mfu, rates.mfu_bf16_peak, rates.mfu_fp8_peak, rates.hfu) == (None, None, None, None)
+    assert (rates.mfu, rates.mfu_bf16_peak, rates.mfu_fp8_peak, rates.hfu) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert f"{rates.tflops:.2f}" == "364.68"
 
 
@@ -117,8 +125,12 @@ def test_emulated_fp8_is_measured_against_the_fp32_peak():
     peak=st.floats(1, 1e4),
     speedup=st.floats(1, 4),
 )
-def test_effective_peak_lies_between_the_peaks_and_below_the_arithmetic_mean(fp8, bf16, peak, speedup):
-    mixed = effective_peak({"fp8": fp8, "bf16": bf16, "fp32": 0}, {"bf16": peak, "fp8": speedup * peak})
+def test_effective_peak_lies_between_the_peaks_and_below_the_arithmetic_mean(
+    fp8, bf16, peak, speedup
+):
+    mixed = effective_peak(
+        {"fp8": fp8, "bf16": bf16, "fp32": 0}, {"bf16": peak, "fp8": speedup * peak}
+    )
     arithmetic = (fp8 * speedup + bf16) / (fp8 + bf16) * peak
     assert peak * (1 - 1e-9) <= mixed <= arithmetic * (1 + 1e-9)
 
@@ -141,7 +153,8 @@ class Clock:
 
 
 class LateDevice:
-    """A device's clock that is `behind` by some moments: each is a time that passes only when the device is let on."""
+    """A device's clock that is `behind` by some moments: each is a time that passes only when the
+    device is let on."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.done, self.waits = clock, 0.0, 0
@@ -192,7 +205,12 @@ class Run:
     """A run on a clock of its own, 1,000 tokens a step."""
 
     def __init__(
-        self, *, log_freq: int = 1, start_step: int = 0, peaks: Peaks = H100, late_device: bool = False
+        self,
+        *,
+        log_freq: int = 1,
+        start_step: int = 0,
+        peaks: Peaks = H100,
+        late_device: bool = False,
     ) -> None:
         self.clock, self.recorder, self.step = Clock(), Recorder(), start_step
         self.device = LateDevice(self.clock) if late_device else HostClock(self.clock)
@@ -208,9 +226,16 @@ class Run:
         )
 
     def train_step(
-        self, seconds: float, *, data_s: float = 0.0, compile_s: float = 0.0, skips: int = 0, settle: bool = False
+        self,
+        seconds: float,
+        *,
+        data_s: float = 0.0,
+        compile_s: float = 0.0,
+        skips: int = 0,
+        settle: bool = False,
     ) -> Record | None:
-        """Train for `seconds`, of which some are for data and compilation; the step's own record, if it is there."""
+        """Train for `seconds`, of which some are for data and compilation; the step's own record,
+        if it is there."""
         with self.metrics.data_wait():
             self.clock.now += data_s
         if compile_s:
@@ -243,7 +268,9 @@ def test_record():
     run = Run()
     run.train_step(9.0)
     record = run.train_step(2.5, data_s=0.5)
-    rates = compute_rates(tokens=1000, seconds=2.0, n_devices=2, ledger=ledger_8b("bf16"), peaks=H100)
+    rates = compute_rates(
+        tokens=1000, seconds=2.0, n_devices=2, ledger=ledger_8b("bf16"), peaks=H100
+    )
     assert record == Record(
         step=2,
         tokens=2000,
@@ -272,13 +299,21 @@ def test_record():
 
 def test_log_freq_averages_over_the_steps_since_the_last_record():
     run = Run(log_freq=3)
-    logged = [run.train_step(float(step), data_s=0.1 * step, settle=step == 7) for step in range(1, 8)]
+    logged = [
+        run.train_step(float(step), data_s=0.1 * step, settle=step == 7) for step in range(1, 8)
+    ]
     assert [record.step for record in logged if record] == [1, 3, 6, 7]
     assert run.recorder.records == [record for record in logged if record]
-    assert [record.step_time_s for record in run.recorder.records] == pytest.approx([1.0, 2.5, 5.0, 7.0])
-    assert [record.data_time_s for record in run.recorder.records] == pytest.approx([0.1, 0.25, 0.5, 0.7])
+    assert [record.step_time_s for record in run.recorder.records] == pytest.approx(
+        [1.0, 2.5, 5.0, 7.0]
+    )
+    assert [record.data_time_s for record in run.recorder.records] == pytest.approx(
+        [0.1, 0.25, 0.5, 0.7]
+    )
     # The tenth of the time that went to waiting for data is not in the rate.
-    assert [0.9 * record.tps for record in run.recorder.records] == pytest.approx([500, 200, 100, 500 / 7])
+    assert [0.9 * record.tps for record in run.recorder.records] == pytest.approx(
+        [500, 200, 100, 500 / 7]
+    )
 
 
 def test_first_step_after_a_resume_is_logged_alone():
@@ -324,7 +359,9 @@ def test_validation_and_checkpoint_between_steps_change_no_rate():
         for name in ("validation", "checkpoint"):
             with interrupted.metrics.outside_step(name, step=step):
                 interrupted.clock.now += 40.0
-    assert [r.tps for r in interrupted.recorder.records] == pytest.approx([r.tps for r in plain.recorder.records])
+    assert [r.tps for r in interrupted.recorder.records] == pytest.approx(
+        [r.tps for r in plain.recorder.records]
+    )
     assert [r.step_time_s for r in interrupted.recorder.records] == pytest.approx(
         [r.step_time_s for r in plain.recorder.records]
     )
@@ -420,7 +457,10 @@ def test_what_comes_after_the_last_step_is_in_no_record():
     with run.metrics.data_wait():
         run.clock.now += 100.0
     run.metrics.settle()
-    assert [(record.step, record.step_time_s) for record in run.recorder.records] == [(1, 2.0), (2, 2.0)]
+    assert [(record.step, record.step_time_s) for record in run.recorder.records] == [
+        (1, 2.0),
+        (2, 2.0),
+    ]
     assert run.recorder.records[-1].data_time_s == 0.0
 
 
@@ -497,11 +537,18 @@ def test_times_of_the_summary():
     with run.metrics.outside_step("checkpoint", step=1):
         run.clock.now += 3.0
     run.train_step(2.0)
-    assert run.metrics.summary().times_s == {"training": 7.0, "data": 1.0, "compile": 4.0, "checkpoint": 3.0}
+    assert run.metrics.summary().times_s == {
+        "training": 7.0,
+        "data": 1.0,
+        "compile": 4.0,
+        "checkpoint": 3.0,
+    }
 
 
 def test_summary_lines():
-    summary = Summary(step=30, tokens=122880, loss=5.41, tps=2345.4, mfu=41.24, memory_gib=0.93, times_s=TIMES_S)
+    summary = Summary(
+        step=30, tokens=122880, loss=5.41, tps=2345.4, mfu=41.24, memory_gib=0.93, times_s=TIMES_S
+    )
     assert summary_lines(summary, unigram_entropy=6.27) == [
         "30 steps, 122,880 tokens",
         "final loss 5.41 nat, 0.86 below the unigram entropy 6.27 of the training tokens",
@@ -514,7 +561,9 @@ def test_summary_lines():
 
 
 def test_summary_lines_of_a_run_that_learned_nothing():
-    summary = Summary(step=1, tokens=4096, loss=7.0, tps=None, mfu=None, memory_gib=0.93, times_s=TIMES_S)
+    summary = Summary(
+        step=1, tokens=4096, loss=7.0, tps=None, mfu=None, memory_gib=0.93, times_s=TIMES_S
+    )
     assert summary_lines(summary, unigram_entropy=6.27)[1:3] == [
         "final loss 7.00 nat, 0.73 above the unigram entropy 6.27 of the training tokens",
         "median tps n/a per device, median mfu n/a, without the first step",

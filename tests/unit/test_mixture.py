@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from torchtitan_lite.data.mixture import Mixture
 
-SHARES = st.lists(st.integers(1, 60) | st.sampled_from([1, 1000]), min_size=1, max_size=20).map(tuple)
+SHARES = st.lists(st.integers(1, 60) | st.sampled_from([1, 1000]), min_size=1, max_size=20).map(
+    tuple
+)
 
 
 def test_turns_of_three_to_two_to_one() -> None:
@@ -31,12 +33,16 @@ def test_at_every_sample_each_store_is_less_than_one_off_its_share(shares: tuple
 
 
 @given(SHARES, st.integers(0, 10**12), st.randoms(use_true_random=False))
-def test_any_sample_by_itself_is_what_it_is_in_the_sequence(shares: tuple[int, ...], first: int, random) -> None:
+def test_any_sample_by_itself_is_what_it_is_in_the_sequence(
+    shares: tuple[int, ...], first: int, random
+) -> None:
     mixture = Mixture(shares)
     samples = np.arange(first, first + 50)
     stores, numbers = mixture(samples)
     counts = mixture.counts(first)
-    for sample, store, number in zip(samples.tolist(), stores.tolist(), numbers.tolist(), strict=True):
+    for sample, store, number in zip(
+        samples.tolist(), stores.tolist(), numbers.tolist(), strict=True
+    ):
         assert number == counts[store]
         assert mixture.sample(store, number) == sample
         counts[store] += 1

@@ -1,4 +1,5 @@
-"""The swap to MXFP8Linear. What it computes is in test_recipes.py, and on several ranks in test_mxfp8_layouts.py."""
+"""The swap to MXFP8Linear. What it computes is in test_recipes.py, and on several ranks in
+test_mxfp8_layouts.py."""
 
 import subprocess
 import sys
@@ -21,7 +22,10 @@ def test_the_chosen_linears_and_no_others_are_swapped_and_keep_their_weights() -
     weights = dict(model.named_parameters())
     convert_to_mxfp8(model, ["1"], emulate=True)
     assert [type(linear) for linear in model] == [nn.Linear, MXFP8Linear]
-    assert model[1].emulate and repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
+    assert (
+        model[1].emulate
+        and repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
+    )
     assert {name: id(weight) for name, weight in model.named_parameters()} == {
         name: id(weight) for name, weight in weights.items()
     }
@@ -47,9 +51,7 @@ def test_tokens_that_are_no_multiple_of_32_have_no_weight_gradient(tokens: int) 
 def test_a_torchao_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
     monkeypatch.setattr("torchao.__version__", "0.17.0")
-    message = (
-        r'^\[float8\] recipe_name = "mxfp8" needs torchao 0.18, and the installed torchao 0.17.0 does not offer it'
-    )
+    message = r'^\[float8\] recipe_name = "mxfp8" needs torchao 0.18, and the installed torchao 0.17.0 does not offer it'
     with pytest.raises(ConfigError, match=message):
         convert_to_mxfp8(build_model(), ["0"], emulate=True)
 
@@ -62,5 +64,7 @@ print("torchao.prototype.moe_training" in sys.modules)
 mxfp8.convert_to_mxfp8(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), ["0"], emulate=False)
 print("torchao.prototype.moe_training" in sys.modules)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert (result.stdout, result.stderr) == ("False\nTrue\n", "")

@@ -1,4 +1,5 @@
-"""What casts to float8 lose, held against hand-computed figures; whose they are; and that watching changes nothing."""
+"""What casts to float8 lose, held against hand-computed figures; whose they are; and that watching
+changes nothing."""
 
 import dataclasses
 import math
@@ -21,10 +22,14 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 
-ARGS = ModelArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=16)
+ARGS = ModelArgs(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=16
+)
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"feed_forward.w{i}" for i in (1, 2, 3)]
+KINDS = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [
+    f"feed_forward.w{i}" for i in (1, 2, 3)
+]
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NONE = ActivationCheckpointConfig(mode="none")
 
@@ -42,7 +47,9 @@ def build_model(
     with torch.device("meta"):
         model = Transformer(ARGS)
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: output or name != "output")
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: output or name != "output"
+    )
     apply_activation_checkpointing(model, ac)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
@@ -51,13 +58,17 @@ def build_model(
 
 def run(model: nn.Module, *, seed: int = 0) -> Tensor:
     """The loss of a forward and backward pass."""
-    tokens = torch.randint(0, ARGS.vocab_size, (2, 16), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        0, ARGS.vocab_size, (2, 16), generator=torch.Generator().manual_seed(seed)
+    )
     loss = model(tokens).square().mean()
     loss.backward()
     return loss
 
 
-def measure(model: nn.Module, *, seeds: tuple[int, ...] = (0,)) -> dict[str, dict[str, dict[str, float]]]:
+def measure(
+    model: nn.Module, *, seeds: tuple[int, ...] = (0,)
+) -> dict[str, dict[str, dict[str, float]]]:
     """The figures of a step of one microbatch for each of `seeds`."""
     monitor = NumericsMonitor(model, freq=1, device=CPU)
     with monitor.observe():
@@ -91,12 +102,15 @@ def sqnr_db(tensor: Tensor, dtype: torch.dtype = E4M3) -> float:
     [(E4M3, 464), (E5M2, 61440), (torch.float8_e4m3fnuz, 248), (torch.float8_e5m2fnuz, 61440)],
     ids=str,
 )
-def test_a_value_is_cut_off_from_half_a_spacing_above_the_largest_number_on(dtype: torch.dtype, limit: float) -> None:
+def test_a_value_is_cut_off_from_half_a_spacing_above_the_largest_number_on(
+    dtype: torch.dtype, limit: float
+) -> None:
     assert saturation_limit(dtype) == limit
 
 
 def test_the_sums_of_a_cast() -> None:
-    # To 448 are rounded 450, which is near, and cut off 480 and -500. Half of the least number is 2**-10.
+    # To 448 are rounded 450, which is near, and cut off 480 and -500. Half of the least number is
+    # 2**-10.
     values = torch.tensor([[0.0, 1.0625, -2.0, 0.0009], [450.0, 480.0, -500.0, 0.002]])
     rounded = torch.tensor([[0.0, 1.0, -2.0, 0.0], [448.0, 448.0, -448.0, 2.0**-9]])
     sums, amax = measure_cast(values / 4, rounded.to(E4M3), torch.tensor(4.0))
@@ -112,11 +126,17 @@ def test_a_row_has_a_scale_of_its_own() -> None:
     data = (values * scale).to(E4M3)
     sums, _ = measure_cast(values, data, scale)
     assert sums[2:].tolist() == [0, 0, 4]
-    assert sums[1] == pytest.approx(((values.double() - data.double() / scale) ** 2).sum().item(), rel=1e-4)
+    assert sums[1] == pytest.approx(
+        ((values.double() - data.double() / scale) ** 2).sum().item(), rel=1e-4
+    )
 
 
-@given(seed=st.integers(0, 2**32), exponent=st.integers(-30, 30), dtype=st.sampled_from([E4M3, E5M2]))
-def test_the_ratio_is_torchaos_at_any_magnitude(seed: int, exponent: int, dtype: torch.dtype) -> None:
+@given(
+    seed=st.integers(0, 2**32), exponent=st.integers(-30, 30), dtype=st.sampled_from([E4M3, E5M2])
+)
+def test_the_ratio_is_torchaos_at_any_magnitude(
+    seed: int, exponent: int, dtype: torch.dtype
+) -> None:
     values = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     data, scale = cast(values, dtype)
     (signal, noise, _, saturated, _), amax = measure_cast(values, data, scale)
@@ -129,7 +149,9 @@ def test_each_cast_is_counted_for_its_linear_and_role() -> None:
     model, seen = build_model(output=True), {}
     for name, linear in model.named_modules():
         if isinstance(linear, nn.Linear):
-            linear.register_forward_pre_hook(lambda _, args, name=name: seen.update({(name, "input"): args[0]}))
+            linear.register_forward_pre_hook(
+                lambda _, args, name=name: seen.update({(name, "input"): args[0]})
+            )
             linear.register_full_backward_hook(
                 lambda _, i, out, name=name: seen.update({(name, "grad_output"): out[0]})
             )
@@ -141,11 +163,17 @@ def test_each_cast_is_counted_for_its_linear_and_role() -> None:
         for role, measured in roles.items():
             layers = ["output"] if kind == "output" else [f"layers.{i}.{kind}" for i in range(3)]
             tensors = [seen[layer, role].detach() for layer in layers]
-            ratios = [sqnr_db(tensor, E5M2 if role == "grad_output" else E4M3) for tensor in tensors]
+            ratios = [
+                sqnr_db(tensor, E5M2 if role == "grad_output" else E4M3) for tensor in tensors
+            ]
             amaxes = [tensor.abs().max().item() for tensor in tensors]
             expected = {"sqnr_db": min(ratios), "amax": max(amaxes), "saturation": 0.0}
             if kind != "output":
-                layers_of = {"sqnr_db": ratios.index(min(ratios)), "amax": amaxes.index(max(amaxes)), "saturation": 0}
+                layers_of = {
+                    "sqnr_db": ratios.index(min(ratios)),
+                    "amax": amaxes.index(max(amaxes)),
+                    "saturation": 0,
+                }
                 expected |= {f"{name}_layer": layer for name, layer in layers_of.items()}
             others = {name: measured[name] for name in measured if not name.startswith("underflow")}
             assert others == pytest.approx(expected, rel=1e-4)
@@ -171,7 +199,10 @@ def test_a_layer_with_values_between_two_float8_numbers_is_told_by_its_ratio() -
         weight = model.layers[2].feed_forward.w3.weight.fill_(432.0)  # in the middle of 416 and 448
         weight[0, 0] = 448.0  # for a scale of 1
     figures = measure(model)["feed_forward.w3"]["weight"]
-    assert (figures["sqnr_db"], figures["sqnr_db_layer"]) == (pytest.approx(20 * math.log10(432 / 16), abs=0.01), 2)
+    assert (figures["sqnr_db"], figures["sqnr_db_layer"]) == (
+        pytest.approx(20 * math.log10(432 / 16), abs=0.01),
+        2,
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -251,7 +282,10 @@ def test_watching_changes_no_bit(recipe: str, ac: ActivationCheckpointConfig) ->
 def test_torchao_casts_as_before_after_a_step_also_after_one_that_failed() -> None:
     model = build_model()
     model.layers[0].compile(backend="eager")
-    function, compiled = float8_training_tensor._ToFloat8ConstrFunc, model.layers[0]._compiled_call_impl
+    function, compiled = (
+        float8_training_tensor._ToFloat8ConstrFunc,
+        model.layers[0]._compiled_call_impl,
+    )
     monitor = NumericsMonitor(model, freq=1, device=CPU)
     assert float8_training_tensor._ToFloat8ConstrFunc is function
     with pytest.raises(RuntimeError, match="out of data"), monitor.observe():

@@ -16,7 +16,9 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, max_seq_len=16)
+ARGS = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, max_seq_len=16
+)
 TENSORWISE = Asked(linears=14, matmuls=42, matmuls_run_in="float32")
 
 
@@ -25,7 +27,9 @@ def build(recipe: str | None, *filters: str, emulate: bool = True) -> nn.Module:
         model = Transformer(ARGS)
     if recipe is not None:
         float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe)
-        choices = select_linears(model, filter_fqns=filters, sharded_dims={}, tp_degree=1, tokens=32)
+        choices = select_linears(
+            model, filter_fqns=filters, sharded_dims={}, tp_degree=1, tokens=32
+        )
         convert_linears(model, choices, float8=float8, emulate=emulate)
     model.to_empty(device="cpu")
     init_weights(model, seed=0, buffer_device=torch.device("cpu"))
@@ -47,7 +51,9 @@ def observe(model: nn.Module) -> StepObserver:
         ("rowwise_with_gw_hp", {"float32": 28, "bfloat16": 17}),
     ],
 )
-def test_matmuls_are_counted_by_the_type_they_run_in(recipe: str | None, matmuls: dict[str, int]) -> None:
+def test_matmuls_are_counted_by_the_type_they_run_in(
+    recipe: str | None, matmuls: dict[str, int]
+) -> None:
     observer = observe(build(recipe))
     assert observer.matmuls == matmuls
     assert not observer.fsdp_gathers and not observer.tp_gathers

@@ -23,7 +23,9 @@ def test_warm_up_then_linear_decay_over_all_that_is_left() -> None:
 
 
 def test_warm_up_stable_decay() -> None:
-    assert factors(10, warmup_steps=1, decay_ratio=0.3) == pytest.approx([0.5] + [1.0] * 6 + [0.75, 0.5, 0.25])
+    assert factors(10, warmup_steps=1, decay_ratio=0.3) == pytest.approx(
+        [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]
+    )
 
 
 def test_no_decay() -> None:
@@ -40,7 +42,9 @@ def test_decays_end_at_min_lr_factor(decay_type: str, halfway: float) -> None:
     assert values == sorted(values, reverse=True)
     past_the_end = lr_factor(
         50,
-        schedule=LRSchedulerConfig(warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1, total_steps=9),
+        schedule=LRSchedulerConfig(
+            warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1, total_steps=9
+        ),
         training_steps=60,
     )
     assert past_the_end == pytest.approx(0.1)
@@ -59,7 +63,9 @@ def test_implementations_make_the_same_update(implementation: str) -> None:
     def updated(**kwargs: object) -> torch.Tensor:
         torch.manual_seed(0)
         linear = nn.Linear(8, 8, bias=False)
-        optimizer = build_optimizer(linear.parameters(), OptimizerConfig(lr=0.1, beta2=0.9, eps=1e-6, **kwargs))
+        optimizer = build_optimizer(
+            linear.parameters(), OptimizerConfig(lr=0.1, beta2=0.9, eps=1e-6, **kwargs)
+        )
         for _ in range(3):
             linear(torch.ones(1, 8)).square().sum().backward()
             optimizer.step()
@@ -68,7 +74,9 @@ def test_implementations_make_the_same_update(implementation: str) -> None:
 
     torch.manual_seed(0)
     reference = nn.Linear(8, 8, bias=False)
-    adamw = torch.optim.AdamW(reference.parameters(), lr=0.1, betas=(0.9, 0.9), eps=1e-6, weight_decay=0.1)
+    adamw = torch.optim.AdamW(
+        reference.parameters(), lr=0.1, betas=(0.9, 0.9), eps=1e-6, weight_decay=0.1
+    )
     for _ in range(3):
         reference(torch.ones(1, 8)).square().sum().backward()
         adamw.step()
@@ -102,16 +110,24 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: dict[str, str]) -> 
 
 @pytest.mark.parametrize(
     ("settings", "reads"),
-    [({"implementation": "fused"}, 0), ({"implementation": "foreach"}, 1), ({"state_dtype": "int8"}, 0)],
+    [
+        ({"implementation": "fused"}, 0),
+        ({"implementation": "foreach"}, 1),
+        ({"state_dtype": "int8"}, 0),
+    ],
 )
-def test_what_decides_on_the_device(settings: dict[str, str], reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_on_the_device(
+    settings: dict[str, str], reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = build_optimizer([weight], OptimizerConfig(**settings))
     weight.grad = torch.ones(3)
     step_unless(optimizer, torch.tensor(0.0))  # makes the state
     read = []
     original = torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: read.append(tensor) or original(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "item", lambda tensor: read.append(tensor) or original(tensor)
+    )
     found_inf = torch.tensor(0.0)
     step_unless(optimizer, found_inf)
     assert sum(tensor is found_inf for tensor in read) == reads
@@ -126,11 +142,16 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
     assert 'implementation = "foreach" waits for the device in every step' in caplog.text
 
 
-def updates(state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256)) -> tuple[torch.Tensor, Any]:
-    """What `steps` steps on random gradients, of rows that differ in size by far, add to a weight, and its state."""
+def updates(
+    state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256)
+) -> tuple[torch.Tensor, Any]:
+    """What `steps` steps on random gradients, of rows that differ in size by far, add to a weight,
+    and its state."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(shape))
-    optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0))
+    optimizer = build_optimizer(
+        [weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0)
+    )
     sizes = torch.logspace(-6, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))
     for _ in range(steps):
         weight.grad = torch.randn(shape) * sizes
@@ -138,8 +159,12 @@ def updates(state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256))
     return weight.detach(), optimizer.state[weight]
 
 
-@pytest.mark.parametrize(("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.03), ("float8", 0.1)])
-def test_moments_in_fewer_bits_update_nearly_as_float32_does(state_dtype: str, error: float) -> None:
+@pytest.mark.parametrize(
+    ("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.03), ("float8", 0.1)]
+)
+def test_moments_in_fewer_bits_update_nearly_as_float32_does(
+    state_dtype: str, error: float
+) -> None:
     expected, _ = updates("float32", steps=20)
     found, _ = updates(state_dtype, steps=20)
     assert (found - expected).norm() / expected.norm() < error
@@ -147,8 +172,12 @@ def test_moments_in_fewer_bits_update_nearly_as_float32_does(state_dtype: str, e
     torch.testing.assert_close(first, updates("float32", steps=1)[0])
 
 
-@pytest.mark.parametrize(("state_dtype", "beta2", "steps"), [("bfloat16", 0.999, 700), ("float8", 0.95, 150)])
-def test_a_second_moment_falls_with_its_gradients(state_dtype: str, beta2: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("state_dtype", "beta2", "steps"), [("bfloat16", 0.999, 700), ("float8", 0.95, 150)]
+)
+def test_a_second_moment_falls_with_its_gradients(
+    state_dtype: str, beta2: float, steps: int
+) -> None:
     def second_moment(state_dtype: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.zeros(8, 256))
@@ -169,50 +198,84 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     x = torch.logspace(-4, 4, 1000)
     for dtype in (torch.bfloat16, torch.float8_e5m2):
         rounded = torch.stack(
-            [optim._round_stochastically(x, dtype, torch.tensor(float(step))).float() for step in range(512)]
+            [
+                optim._round_stochastically(x, dtype, torch.tensor(float(step))).float()
+                for step in range(512)
+            ]
         )
-        assert (rounded.mean(0) / x - 1).abs().max() < torch.finfo(dtype).eps / 8  # 5 standard errors at most
+        assert (rounded.mean(0) / x - 1).abs().max() < torch.finfo(
+            dtype
+        ).eps / 8  # 5 standard errors at most
         assert abs((rounded.mean(0) / x - 1).mean()) < torch.finfo(dtype).eps / 500
-        assert ((rounded / x - 1).abs() < torch.finfo(dtype).eps).all()  # a neighbour, never one further
+        assert (
+            (rounded / x - 1).abs() < torch.finfo(dtype).eps
+        ).all()  # a neighbour, never one further
         exact = x.to(dtype)
-        assert (optim._round_stochastically(exact.float(), dtype, torch.tensor(3.0)).float() == exact.float()).all()
+        assert (
+            optim._round_stochastically(exact.float(), dtype, torch.tensor(3.0)).float()
+            == exact.float()
+        ).all()
 
 
 def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
-    graph = make_fx(lambda x, step: optim._round_stochastically(x, torch.bfloat16, step))(torch.ones(8), torch.ones(()))
+    graph = make_fx(lambda x, step: optim._round_stochastically(x, torch.bfloat16, step))(
+        torch.ones(8), torch.ones(())
+    )
     constants = [value for node in graph.graph.nodes for value in node.args if type(value) is int]
     assert len(constants) > 5 and all(-(2**31) <= value < 2**31 for value in constants)
 
 
 def test_what_the_moments_take() -> None:
     _, state = updates("bfloat16", steps=1)
-    assert {name: tensor.dtype for name, tensor in state.items() if name != "step"} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq"), torch.bfloat16
-    )
-    for dtype, types in (("int8", [torch.uint8] * 2), ("float8", [torch.float8_e4m3fn, torch.float8_e5m2])):
+    assert {
+        name: tensor.dtype for name, tensor in state.items() if name != "step"
+    } == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+    for dtype, types in (
+        ("int8", [torch.uint8] * 2),
+        ("float8", [torch.float8_e4m3fn, torch.float8_e5m2]),
+    ):
         _, state = updates(dtype, steps=1)
         assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == types
-        assert [tuple(state[f"{name}_scale"].shape) for name in ("exp_avg", "exp_avg_sq")] == [(64, 2)] * 2
+        assert [tuple(state[f"{name}_scale"].shape) for name in ("exp_avg", "exp_avg_sq")] == [
+            (64, 2)
+        ] * 2
     for shape in ((256,), (64, 100)):  # a norm; rows that are not whole blocks
         _, state = updates("int8", steps=1, shape=shape)
-        assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].dtype is torch.float32
+        assert (
+            set(state) == {"step", "exp_avg", "exp_avg_sq"}
+            and state["exp_avg"].dtype is torch.float32
+        )
 
 
 @pytest.mark.parametrize("state_dtype", LOW_BIT)
-def test_the_compiled_update_is_the_eager_one(state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_update_is_the_eager_one(
+    state_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, _ = updates(state_dtype, steps=3)
-    monkeypatch.setattr(optim, "_update", torch.compile(optim._update, dynamic=False, fullgraph=True))
+    monkeypatch.setattr(
+        optim, "_update", torch.compile(optim._update, dynamic=False, fullgraph=True)
+    )
     found, _ = updates(state_dtype, steps=3)
-    assert (found - expected).norm() / expected.norm() < 1e-3  # a moment near the middle may be rounded otherwise
+    assert (
+        found - expected
+    ).norm() / expected.norm() < 1e-3  # a moment near the middle may be rounded otherwise
 
 
-def guarded(losses: list[float], norms: list[float] | None = None, **training: Any) -> tuple[UpdateGuard, list[float]]:
+def guarded(
+    losses: list[float], norms: list[float] | None = None, **training: Any
+) -> tuple[UpdateGuard, list[float]]:
     """A guard after steps of such losses and gradient norms, and what it said of each."""
     guard = UpdateGuard(
-        TrainingConfig(**training), device=torch.device("cpu"), skipped_steps=3, consecutive_skips=0, loss_mean=None
+        TrainingConfig(**training),
+        device=torch.device("cpu"),
+        skipped_steps=3,
+        consecutive_skips=0,
+        loss_mean=None,
     )
     pairs = zip(losses, norms or [1.0] * len(losses), strict=True)
-    return guard, [guard.found_inf(torch.tensor(loss), torch.tensor(norm)).item() for loss, norm in pairs]
+    return guard, [
+        guard.found_inf(torch.tensor(loss), torch.tensor(norm)).item() for loss, norm in pairs
+    ]
 
 
 def test_a_loss_or_gradient_that_is_not_finite_has_no_update_and_counts() -> None:
@@ -235,7 +298,9 @@ def test_spikes_are_no_reason_unless_asked_for() -> None:
 
 def test_the_mean_goes_on_where_it_was() -> None:
     training = TrainingConfig(loss_spike_factor=2.0)
-    guard = UpdateGuard(training, device=torch.device("cpu"), skipped_steps=0, consecutive_skips=4, loss_mean=2.5)
+    guard = UpdateGuard(
+        training, device=torch.device("cpu"), skipped_steps=0, consecutive_skips=4, loss_mean=2.5
+    )
     assert guard.found_inf(torch.tensor(5.5), torch.tensor(1.0)) == 1
     assert guard.consecutive_skips == 5
     assert guard.found_inf(torch.tensor(4.5), torch.tensor(1.0)) == 0

@@ -19,15 +19,22 @@ from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.parallelize import apply_compile, trust_instruction_set, weigh_cudnn_attention
+from torchtitan_lite.parallel.parallelize import (
+    apply_compile,
+    trust_instruction_set,
+    weigh_cudnn_attention,
+)
 
-ARGS = ModelArgs(dim=32, n_layers=6, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=48, max_seq_len=16)
+ARGS = ModelArgs(
+    dim=32, n_layers=6, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=48, max_seq_len=16
+)
 MESH: Any = type("Mesh", (dict,), {"device_type": "cuda"})(tp=SimpleNamespace(size=lambda: 1))
 """Of one rank; on a device for which the compiler is left as it is."""
 
 
 def frames(n_layers: int, *, recipe: str | None) -> int:
-    """How often the compiler was called in two steps of a model of that many layers, set up to be compiled."""
+    """How often the compiler was called in two steps of a model of that many layers, set up to be
+    compiled."""
     with torch.device("meta"):
         model = Transformer(replace(ARGS, n_layers=n_layers))
     if recipe is not None:
@@ -60,7 +67,9 @@ def test_a_memory_budget_counts_cudnns_attention_as_dear(monkeypatch: pytest.Mon
     }
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2"
+)
 def test_the_best_instruction_set_is_used_without_a_program_for_each() -> None:
     code = (
         "from torch._inductor import cpu_vec_isa; "
@@ -69,12 +78,18 @@ def test_the_best_instruction_set_is_used_without_a_program_for_each() -> None:
         "lambda isa, code: built.append(isa.build_arch_flags()) or build(isa, code); "
         "trust_instruction_set(); print(cpu_vec_isa.pick_vec_isa()); print(all('amx' in flags for flags in built))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     found, only_amx = result.stdout.splitlines()
-    assert found.split()[0] == torch.backends.cpu.get_cpu_capability().lower() and only_amx == "True"
+    assert (
+        found.split()[0] == torch.backends.cpu.get_cpu_capability().lower() and only_amx == "True"
+    )
 
 
-def test_an_instruction_set_that_pytorch_does_not_use_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_set_that_pytorch_does_not_use_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     check = VecISA.check_build
     with config.patch({"cpp.vec_isa_ok": None}):

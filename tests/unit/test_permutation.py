@@ -1,4 +1,5 @@
-"""The keyed bijection: exact for every size, different for every key, and as random as a true shuffle."""
+"""The keyed bijection: exact for every size, different for every key, and as random as a true
+shuffle."""
 
 import math
 from fractions import Fraction
@@ -79,7 +80,8 @@ def grid_reference(n: int, key: str, index: int) -> int:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 4096, 4097, 2**32 + 1, 10**12, 2**62])
 def test_against_reference(n):
-    """Also what keeps a resumed run in its order: an index must have the same image in every version."""
+    """Also what keeps a resumed run in its order: an index must have the same image in every
+    version."""
     indices = np.unique(np.linspace(0, n - 1, 40).astype(np.int64).clip(0, n - 1))
     assert Permutation(n, key="k")(indices).tolist() == [reference(n, "k", int(i)) for i in indices]
 

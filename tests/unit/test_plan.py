@@ -1,4 +1,5 @@
-"""The planner through its command: METRICS' reference values, what auto keeps, memory, rates and refusals."""
+"""The planner through its command: METRICS' reference values, what auto keeps, memory, rates and
+refusals."""
 
 import contextlib
 import io
@@ -23,7 +24,9 @@ AUTO = '--float8.filter_fqns=["auto"]'
 
 def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/plan.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 def plan(config: str, *arguments: str, device: str = "H100 SXM") -> dict[str, Any]:
@@ -45,7 +48,9 @@ def bf16_8b() -> dict[str, Any]:
 
 
 def test_a_document_mask_changes_no_figure_and_the_report_says_what_is_counted():
-    masked, plain = (plan("debug_model", f"--training.document_mask={on}") for on in ("true", "false"))
+    masked, plain = (
+        plan("debug_model", f"--training.document_mask={on}") for on in ("true", "false")
+    )
     assert masked.pop("request") == plain.pop("request") | {"document_mask": True}
     assert masked == plain
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -60,7 +65,10 @@ def rounded(values: dict[str, Any], *names: str) -> tuple[str, ...]:
 
 def test_reference_values_of_8b_in_float8(float8_8b):
     model, flops = float8_8b["model"], float8_8b["flops_per_token"]
-    assert (model["parameters"], model["parameters_without_embedding"]) == (8_030_261_248, 7_504_924_672)
+    assert (model["parameters"], model["parameters_without_embedding"]) == (
+        8_030_261_248,
+        7_504_924_672,
+    )
     assert flops["total"] == 57_912_852_480
     assert (flops["block_linears"], flops["output"], flops["attention"]) == (
         41_875_931_136,
@@ -71,13 +79,24 @@ def test_reference_values_of_8b_in_float8(float8_8b):
     assert f"{100 * flops['fp8'] / flops['total']:.2f}" == "72.31"
     peaks = float8_8b["peaks"]
     assert (f"{peaks['effective']:.1f}", f"{peaks['arithmetic']:.1f}") == ("1549.5", "1704.9")
-    figures = rounded(float8_8b["schedule"], "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_arithmetic_peak")
+    figures = rounded(
+        float8_8b["schedule"],
+        "tflops",
+        "mfu",
+        "mfu_bf16_peak",
+        "mfu_fp8_peak",
+        "mfu_arithmetic_peak",
+    )
     assert figures == ("450.16", "29.05", "45.52", "22.75", "26.40")
     assert (float8_8b["schedule"]["tps"], float8_8b["schedule"]["origin"]) == (7773, "given")
 
 
 def test_reference_values_of_8b_in_bf16(bf16_8b):
-    assert rounded(bf16_8b["schedule"], "tflops", "mfu", "mfu_bf16_peak") == ("364.68", "36.87", "36.87")
+    assert rounded(bf16_8b["schedule"], "tflops", "mfu", "mfu_bf16_peak") == (
+        "364.68",
+        "36.87",
+        "36.87",
+    )
     assert bf16_8b["flops_per_token"]["fp8"] == 0
     assert [f"{formula['flops_per_token'] / 1e9:.3f}" for formula in bf16_8b["formulas"]] == [
         "61.066", "57.914", "71.871", "51.470", "56.302", "74.019"
@@ -95,14 +114,21 @@ def test_other_reference_values_of_8b():
         "llama3_8b_float8", "--float8.recipe_name=rowwise_with_gw_hp", "--float8.enable_fsdp_float8_all_gather=false",
         "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
     )  # fmt: skip
-    assert f"{100 * gw_hp['flops_per_token']['fp8'] / gw_hp['flops_per_token']['total']:.2f}" == "48.21"
-    assert {row["kind"]: row["gemms"]["grad_weight"]["precision"] for row in gw_hp["linears"]}["attention.wq"] == "bf16"
+    assert (
+        f"{100 * gw_hp['flops_per_token']['fp8'] / gw_hp['flops_per_token']['total']:.2f}"
+        == "48.21"
+    )
+    assert {row["kind"]: row["gemms"]["grad_weight"]["precision"] for row in gw_hp["linears"]}[
+        "attention.wq"
+    ] == "bf16"
 
 
 def test_operators_are_those_of_the_ledger(float8_8b):
     operators = float8_8b["operators"]
     assert 3 * operators["forward"] == 3 * operators["ledger_forward"] == 57_912_852_480
-    assert {precision: f"{100 * share:.2f}" for precision, share in operators["shares"].items()} == {
+    assert {
+        precision: f"{100 * share:.2f}" for precision, share in operators["shares"].items()
+    } == {
         "bf16": "27.69",
         "fp8": "72.31",
     }
@@ -110,12 +136,30 @@ def test_operators_are_those_of_the_ledger(float8_8b):
 
 
 def test_linears_have_the_shapes_of_a_rank():
-    tp = plan("llama3_8b_float8", "--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=2")
+    tp = plan(
+        "llama3_8b_float8",
+        "--parallelism.tensor_parallel_degree=2",
+        "--training.local_batch_size=2",
+    )
     rows = {row["kind"]: row for row in tp["linears"]}
-    assert rows["attention.wk"]["gemms"]["output"] == {"m": 16384, "n": 512, "k": 4096, "precision": "fp8"}
-    assert rows["feed_forward.w2"]["gemms"]["grad_weight"] == {"m": 4096, "n": 7168, "k": 16384, "precision": "fp8"}
+    assert rows["attention.wk"]["gemms"]["output"] == {
+        "m": 16384,
+        "n": 512,
+        "k": 4096,
+        "precision": "fp8",
+    }
+    assert rows["feed_forward.w2"]["gemms"]["grad_weight"] == {
+        "m": 4096,
+        "n": 7168,
+        "k": 16384,
+        "precision": "fp8",
+    }
     assert rows["output"]["kept_because"] and not rows["output"]["converted"]
-    assert all(row["count"] == 32 and row["divisible_by_16"] for kind, row in rows.items() if kind != "output")
+    assert all(
+        row["count"] == 32 and row["divisible_by_16"]
+        for kind, row in rows.items()
+        if kind != "output"
+    )
 
 
 def converted(found: dict[str, Any]) -> set[str]:
@@ -130,7 +174,9 @@ def test_auto_converts_nothing_of_the_debug_model_and_says_why():
     assert converted(found) == set()
     assert found["flops_per_token"]["fp8"] == 0
     reasons = [row["kept_because"] for row in found["linears"] if row["kind"] != "output"]
-    assert len(reasons) == 7 and all(re.match(r"auto: \d+\.\d\dx the time of bf16", reason) for reason in reasons)
+    assert len(reasons) == 7 and all(
+        re.match(r"auto: \d+\.\d\dx the time of bf16", reason) for reason in reasons
+    )
     assert found["prediction"]["step_speedup"] == 1
     hurt = plan("debug_model")["prediction"]
     assert hurt["step_speedup"] < 1 and hurt["verdict"].startswith("float8 hurts")
@@ -157,7 +203,11 @@ def test_auto_converts_nothing_where_casts_are_not_fused():
 
 def test_a_kind_that_is_converted_in_some_layers_only():
     found = plan("llama3_8b_float8", '--float8.filter_fqns=["layers.0", "layers.1"]')
-    rows = [(row["converted"], row["count"], row["kept_because"]) for row in found["linears"] if "wq" in row["kind"]]
+    rows = [
+        (row["converted"], row["count"], row["kept_because"])
+        for row in found["linears"]
+        if "wq" in row["kind"]
+    ]
     assert rows == [
         (False, 1, "filter_fqns 'layers.0'"), (False, 1, "filter_fqns 'layers.1'"), (True, 30, "")
     ]  # fmt: skip
@@ -191,7 +241,9 @@ def test_schedule_follows_from_the_rate(bf16_8b):
     assert schedule["tokens_per_day"] == pytest.approx(8 * 6297 * 86400)
     assert schedule["run_days"] == pytest.approx(1000 * 8192 / 6297 / 86400)
     assert schedule["checkpoint_bytes"] == 12 * 8_030_261_248
-    assert schedule["checkpoint_s"] == pytest.approx(12.045, abs=0.001)  # each of 8 ranks writes 1 GB/s
+    assert schedule["checkpoint_s"] == pytest.approx(
+        12.045, abs=0.001
+    )  # each of 8 ranks writes 1 GB/s
 
 
 def test_405b_on_512_gpus():
@@ -203,7 +255,12 @@ def test_405b_on_512_gpus():
 
 def test_the_report_names_every_section_and_the_verdict():
     result = run_plan(
-        "--job.config_file", "train_configs/llama3_8b_float8.toml", "--device", "NVIDIA H200", "--tps", "9000"
+        "--job.config_file",
+        "train_configs/llama3_8b_float8.toml",
+        "--device",
+        "NVIDIA H200",
+        "--tps",
+        "9000",
     )
     assert result.returncode == 0, result.stderr
     for text in (
@@ -221,7 +278,10 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
     [
         ([*CONFIG], "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
         ([*CONFIG, "--device", "H100"], '--device "H100" is not known; use one of'),
-        ([*CONFIG, "--device", "H100 SXM", "--world-size", "0"], "--world-size 0 must be at least 1"),
+        (
+            [*CONFIG, "--device", "H100 SXM", "--world-size", "0"],
+            "--world-size 0 must be at least 1",
+        ),
         ([*CONFIG, "--device", "H100 SXM", "--tps", "-3"], "--tps -3.0 must be a positive number"),
         ([*CONFIG, "--device", "A100 SXM 80GB"], "the A100 SXM 80GB has no float8 matrix units"),
         (
@@ -232,7 +292,17 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
             ],
             "no MXFP8 for the H100 SXM, only for B200, B300, GB200, GB300; plan another --device",
         ),
-        ([*CONFIG, "--device", "L4", "--world-size", "6", "--parallelism.tensor_parallel_degree=4"], "does not divide"),
+        (
+            [
+                *CONFIG,
+                "--device",
+                "L4",
+                "--world-size",
+                "6",
+                "--parallelism.tensor_parallel_degree=4",
+            ],
+            "does not divide",
+        ),
         ([*CONFIG, "--device", "L4", "--model.flavour=8B"], "unknown key"),
         (
             [*CONFIG, "--device", "L4", "--training.mixed_precision_param=float32"],
@@ -266,7 +336,9 @@ def test_help(capsys):
 
 
 def test_output_in_float8_is_planned_like_any_other_linear() -> None:
-    kept, converted = (plan("llama3_8b_float8", f"--float8.convert_output={value}") for value in ("false", "true"))
+    kept, converted = (
+        plan("llama3_8b_float8", f"--float8.convert_output={value}") for value in ("false", "true")
+    )
     (row,) = (row for row in converted["linears"] if row["kind"] == "output")
     assert row["converted"] and row["gemms"]["output"]["precision"] == "fp8"
     tokens = 57_912_852_480

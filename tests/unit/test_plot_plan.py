@@ -54,5 +54,7 @@ def test_without_matplotlib_the_extra_is_named(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""):
+    with pytest.raises(
+        ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""
+    ):
         script.draw({}, tmp_path / "picture.svg")

@@ -25,7 +25,9 @@ def numbered(count: int, made: list[int], *, fail_at: int | None = None) -> Iter
 def test_the_same_batches_in_order_from_another_thread(count: int) -> None:
     made: list[int] = []
     batches = Prefetcher(numbered(count, made), device=CPU)
-    assert [(int(tokens), int(labels)) for tokens, labels in batches] == [(number, -number) for number in range(count)]
+    assert [(int(tokens), int(labels)) for tokens, labels in batches] == [
+        (number, -number) for number in range(count)
+    ]
     assert threading.get_ident() not in made
     with pytest.raises(StopIteration):
         next(batches)

@@ -1,4 +1,5 @@
-"""Stores are made the same, byte by byte, whatever the batches, the processes and the interruptions."""
+"""Stores are made the same, byte by byte, whatever the batches, the processes and the
+interruptions."""
 
 import json
 import logging
@@ -90,8 +91,12 @@ def test_a_store_holds_every_document(tmp_path, corpus):
     expected = [i for text in TEXTS for i in [1, *TOKENIZER.encode(text), 2]]
     assert store.read(0, store.tokens).tolist() == expected
     shards = store.manifest.shards
-    assert [shard.tokens for shard in shards] == [500] * (len(expected) // 500) + [len(expected) % 500]
-    starts = [500 * i + place for i in range(len(shards)) for place in store.document_starts(i).tolist()]
+    assert [shard.tokens for shard in shards] == [500] * (len(expected) // 500) + [
+        len(expected) % 500
+    ]
+    starts = [
+        500 * i + place for i in range(len(shards)) for place in store.document_starts(i).tolist()
+    ]
     assert starts == np.flatnonzero(np.array(expected) == 1).tolist()
     assert (store.documents, store.max_token_id, store.name) == (60, max(expected), str(corpus))
     assert verify_store(store.folder) == []
@@ -100,7 +105,9 @@ def test_a_store_holds_every_document(tmp_path, corpus):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("batch_bytes", [1, 300])
-def test_neither_processes_nor_batches_change_it(tmp_path, corpus, monkeypatch, workers, batch_bytes):
+def test_neither_processes_nor_batches_change_it(
+    tmp_path, corpus, monkeypatch, workers, batch_bytes
+):
     whole = made(tmp_path / "whole", corpus)
     monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
     assert made(tmp_path / "parts", corpus, workers=workers) == whole
@@ -146,7 +153,9 @@ def test_what_was_committed_is_not_tokenized_again(tmp_path, corpus, small_steps
         made(tmp_path / "store", corpus, report=stop_after(20))
     progress = json.loads((tmp_path / "store.partial" / "progress.json").read_text())
     source, starts = build_source(str(corpus)), []
-    source = replace(source, read=lambda start, read=source.read: starts.append(start) or read(start))
+    source = replace(
+        source, read=lambda start, read=source.read: starts.append(start) or read(start)
+    )
     prepare_store(tmp_path / "store", source, TOKENIZER, workers=1, shard_tokens=500)
     assert [list(start) for start in starts] == [progress["position"]]
     assert starts != [START]
@@ -165,28 +174,37 @@ def test_what_was_written_after_the_last_commit_is_cut_off(tmp_path, corpus, sma
     assert made(tmp_path / "store", corpus) == whole
 
 
-@pytest.mark.parametrize(("which", "message"), [(min, "has 0 bytes, not 1000"), (max, "has less than [1-9]")])
+@pytest.mark.parametrize(
+    ("which", "message"), [(min, "has 0 bytes, not 1000"), (max, "has less than [1-9]")]
+)
 def test_files_that_lost_what_was_committed(tmp_path, corpus, small_steps, which, message):
     with pytest.raises(Stopped):
         made(tmp_path / "store", corpus, report=stop_after(15))
     partial = tmp_path / "store.partial"
     lost = which(partial.glob("tokens-*.bin"))
     lost.write_bytes(b"")
-    with pytest.raises(DataError, match=f"^{partial}: {lost.name} {message}.*; remove it, to start anew$"):
+    with pytest.raises(
+        DataError, match=f"^{partial}: {lost.name} {message}.*; remove it, to start anew$"
+    ):
         made(tmp_path / "store", corpus)
 
 
 @pytest.mark.parametrize(
-    "progress", ["", "{", "[]", "[" * 200_000, '{"tokens": 1}', '{"recipe": {}, "position": 3, "shards": []}']
+    "progress",
+    ["", "{", "[]", "[" * 200_000, '{"tokens": 1}', '{"recipe": {}, "position": 3, "shards": []}'],
 )
 def test_what_cannot_be_read_is_not_removed(tmp_path, corpus, progress):
     partial = tmp_path / "store.partial"
     partial.mkdir()
     (partial / "progress.json").write_text(progress)
-    with pytest.raises(DataError, match=f"^{partial} is in the way, and no unfinished token store: .*; remove it$"):
+    with pytest.raises(
+        DataError, match=f"^{partial} is in the way, and no unfinished token store: .*; remove it$"
+    ):
         made(tmp_path / "store", corpus)
     (partial / "progress.json").rename(partial / "notes.txt")
-    with pytest.raises(DataError, match=f"^{partial} is in the way, and no unfinished token store: .*No such file"):
+    with pytest.raises(
+        DataError, match=f"^{partial} is in the way, and no unfinished token store: .*No such file"
+    ):
         made(tmp_path / "store", corpus)
     assert [path.name for path in partial.iterdir()] == ["notes.txt"]
     (partial / "notes.txt").unlink()
@@ -240,7 +258,9 @@ def test_other_text_is_not_mixed_in(tmp_path, corpus, small_steps):
         made(tmp_path / "store", corpus)
 
 
-def test_it_does_not_matter_how_the_text_is_named(tmp_path, corpus, small_steps, messages, monkeypatch):
+def test_it_does_not_matter_how_the_text_is_named(
+    tmp_path, corpus, small_steps, messages, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Stopped):
         made(tmp_path / "store", Path("corpus"), report=stop_after(20))
@@ -255,12 +275,17 @@ def test_a_store_that_is_there(tmp_path, corpus, messages):
     files = made(tmp_path / "store", corpus)
     assert made(tmp_path / "store", corpus) == files
     assert (
-        messages.records[-1].getMessage() == f"{tmp_path}/store is made already: 60 documents, {tokens(files)} tokens"
+        messages.records[-1].getMessage()
+        == f"{tmp_path}/store is made already: 60 documents, {tokens(files)} tokens"
     )
-    with pytest.raises(DataError, match=r"store was made of .*\(shard_tokens is 500, asked for is 600\); remove it"):
+    with pytest.raises(
+        DataError, match=r"store was made of .*\(shard_tokens is 500, asked for is 600\); remove it"
+    ):
         made(tmp_path / "store", corpus, shard_tokens=600)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="folder exists and is no token store; name another folder$"):
+    with pytest.raises(
+        DataError, match="folder exists and is no token store; name another folder$"
+    ):
         made(tmp_path / "folder", corpus)
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -272,13 +297,22 @@ def tokens(files: dict[str, bytes]) -> str:
 @pytest.fixture
 def bad(tmp_path):
     path = tmp_path / "bad.jsonl"
-    lines = ['{"text": "one"}', "{", '{"text": "two"}', '{"text": ""}', '{"other": "x"}', '{"text": "three"}']
+    lines = [
+        '{"text": "one"}',
+        "{",
+        '{"text": "two"}',
+        '{"text": ""}',
+        '{"other": "x"}',
+        '{"text": "three"}',
+    ]
     path.write_text("\n".join(lines))
     return path
 
 
 def test_bad_rows_stop_it(tmp_path, bad):
-    message = r"^.*bad.jsonl, line 2: .*; mend the row, or make a store with .* --skip-bad 1 or more$"
+    message = (
+        r"^.*bad.jsonl, line 2: .*; mend the row, or make a store with .* --skip-bad 1 or more$"
+    )
     with pytest.raises(DataError, match=message):
         made(tmp_path / "store", bad)
     with pytest.raises(DataError, match=r"line 5: .*--skip-bad 3 or more$"):
@@ -318,7 +352,9 @@ def test_skipped_rows_are_counted_once_over_interruptions(tmp_path_factory, stop
 
 def test_a_store_made_without_bad_rows_is_not_one_without_skipping(tmp_path, bad):
     made(tmp_path / "store", bad, skip_bad=3)
-    with pytest.raises(DataError, match="store was made without 3 bad rows, and --skip-bad is 2; allow as many, or"):
+    with pytest.raises(
+        DataError, match="store was made without 3 bad rows, and --skip-bad is 2; allow as many, or"
+    ):
         made(tmp_path / "store", bad, skip_bad=2)
 
 

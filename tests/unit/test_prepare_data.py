@@ -55,11 +55,19 @@ def test_damage(tmp_path, corpus):
         (["make", "nowhere", "store"], 3, "nowhere: does not exist"),
         (["make", "corpus.jsonl", "store"], 3, 'corpus.jsonl, line 1: no field "text" among'),
         (["make", "corpus.jsonl", "store", "--skip-bad", "99"], 3, "line 100: "),
-        (["make", "corpus.jsonl", "store", "--skip-bad", "100"], 3, "corpus.jsonl holds 0 documents"),
+        (
+            ["make", "corpus.jsonl", "store", "--skip-bad", "100"],
+            3,
+            "corpus.jsonl holds 0 documents",
+        ),
         (["make", "corpus.jsonl", "corpus.jsonl"], 3, "corpus.jsonl exists and is no token store"),
         (["make", "corpus.jsonl", "corpus.jsonl/store"], 7, "corpus.jsonl/store"),
         (["make", "corpus.jsonl", "store", "--tokenizer", "nowhere"], 3, "nowhere"),
-        (["make", "corpus.jsonl", "store", "--workers", "0"], 2, "'0' is not a whole number of 1 or more"),
+        (
+            ["make", "corpus.jsonl", "store", "--workers", "0"],
+            2,
+            "'0' is not a whole number of 1 or more",
+        ),
         (["verify", "nowhere"], 3, "token store nowhere is damaged: manifest.json: "),
         (["inspect", "nowhere"], 3, "token store nowhere is damaged: manifest.json: "),
         ([], 2, "the following arguments are required"),
@@ -72,10 +80,14 @@ def test_bad_inputs(corpus, monkeypatch, arguments, exit_code, message):
     assert result.returncode == exit_code, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
-    assert [path for path in sorted(corpus.parent.rglob("*")) if "partial" not in str(path)] == before
+    assert [
+        path for path in sorted(corpus.parent.rglob("*")) if "partial" not in str(path)
+    ] == before
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["make", "--help"], ["verify", "--help"], ["inspect", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["make", "--help"], ["verify", "--help"], ["inspect", "--help"]]
+)
 def test_help(arguments):
     result = prepare_data(*arguments)
     assert result.returncode == 0

@@ -5,7 +5,14 @@ import time
 
 import pytest
 
-from torchtitan_lite.benchmarks.processes import TAIL_LINES, Watched, environment, resident_kib, torchrun, watch
+from torchtitan_lite.benchmarks.processes import (
+    TAIL_LINES,
+    Watched,
+    environment,
+    resident_kib,
+    torchrun,
+    watch,
+)
 from torchtitan_lite.errors import RunError
 
 
@@ -23,13 +30,18 @@ def test_lines_have_the_moments_at_which_they_arrive() -> None:
 
 def test_the_peak_is_that_of_the_largest_process() -> None:
     child = "import sys; taken = bytearray(300 * 2**20); del taken"
-    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    # Linux counts to a process what the one had that forked it: tests have imported torch, the script has not.
+    command = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    # Linux counts to a process what the one had that forked it: tests have imported torch, the
+    # script has not.
     watcher = (
         "import os, sys; from torchtitan_lite.benchmarks.processes import watch; "
         f"print(watch([sys.executable, '-c', {command!r}], env=os.environ, timeout_s=30.0).peak_mib)"
     )
-    result = subprocess.run([sys.executable, "-c", watcher], capture_output=True, text=True, check=True, timeout=40)
+    result = subprocess.run(
+        [sys.executable, "-c", watcher], capture_output=True, text=True, check=True, timeout=40
+    )
     assert 300 < float(result.stdout) < 400
 
 
@@ -48,7 +60,9 @@ def test_a_command_that_fails_says_why() -> None:
 def test_only_the_end_of_a_long_output_is_told() -> None:
     with pytest.raises(RunError) as caught:
         run("print(*range(1000), sep='\\n'); raise SystemExit(1)")
-    assert str(caught.value).splitlines()[1:] == [str(number) for number in range(1000 - TAIL_LINES, 1000)]
+    assert str(caught.value).splitlines()[1:] == [
+        str(number) for number in range(1000 - TAIL_LINES, 1000)
+    ]
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
@@ -101,9 +115,14 @@ def test_a_process_without_children_has_no_resident_child() -> None:
     assert found == [0]
 
 
-def test_one_thread_a_process_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_a_process_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert environment(A="1").items() >= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "A": "1"}.items()
+    assert (
+        environment(A="1").items()
+        >= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "A": "1"}.items()
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert environment()["OMP_NUM_THREADS"] == "2"
 

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 def run_steps(folder: Path, *, freq: int, first: int, last: int, **settings: bool) -> None:
     profiling = ProfilingConfig(profile_freq=freq, **settings)
-    with profile(profiling, run_folder=folder, rank=3, device=CPU, done_steps=first - 1) as profiler:
+    with profile(
+        profiling, run_folder=folder, rank=3, device=CPU, done_steps=first - 1
+    ) as profiler:
         for step in range(first, last + 1):
             torch.ones(step + 1, 2) @ torch.ones(2, 2)
             profiler.end_step(step)
@@ -32,7 +34,11 @@ def test_the_last_step_of_each_period_is_traced(
     traces = sorted(tmp_path.glob("profile_traces/*/rank3_trace.json"))
     assert [path.parent.name for path in traces] == [f"step-{step:08d}" for step in traced]
     for path, step in zip(traces, traced, strict=True):
-        matmuls = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "aten::mm"]
+        matmuls = [
+            event
+            for event in json.loads(path.read_text())["traceEvents"]
+            if event.get("name") == "aten::mm"
+        ]
         assert [event["args"]["Input Dims"][0] for event in matmuls] == [[step + 1, 2]]
 
 
@@ -42,7 +48,9 @@ def test_nothing_is_written_where_profiling_is_off(tmp_path: Path) -> None:
 
 
 def test_memory_snapshots_without_cuda_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[profiling\] enable_memory_snapshot = true records CUDA memory"):
+    with pytest.raises(
+        ConfigError, match=r"\[profiling\] enable_memory_snapshot = true records CUDA memory"
+    ):
         run_steps(tmp_path, freq=1, first=1, last=1, enable_memory_snapshot=True)
 
 
@@ -54,9 +62,14 @@ def test_memory_snapshots_are_written_when_due_and_when_memory_runs_out(
     profiling = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2)
     with (
         pytest.raises(torch.OutOfMemoryError),
-        profile(profiling, run_folder=tmp_path, rank=0, device=torch.device("cuda"), done_steps=0) as profiler,
+        profile(
+            profiling, run_folder=tmp_path, rank=0, device=torch.device("cuda"), done_steps=0
+        ) as profiler,
     ):
         for step in range(1, 4):
             profiler.end_step(step)
         raise torch.OutOfMemoryError
-    assert sorted(path.name for path in (tmp_path / "memory_snapshot").iterdir()) == ["out-of-memory", "step-00000002"]
+    assert sorted(path.name for path in (tmp_path / "memory_snapshot").iterdir()) == [
+        "out-of-memory",
+        "step-00000002",
+    ]

@@ -1,4 +1,5 @@
-"""Reading checkpoints: the tensors come back bit by bit, and nothing that is in the files is run."""
+"""Reading checkpoints: the tensors come back bit by bit, and nothing that is in the files is
+run."""
 
 import copyreg
 import io
@@ -173,13 +174,18 @@ def test_a_table_that_another_python_wrote_is_read(checkpoint):
     assert b"getattr" in table.getvalue()
     (checkpoint / ".metadata").write_bytes(table.getvalue())
     renew_manifest(checkpoint)
-    assert all(same(tensor, small_tensors(10)[name]) for name, tensor in read_tensors(checkpoint).items())
+    assert all(
+        same(tensor, small_tensors(10)[name]) for name, tensor in read_tensors(checkpoint).items()
+    )
 
 
 def test_a_table_gets_no_attribute_of_anything_else(checkpoint):
     (checkpoint / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__base__'\ntR.")
     renew_manifest(checkpoint)
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: .*_AnyMemoryFormat' object has"):
+    with pytest.raises(
+        BrokenCheckpoint,
+        match=r"^\.metadata: not a table of tensors: .*_AnyMemoryFormat' object has",
+    ):
         SafeReader(checkpoint)
 
 
@@ -203,8 +209,14 @@ def test_a_table_cannot_change_how_the_process_saves(checkpoint):
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ([(2, 4, 0, 0), (1, 4, 3, 0)], r"a part of \[1, 4\] at \[3, 0\] is not within a tensor of \[3, 4\]"),
-        ([(3, 4, 0, 10**9)], r"a part of \[3, 4\] at \[0, 1000000000\] is not within a tensor of \[3, 4\]"),
+        (
+            [(2, 4, 0, 0), (1, 4, 3, 0)],
+            r"a part of \[1, 4\] at \[3, 0\] is not within a tensor of \[3, 4\]",
+        ),
+        (
+            [(3, 4, 0, 10**9)],
+            r"a part of \[3, 4\] at \[0, 1000000000\] is not within a tensor of \[3, 4\]",
+        ),
         ([(12, 0)], r"a part of \[12\] at \[0\] is not within a tensor of \[3, 4\]"),
         ([(2, 4, 0, 0), (1, 4, 0, 0)], "2 parts of a tensor begin at 1 places"),
     ],
@@ -212,26 +224,34 @@ def test_a_table_cannot_change_how_the_process_saves(checkpoint):
 def test_parts_that_do_not_make_a_tensor_are_refused(checkpoint, parts, reason):
     def cut(table):
         table.state_dict_metadata["model.w"].chunks = [
-            ChunkStorageMetadata(sizes=torch.Size(part[: len(part) // 2]), offsets=torch.Size(part[len(part) // 2 :]))
+            ChunkStorageMetadata(
+                sizes=torch.Size(part[: len(part) // 2]), offsets=torch.Size(part[len(part) // 2 :])
+            )
             for part in parts
         ]
 
     edit_table(checkpoint, cut)
-    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata: not a table of tensors: ValueError: {reason}$"):
+    with pytest.raises(
+        BrokenCheckpoint, match=rf"^\.metadata: not a table of tensors: ValueError: {reason}$"
+    ):
         SafeReader(checkpoint)
 
 
 def test_empty_parts_may_share_a_place(checkpoint):
     empty = ChunkStorageMetadata(sizes=torch.Size((0, 4)), offsets=torch.Size((3, 0)))
-    edit_table(checkpoint, lambda table: table.state_dict_metadata["model.w"].chunks.extend([empty, empty]))
+    edit_table(
+        checkpoint, lambda table: table.state_dict_metadata["model.w"].chunks.extend([empty, empty])
+    )
     SafeReader(checkpoint)
 
 
 @pytest.mark.parametrize(
-    "found", ["pathlib PosixPath", "torch.distributed.checkpoint.metadata StorageMeta", "torch Size"]
+    "found",
+    ["pathlib PosixPath", "torch.distributed.checkpoint.metadata StorageMeta", "torch Size"],
 )
 def test_a_table_cannot_change_what_it_names(found, checkpoint):
-    """Pickle's BUILD sets attributes, of a class too: here `parent`, of every path in this process."""
+    """Pickle's BUILD sets attributes, of a class too: here `parent`, of every path in this
+    process."""
     module, name = found.split()
     set_parent = f"c{module}\n{name}\n(N(S'parent'\nS'/evil'\ndtb.".encode()
     if found != "torch Size":
@@ -240,7 +260,9 @@ def test_a_table_cannot_change_what_it_names(found, checkpoint):
         del made.parent
     (checkpoint / ".metadata").write_bytes(set_parent)
     renew_manifest(checkpoint)
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata sets parent of \w+, which no table of tensors does$"):
+    with pytest.raises(
+        BrokenCheckpoint, match=r"^\.metadata sets parent of \w+, which no table of tensors does$"
+    ):
         SafeReader(checkpoint)
     assert Path("/a/b").parent == Path("/a")
 
@@ -252,7 +274,10 @@ def test_a_table_that_runs_code_is_refused(checkpoint, marker):
     (checkpoint / ".metadata").write_bytes(payload)
     renew_manifest(checkpoint)
     for read in (read_tensors, SafeReader, tensor_entries):
-        with pytest.raises(BrokenCheckpoint, match=r"^\.metadata names posix\.mkdir, which no table of tensors does$"):
+        with pytest.raises(
+            BrokenCheckpoint,
+            match=r"^\.metadata names posix\.mkdir, which no table of tensors does$",
+        ):
             read(checkpoint)
     assert not marker.exists()
 
@@ -267,7 +292,9 @@ def test_code_within_a_table_is_refused(checkpoint, marker):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.serialization.load", "os.system", "torch.hub"])
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "torch.load", "torch.serialization.load", "os.system", "torch.hub"]
+)
 def test_a_table_finds_nothing_but_what_tensors_need(name):
     module, _, function = name.rpartition(".")
     with pytest.raises(BrokenCheckpoint, match=f"names {name}, which no table of tensors does"):
@@ -288,10 +315,14 @@ def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
         warnings.simplefilter("ignore")
         dcp.load({"extra": 0}, checkpoint_id=path, no_dist=True)
     marker.rmdir()  # it works
-    with pytest.raises(BrokenCheckpoint, match=r"metadata\.BytesStorageMetadata, which no table of tensors does"):
+    with pytest.raises(
+        BrokenCheckpoint, match=r"metadata\.BytesStorageMetadata, which no table of tensors does"
+    ):
         SafeReader(path)
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"extra": 0}, storage_reader=FileSystemReader(path), planner=SafePlanner(), no_dist=True)
+        dcp.load(
+            {"extra": 0}, storage_reader=FileSystemReader(path), planner=SafePlanner(), no_dist=True
+        )
     assert load_failure(caught.value) == "rank 0: BrokenCheckpoint: extra is not a tensor"
     assert not marker.exists()
 
@@ -302,7 +333,9 @@ def test_a_tensor_that_runs_code_is_refused(checkpoint, marker):
     read_whole_file(checkpoint)
     torch.load(file, weights_only=False)
     marker.rmdir()  # it works
-    with pytest.raises(BrokenCheckpoint, match=r"^rank 0: UnpicklingError: Weights only load failed"):
+    with pytest.raises(
+        BrokenCheckpoint, match=r"^rank 0: UnpicklingError: Weights only load failed"
+    ):
         read_tensors(checkpoint, ["model.w"])
     assert not marker.exists()
 
@@ -313,7 +346,9 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
         next(iter(table.storage_data.values())).relative_path = name
 
     edit_table(checkpoint, redirect)
-    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata reads {name}, which is not in the manifest$"):
+    with pytest.raises(
+        BrokenCheckpoint, match=rf"^\.metadata reads {name}, which is not in the manifest$"
+    ):
         SafeReader(checkpoint)
 
 
@@ -322,9 +357,15 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
     [
         ({"offset": -1}, r"reads \d+ bytes at -1, beyond the end of __0_0\.distcp"),
         ({"length": -1}, r"reads -1 bytes at \d+, beyond the end of __0_0\.distcp"),
-        ({"length": 2**50}, r"reads 1125899906842624 bytes at \d+, beyond the end of __0_0\.distcp"),
+        (
+            {"length": 2**50},
+            r"reads 1125899906842624 bytes at \d+, beyond the end of __0_0\.distcp",
+        ),
         ({"offset": 0.5}, r"reads \d+ bytes at 0\.5, beyond the end of __0_0\.distcp"),
-        ({"transform_descriptors": ["stream.zstd/1"]}, r"has __0_0\.distcp unpacked, and a save packs nothing"),
+        (
+            {"transform_descriptors": ["stream.zstd/1"]},
+            r"has __0_0\.distcp unpacked, and a save packs nothing",
+        ),
     ],
 )
 def test_a_table_whose_places_are_not_in_the_files_is_refused(checkpoint, fields, reason):
@@ -345,13 +386,19 @@ def test_tensors_that_are_larger_than_the_files_are_refused(checkpoint):
     manifest = read_manifest(checkpoint)
     tensors = manifest.tensors | {"model.b": TensorEntry("bfloat16", tuple(size))}
     write_manifest(checkpoint, Manifest(**{**vars(manifest), "tensors": tensors}))
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata has tensors of 70368744177716 bytes, and the files"):
+    with pytest.raises(
+        BrokenCheckpoint, match=r"^\.metadata has tensors of 70368744177716 bytes, and the files"
+    ):
         SafeReader(checkpoint)
 
 
 def test_a_size_that_is_none(checkpoint):
-    edit_table(checkpoint, lambda table: setattr(table.state_dict_metadata["model.w"], "size", [10**30, 0]))
-    with pytest.raises(BrokenCheckpoint, match=r"not a table of tensors: ValueError: \[10+, 0\] is no size"):
+    edit_table(
+        checkpoint, lambda table: setattr(table.state_dict_metadata["model.w"], "size", [10**30, 0])
+    )
+    with pytest.raises(
+        BrokenCheckpoint, match=r"not a table of tensors: ValueError: \[10+, 0\] is no size"
+    ):
         SafeReader(checkpoint)
 
 
@@ -381,22 +428,48 @@ class SharingPickler(pickle.Pickler):
 
 def quadratic_table() -> bytes:
     table = io.BytesIO()
-    SharingPickler(table).dump([ChunkStorageMetadata(torch.Size(), torch.Size()) for _ in range(20_000)])
+    SharingPickler(table).dump(
+        [ChunkStorageMetadata(torch.Size(), torch.Size()) for _ in range(20_000)]
+    )
     return table.getvalue()
 
 
 HUGE = (2**40).to_bytes(8, "little")
 HOSTILE_TABLES = {
-    "LONG_BINPUT": (b"Nr\xff\xff\xff\x7f.", r"\.metadata holds the opcode LONG_BINPUT, which no table"),
+    "LONG_BINPUT": (
+        b"Nr\xff\xff\xff\x7f.",
+        r"\.metadata holds the opcode LONG_BINPUT, which no table",
+    ),
     "BINPUT": (b"Nq\x05.", r"\.metadata holds the opcode BINPUT, which no table"),
     "PUT": (b"Np2000000000\n.", r"\.metadata holds the opcode PUT, which no table"),
-    "BYTEARRAY8": (b"\x96" + HUGE + b".", r"\.metadata: not a table of tensors: ValueError: expected 10995"),
-    "BINBYTES": (b"B\xff\xff\xff\x7f.", r"\.metadata: not a table of tensors: ValueError: expected 21474"),
-    "BINBYTES8": (b"\x8e" + HUGE + b".", r"\.metadata: not a table of tensors: ValueError: expected 10995"),
-    "BINUNICODE8": (b"\x8d" + HUGE + b".", r"\.metadata: not a table of tensors: ValueError: expected 10995"),
-    "LONG4": (b"\x8b\xff\xff\xff\x7f.", r"\.metadata: not a table of tensors: ValueError: not enough data"),
-    "FRAME": (b"\x95" + HUGE + b".", r"\.metadata: not a table of tensors: UnpicklingError: pickle data was trunc"),
-    "fields": (quadratic_table(), r"\.metadata has a ChunkStorageMetadata of other fields than a table's"),
+    "BYTEARRAY8": (
+        b"\x96" + HUGE + b".",
+        r"\.metadata: not a table of tensors: ValueError: expected 10995",
+    ),
+    "BINBYTES": (
+        b"B\xff\xff\xff\x7f.",
+        r"\.metadata: not a table of tensors: ValueError: expected 21474",
+    ),
+    "BINBYTES8": (
+        b"\x8e" + HUGE + b".",
+        r"\.metadata: not a table of tensors: ValueError: expected 10995",
+    ),
+    "BINUNICODE8": (
+        b"\x8d" + HUGE + b".",
+        r"\.metadata: not a table of tensors: ValueError: expected 10995",
+    ),
+    "LONG4": (
+        b"\x8b\xff\xff\xff\x7f.",
+        r"\.metadata: not a table of tensors: ValueError: not enough data",
+    ),
+    "FRAME": (
+        b"\x95" + HUGE + b".",
+        r"\.metadata: not a table of tensors: UnpicklingError: pickle data was trunc",
+    ),
+    "fields": (
+        quadratic_table(),
+        r"\.metadata has a ChunkStorageMetadata of other fields than a table's",
+    ),
 }
 LIMITED = """
 import resource, sys
@@ -415,7 +488,8 @@ for folder in map(Path, sys.argv[1:]):
 
 
 def read_in_little_memory(folders: list[Path]) -> list[str]:
-    """What is wrong with each checkpoint, or "read", in a process that has little memory and time."""
+    """What is wrong with each checkpoint, or "read", in a process that has little memory and
+    time."""
     command = [sys.executable, "-c", LIMITED, *map(str, folders)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -423,7 +497,8 @@ def read_in_little_memory(folders: list[Path]) -> list[str]:
 
 
 def copy_with_table(checkpoint: Path, name: str, table: bytes) -> Path:
-    """A copy of a checkpoint whose table and manifest one has changed who can write into the folder."""
+    """A copy of a checkpoint whose table and manifest one has changed who can write into the
+    folder."""
     copied = Path(shutil.copytree(checkpoint, checkpoint.parent / name))
     (copied / ".metadata").write_bytes(table)
     renew_manifest(copied)
@@ -432,7 +507,9 @@ def copy_with_table(checkpoint: Path, name: str, table: bytes) -> Path:
 
 @pytest.mark.timeout(200)
 def test_no_table_gets_much_memory(checkpoint):
-    folders = [copy_with_table(checkpoint, name, table) for name, (table, _) in HOSTILE_TABLES.items()]
+    folders = [
+        copy_with_table(checkpoint, name, table) for name, (table, _) in HOSTILE_TABLES.items()
+    ]
     table, flips = (checkpoint / ".metadata").read_bytes(), random.Random(0)
     for number in range(200):
         flipped = bytearray(table)
@@ -443,7 +520,10 @@ def test_no_table_gets_much_memory(checkpoint):
     for (_, reason), message in zip(HOSTILE_TABLES.values(), told, strict=False):
         assert re.match(reason, message)
     of_flips = told[len(HOSTILE_TABLES) :]
-    assert all(message == "read" or re.match(r"\.metadata|rank 0: |has no tensor", message) for message in of_flips)
+    assert all(
+        message == "read" or re.match(r"\.metadata|rank 0: |has no tensor", message)
+        for message in of_flips
+    )
     assert not any("MemoryError" in message for message in told)
     assert 20 < of_flips.count("read") < 100  # of names that are not looked at, such as the save's
 
@@ -477,7 +557,8 @@ def test_a_table_of_other_tensors_than_the_manifest_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x80\x04.", b"garbage", pickle.dumps(None), pickle.dumps({"state_dict_metadata": {}})]
+    "content",
+    [b"", b"\x80\x04.", b"garbage", pickle.dumps(None), pickle.dumps({"state_dict_metadata": {}})],
 )
 def test_damaged_tables(checkpoint, content):
     (checkpoint / ".metadata").write_bytes(content)
@@ -493,7 +574,9 @@ def test_a_table_whose_dtype_is_none_of_torch(checkpoint):
         table.state_dict_metadata["model.w"].properties.dtype = "save"
 
     edit_table(checkpoint, lie)
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: KeyError: 'save'"):
+    with pytest.raises(
+        BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: KeyError: 'save'"
+    ):
         SafeReader(checkpoint)
 
 

@@ -14,7 +14,9 @@ def test_the_config_table_is_the_one_of_the_sections() -> None:
 
 
 def test_every_file_that_the_readme_names_exists() -> None:
-    named = set(re.findall(r"(?:train_configs|scripts|docs|tests|torchtitan_lite)/[\w./-]*\w", README))
+    named = set(
+        re.findall(r"(?:train_configs|scripts|docs|tests|torchtitan_lite)/[\w./-]*\w", README)
+    )
     assert named, "the README names no file"
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 

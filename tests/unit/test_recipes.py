@@ -1,5 +1,5 @@
-"""Emulated float8 is each recipe: its casts, computed here by hand, and how near its matmuls come to exact ones. And
-real float8 matmuls take the sizes that selection takes."""
+"""Emulated float8 is each recipe: its casts, computed here by hand, and how near its matmuls come
+to exact ones. And real float8 matmuls take the sizes that selection takes."""
 
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -21,8 +21,8 @@ from torchtitan_lite.float8.selection import select_linears
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-# What has one scale in the left and in the right operand: the whole tensor, a row of the dimension that is summed over,
-# or 32 elements of it; None for a matmul in high precision.
+# What has one scale in the left and in the right operand: the whole tensor, a row of the dimension
+# that is summed over, or 32 elements of it; None for a matmul in high precision.
 WHOLE, ROW, BLOCK = ("whole", "whole"), ("row", "row"), ("block", "block")
 CASTS = {
     "tensorwise": Gemms(WHOLE, WHOLE, WHOLE),
@@ -30,9 +30,9 @@ CASTS = {
     "rowwise_with_gw_hp": Gemms(ROW, ("row", "whole"), None),
     "mxfp8": Gemms(BLOCK, BLOCK, BLOCK),
 }
-# The least SQNR in dB that each recipe must reach on output, grad_input, grad_weight, without outliers and with: half a
-# dB below the worst of three seeds. E4M3 has three bits of mantissa, for 28.5 dB, and tensorwise's gradients in E5M2
-# have two, for 24.6; bf16 reaches 55.6.
+# The least SQNR in dB that each recipe must reach on output, grad_input, grad_weight, without
+# outliers and with: half a dB below the worst of three seeds. E4M3 has three bits of mantissa, for
+# 28.5 dB, and tensorwise's gradients in E5M2 have two, for 24.6; bf16 reaches 55.6.
 FLOORS = {
     ("tensorwise", False): Gemms(28.0, 24.1, 24.0),
     ("rowwise", False): Gemms(28.0, 28.0, 28.0),
@@ -74,13 +74,16 @@ class Cast(NamedTuple):
 
 
 def cast(operand: Tensor, granularity: str, dtype: torch.dtype, *, powers_of_two: bool) -> Cast:
-    """`operand`, which is summed over its last dimension. A scale makes the largest number as large as float8 can have
-    it, or half of that at least where it is a power of two; of blocks it is the inverse that is kept."""
+    """`operand`, which is summed over its last dimension. A scale makes the largest number as large
+    as float8 can have it, or half of that at least where it is a power of two; of blocks it is the
+    inverse that is kept."""
     if granularity == "block":
         blocks = operand.unflatten(-1, (-1, 32))
         inverse = (blocks.abs().amax(-1, keepdim=True) / LARGEST[dtype]).log2().ceil().exp2()
         numbers = (blocks / inverse).to(dtype)
-        return Cast(numbers.flatten(-2), inverse.squeeze(-1), (numbers.float() * inverse).flatten(-2))
+        return Cast(
+            numbers.flatten(-2), inverse.squeeze(-1), (numbers.float() * inverse).flatten(-2)
+        )
     amax = operand.abs().amax(-1, keepdim=True) if granularity == "row" else operand.abs().amax()
     scale = (LARGEST[dtype] / amax.double()).float()
     if powers_of_two:
@@ -109,7 +112,9 @@ def test_emulation_has_the_casts_of_its_recipe_and_multiplies_them(recipe: str) 
         wide_gradient = E5M2 if recipe == "tensorwise" and role != "output" else E4M3
         left, right = (
             cast(source, granularity, dtype, powers_of_two=recipe != "tensorwise")
-            for source, granularity, dtype in zip(sources, granularities, (wide_gradient, E4M3), strict=True)
+            for source, granularity, dtype in zip(
+                sources, granularities, (wide_gradient, E4M3), strict=True
+            )
         )
         for expected, (numbers, scales) in zip((left, right), seen, strict=True):
             assert numbers.dtype == expected.numbers.dtype
@@ -128,7 +133,10 @@ def test_no_recipe_computes_what_another_does() -> None:
         for role, ours, theirs in zip(Gemms._fields, computed[one], computed[other], strict=True)
         if ours.equal(theirs)
     }
-    assert same == {("rowwise", "rowwise_with_gw_hp", "output"), (None, "rowwise_with_gw_hp", "grad_weight")}
+    assert same == {
+        ("rowwise", "rowwise_with_gw_hp", "output"),
+        (None, "rowwise_with_gw_hp", "grad_weight"),
+    }
 
 
 @pytest.mark.parametrize(("recipe", "outliers"), FLOORS)
@@ -142,9 +150,12 @@ def test_sqnr_against_exact_matmuls(recipe: str, outliers: bool) -> None:
 
 def test_finer_scales_are_nearer_on_data_with_outliers() -> None:
     data = make_data(outliers=True)
-    tensorwise, rowwise, gw_hp, mxfp8 = (sqnr(run_linear(recipe, data), exact_gemms(data)) for recipe in RECIPES)
+    tensorwise, rowwise, gw_hp, mxfp8 = (
+        sqnr(run_linear(recipe, data), exact_gemms(data)) for recipe in RECIPES
+    )
     assert mean(gw_hp) > mean(mxfp8) > mean(rowwise) > mean(tensorwise)
-    # Role by role too, but that gw_hp scales the weight as a whole for grad_input, which costs next to nothing.
+    # Role by role too, but that gw_hp scales the weight as a whole for grad_input, which costs next
+    # to nothing.
     assert all(fine > coarse + 2 for fine, coarse in zip(rowwise, tensorwise, strict=True))
     assert gw_hp.output == rowwise.output
     assert gw_hp.grad_input == pytest.approx(rowwise.grad_input, abs=0.05)
@@ -155,9 +166,12 @@ SIZES = st.sampled_from([8, 16, 24, 32, 48, 100])
 
 
 def cuda_multiplies(rows: int, summed: int, columns: int) -> bool:
-    """Whether torch takes float8 matrices of these sizes on CUDA, asked of its rule without a device."""
+    """Whether torch takes float8 matrices of these sizes on CUDA, asked of its rule without a
+    device."""
     with FakeTensorMode():
-        left, right = (torch.empty(size, summed, dtype=E4M3, device="cuda") for size in (rows, columns))
+        left, right = (
+            torch.empty(size, summed, dtype=E4M3, device="cuda") for size in (rows, columns)
+        )
         scale = torch.ones((), device="cuda")
         try:
             torch._scaled_mm(left, right.t(), scale, scale, out_dtype=torch.bfloat16)
@@ -172,10 +186,17 @@ def cuda_multiplies(rows: int, summed: int, columns: int) -> bool:
 def test_selection_refuses_the_sizes_that_torch_refuses(
     tokens: int, in_features: int, out_features: int, gw_hp: bool
 ) -> None:
-    taken = [cuda_multiplies(tokens, in_features, out_features), cuda_multiplies(tokens, out_features, in_features)]
+    taken = [
+        cuda_multiplies(tokens, in_features, out_features),
+        cuda_multiplies(tokens, out_features, in_features),
+    ]
     if not gw_hp:
         taken.append(cuda_multiplies(out_features, tokens, in_features))
-    linear = nn.Sequential(OrderedDict(wq=nn.Linear(in_features, out_features, bias=False, device="meta")))
+    linear = nn.Sequential(
+        OrderedDict(wq=nn.Linear(in_features, out_features, bias=False, device="meta"))
+    )
     refused = pytest.raises(ConfigError, match="not a multiple of 16")
     with nullcontext() if all(taken) else refused:
-        select_linears(linear, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=None if gw_hp else tokens)
+        select_linears(
+            linear, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=None if gw_hp else tokens
+        )

@@ -14,7 +14,13 @@ from torchtitan_lite.errors import CheckpointError
 def run(tmp_path):
     folder = tmp_path / "run" / "checkpoint"
     write_checkpoint(folder, 10)
-    write_checkpoint(folder, 20, world_size=1, mesh={"dp_shard": 1, "tp": 1}, config="[float8]\nrecipe_name = 'x'\n")
+    write_checkpoint(
+        folder,
+        20,
+        world_size=1,
+        mesh={"dp_shard": 1, "tp": 1},
+        config="[float8]\nrecipe_name = 'x'\n",
+    )
     (tmp_path / "run" / "a").mkdir()
     (tmp_path / "run" / "config.toml").touch()
     return tmp_path / "run"
@@ -31,7 +37,10 @@ def test_checkpoints_are_found(run):
 
 @pytest.mark.parametrize("name", ["a", "missing", "config.toml"])
 def test_a_folder_without_checkpoints_is_refused(run, name):
-    with pytest.raises(CheckpointError, match=rf"{name} has no checkpoints: name a run folder, its folder of checkp"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} has no checkpoints: name a run folder, its folder of checkp",
+    ):
         step_folders(run / name)
 
 
@@ -41,7 +50,9 @@ def test_a_row_is_what_the_manifest_says(run):
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
     mesh = {"dp_shard": 2, "tp": 1}
     assert describe(path) == Row(str(path), 10, [], 5120, 1.5e9, size, 2, mesh, "tensorwise")
-    assert describe(step_folder(run / "checkpoint", 20)).float8 is None  # a recipe, but switched off
+    assert (
+        describe(step_folder(run / "checkpoint", 20)).float8 is None
+    )  # a recipe, but switched off
 
 
 def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):

@@ -1,8 +1,8 @@
-"""The roofline: its parts against reference implementations and what torchao really runs, its predictions beside
-published measurements.
+"""The roofline: its parts against reference implementations and what torchao really runs, its
+predictions beside published measurements.
 
-The published runs were on H100s of 500 W and 2.4 TB/s, whose sustained matmul rate torchao's first roofline gives as
-0.6 of the data sheet's; the model's 0.78 is that of parts with full power.
+The published runs were on H100s of 500 W and 2.4 TB/s, whose sustained matmul rate torchao's first
+roofline gives as 0.6 of the data sheet's; the model's 0.78 is that of parts with full power.
 """
 
 from collections import Counter
@@ -42,10 +42,18 @@ from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shap
 from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
 
 H100 = DeviceRates(bf16_flops=989e12, fp8_flops=1979e12, bandwidth=3.35e12)
-H100_500W = DeviceRates(bf16_flops=989e12 * 0.6 / 0.78, fp8_flops=1979e12 * 0.6 / 0.78, bandwidth=2.4e12)
+H100_500W = DeviceRates(
+    bf16_flops=989e12 * 0.6 / 0.78, fp8_flops=1979e12 * 0.6 / 0.78, bandwidth=2.4e12
+)
 B200 = DeviceRates(bf16_flops=2250e12, fp8_flops=4500e12, bandwidth=8e12)
 MI300X = DeviceRates(bf16_flops=1307e12, fp8_flops=2615e12, bandwidth=5.3e12)
-READS = {"wq": "attention_norm", "wk": "attention_norm", "wv": "attention_norm", "w1": "ffn_norm", "w3": "ffn_norm"}
+READS = {
+    "wq": "attention_norm",
+    "wk": "attention_norm",
+    "wv": "attention_norm",
+    "w1": "ffn_norm",
+    "w3": "ffn_norm",
+}
 ROW_SPLIT = ("wo", "w2")
 PER_OP_AC = ("wk", "wo", "w3")
 SEVEN = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
@@ -64,7 +72,13 @@ def linears_of(args: ModelArgs, *, tp: int = 1, recomputed: tuple[str, ...] = ()
 
 
 def run_of(
-    args: ModelArgs, *, tokens: int, seq_len: int, dp: int = 8, tp: int = 1, recomputed: tuple[str, ...] = ()
+    args: ModelArgs,
+    *,
+    tokens: int,
+    seq_len: int,
+    dp: int = 8,
+    tp: int = 1,
+    recomputed: tuple[str, ...] = (),
 ) -> tuple[list[Linear], Rest]:
     linears = linears_of(args, tp=tp, recomputed=recomputed)
     parameters = sum(linear.count * linear.out_features * linear.in_features for linear in linears)
@@ -96,10 +110,11 @@ TENSORWISE = Scheme("tensorwise", compiled=True)
 ROWWISE = Scheme("rowwise", compiled=True)
 ROWWISE_WITH_GW_HP = Scheme("rowwise_with_gw_hp", compiled=True)
 
-# Device, run, scheme, published tokens/s in bf16 and in float8, predicted speedup, its error in percent. Published for
-# 8B on 8 H100: by a user of torchtitan, in torchao's float8 README, in torchtitan's benchmark of December 2024 (batch
-# 2); on 8 MI300X: in torchao's README; on 4 H100 with tensor parallelism: in pytorch/torchtitan#1207, where gathers
-# were seen to block each other. For the debug model: in pytorch/torchtitan#1191, taken to be compiled.
+# Device, run, scheme, published tokens/s in bf16 and in float8, predicted speedup, its error in
+# percent. Published for 8B on 8 H100: by a user of torchtitan, in torchao's float8 README, in
+# torchtitan's benchmark of December 2024 (batch 2); on 8 MI300X: in torchao's README; on 4 H100
+# with tensor parallelism: in pytorch/torchtitan#1207, where gathers were seen to block each other.
+# For the debug model: in pytorch/torchtitan#1191, taken to be compiled.
 PUBLISHED_STEPS = (
     (H100_500W, LLAMA_8B, GATHERED, 6297, 7773, 1.28, 4),
     (H100_500W, LLAMA_8B, GATHERED, 6150, 7689.5, 1.28, 2),
@@ -113,7 +128,9 @@ PUBLISHED_STEPS = (
 )
 
 
-@pytest.mark.parametrize(("device", "run", "scheme", "bf16_tps", "float8_tps", "predicted", "error"), PUBLISHED_STEPS)
+@pytest.mark.parametrize(
+    ("device", "run", "scheme", "bf16_tps", "float8_tps", "predicted", "error"), PUBLISHED_STEPS
+)
 def test_step_speedups_beside_published_ones(
     device: DeviceRates,
     run: tuple[list[Linear], Rest],
@@ -131,12 +148,14 @@ def test_step_speedups_beside_published_ones(
 def test_a_bf16_step_takes_less_than_the_measured_one_but_not_by_much() -> None:
     linears, rest = LLAMA_8B
     seconds = step_time(linears, rest, H100_500W, scheme=GATHERED, converted=()).seconds
-    assert seconds == pytest.approx(1.09, abs=0.005)  # measured: 8192 tokens at 6,150 to 6,667 a second, 1.23 to 1.33 s
+    assert seconds == pytest.approx(
+        1.09, abs=0.005
+    )  # measured: 8192 tokens at 6,150 to 6,667 a second, 1.23 to 1.33 s
 
 
-# torchao, pytorch/ao#2185, one compiled linear: M, K, N, measured bf16 ms, measured speedup, and both predicted. Its
-# gradient is the constant 1 of a sum, so grad_output's cast is all but free there, which it is not in training. Then
-# the float8 README's two examples.
+# torchao, pytorch/ao#2185, one compiled linear: M, K, N, measured bf16 ms, measured speedup, and
+# both predicted. Its gradient is the constant 1 of a sum, so grad_output's cast is all but free
+# there, which it is not in training. Then the float8 README's two examples.
 PUBLISHED_LINEARS = (
     (16384, 8192, 1280, "rowwise", 1.954, 1.11, 1.74, 1.09),
     (16384, 1024, 8192, "rowwise", 1.701, 1.43, 1.40, 1.01),
@@ -151,9 +170,18 @@ PUBLISHED_LINEARS = (
     ("m", "k", "n", "recipe", "bf16_ms", "speedup", "predicted_ms", "predicted"), PUBLISHED_LINEARS
 )
 def test_linears_beside_published_ones(
-    m: int, k: int, n: int, recipe: Any, bf16_ms: float | None, speedup: float, predicted_ms: float, predicted: float
+    m: int,
+    k: int,
+    n: int,
+    recipe: Any,
+    bf16_ms: float | None,
+    speedup: float,
+    predicted_ms: float,
+    predicted: float,
 ) -> None:
-    [time] = time_linears([Linear("x", n, k, 1, "x")], H100_500W, tokens=m, scheme=Scheme(recipe, compiled=True))
+    [time] = time_linears(
+        [Linear("x", n, k, 1, "x")], H100_500W, tokens=m, scheme=Scheme(recipe, compiled=True)
+    )
     assert time.bf16 * 1e3 == pytest.approx(predicted_ms, rel=0.01)
     assert 1 / time.ratio == pytest.approx(predicted, abs=0.005)
     assert (predicted > 1) == (speedup > 1)
@@ -161,11 +189,16 @@ def test_linears_beside_published_ones(
         assert -0.2 < time.bf16 * 1e3 / bf16_ms - 1 < 0
 
 
-# About 1.4 (pytorch/ao#2410): wk and wv on an H100 under rowwise and tensor parallelism, 8B with seq_len 8192 and
-# batch 1, 70B with batch 16.
+# About 1.4 (pytorch/ao#2410): wk and wv on an H100 under rowwise and tensor parallelism, 8B with
+# seq_len 8192 and batch 1, 70B with batch 16.
 @pytest.mark.parametrize(
     ("flavor", "tp", "tokens", "predicted"),
-    [("8B", 2, 8192, 1.03), ("8B", 4, 8192, 1.40), ("8B", 8, 8192, 1.36), ("70B", 8, 16 * 8192, 1.13)],
+    [
+        ("8B", 2, 8192, 1.03),
+        ("8B", 4, 8192, 1.40),
+        ("8B", 8, 8192, 1.36),
+        ("70B", 8, 16 * 8192, 1.13),
+    ],
 )
 def test_wk_and_wv_are_slower_in_rowwise_under_tensor_parallelism(
     flavor: str, tp: int, tokens: int, predicted: float
@@ -192,13 +225,16 @@ def test_all_seven_of_8b_are_chosen_under_fsdp_alone(device: DeviceRates, scheme
 @pytest.mark.parametrize(
     ("flavor", "tp", "tokens", "kept"),
     [
-        # wk and wv alone would not pay; but keeping them would leave wq the whole cast of the input that it shares.
+        # wk and wv alone would not pay; but keeping them would leave wq the whole cast of the input
+        # that it shares.
         ("8B", 2, 8192, set()),
         ("70B", 8, 16 * 8192, set()),
         ("8B", 8, 8192, {"wq", "wk", "wv", "wo"}),
     ],
 )
-def test_what_is_kept_in_rowwise_under_tensor_parallelism(flavor: str, tp: int, tokens: int, kept: set[str]) -> None:
+def test_what_is_kept_in_rowwise_under_tensor_parallelism(
+    flavor: str, tp: int, tokens: int, kept: set[str]
+) -> None:
     chosen = choose_linears(linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE)
     assert {linear.kind for linear in chosen} == SEVEN - kept
 
@@ -219,8 +255,12 @@ def test_the_choice_is_the_fastest_of_all(tp: int, tokens: int, recipe: Any, fla
     chosen = choose_linears(linears, H100, tokens=tokens, scheme=scheme)
 
     def seconds(converted: Collection[Linear]) -> float:
-        float8 = time_linears([x for x in linears if x in converted], H100, tokens=tokens, scheme=scheme)
-        bf16 = time_linears([x for x in linears if x not in converted], H100, tokens=tokens, scheme=scheme)
+        float8 = time_linears(
+            [x for x in linears if x in converted], H100, tokens=tokens, scheme=scheme
+        )
+        bf16 = time_linears(
+            [x for x in linears if x not in converted], H100, tokens=tokens, scheme=scheme
+        )
         return sum(time.float8 for time in float8) + sum(time.bf16 for time in bf16)
 
     every = [subset for size in range(8) for subset in combinations(linears, size)]
@@ -240,7 +280,9 @@ def test_a_linear_beside_others_pays_for_its_own_casts_only() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8192, 4096, 14336), (8192, 4096, 128), (16384, 8192, 8192)])
-def test_bf16_matmuls_take_what_torchaos_roofline_says_and_three_launches(shape: tuple[int, int, int]) -> None:
+def test_bf16_matmuls_take_what_torchaos_roofline_says_and_three_launches(
+    shape: tuple[int, int, int],
+) -> None:
     m, k, n = shape
     device = replace(H100, bandwidth=2.4e12)  # torchao's H100
     [time] = time_linears([Linear("x", n, k, 1, "x")], device, tokens=m, scheme=TENSORWISE)
@@ -253,33 +295,49 @@ def test_casts_take_about_what_torchaos_roofline_says(recipe: Any) -> None:
     m = k = n = 16384
     device = replace(H100, bandwidth=2.4e12)
     slow_matmuls = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1, "mxfp8": 0}[recipe]
-    [time] = time_linears([Linear("x", n, k, 1, "x")], device, tokens=m, scheme=Scheme(recipe, compiled=True))
+    [time] = time_linears(
+        [Linear("x", n, k, 1, "x")], device, tokens=m, scheme=Scheme(recipe, compiled=True)
+    )
     fp8 = 2 * m * k * n / (1979e12 * 0.78)
     bf16 = 2 * m * k * n / (989e12 * 0.78)
     fast_matmuls = 3 if recipe == "mxfp8" else 1
-    casts = time.float8 - (fast_matmuls + slow_matmuls * 1.15) * fp8 - (bf16 if recipe == "rowwise_with_gw_hp" else 0)
+    casts = (
+        time.float8
+        - (fast_matmuls + slow_matmuls * 1.15) * fp8
+        - (bf16 if recipe == "rowwise_with_gw_hp" else 0)
+    )
     named = (None, "mxfp8_cublas_rceil") if recipe == "mxfp8" else (recipe, None)
     theirs = float(get_float8_mem_sympy(m, k, n, *named, False, "NVIDIA H100"))
     assert casts == pytest.approx(theirs, rel=0.2)
 
 
-@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 29), ("rowwise", 36), ("rowwise_with_gw_hp", 25)])
+@pytest.mark.parametrize(
+    ("recipe", "casts"), [("tensorwise", 29), ("rowwise", 36), ("rowwise_with_gw_hp", 25)]
+)
 def test_a_compiled_block_casts_as_often_as_the_model_has_it(recipe: str, casts: int) -> None:
-    # 7 weights in each pass, 4 inputs (three linears read one, two another) in the forward and, unless grad_weight is
-    # in high precision, in the backward pass; 7 grad_outputs, twice under rowwise.
+    # 7 weights in each pass, 4 inputs (three linears read one, two another) in the forward and,
+    # unless grad_weight is in high precision, in the backward pass; 7 grad_outputs, twice under
+    # rowwise.
     converted: Counter[str] = Counter()
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        for target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+        for target in (
+            torch.ops.aten._to_copy.default,
+            torch.ops.prims.convert_element_type.default,
+        ):
             nodes = graph.graph.find_nodes(op="call_function", target=target)
             converted.update(str(node.meta["val"].dtype) for node in nodes)
         return make_boxed_func(graph.forward)
 
-    args = ModelArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=32)
+    args = ModelArgs(
+        dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=32
+    )
     block = TransformerBlock(args).bfloat16()
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     convert_to_float8_training(block, config=config)
-    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)  # as Inductor has it
+    backend = aot_autograd(
+        fw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )  # as Inductor has it
     block.compile(backend=backend, fullgraph=True)
     x = torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)
     block(x, *rope_table(args), None).sum().backward()
@@ -296,7 +354,9 @@ class TensorTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func is not torch.ops.aten.detach.default:
-            tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)
+            ]
             self.bytes += sum(tensor.nbytes for tensor in tensors)
             self.kernels += 1
         return result
@@ -322,7 +382,8 @@ def test_an_eager_cast_moves_33_bytes_an_element(granularity: str, kernels: int)
 def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway(
     compiled: bool, kept: set[str]
 ) -> None:
-    # What is not compiled shares no casts: small linears then no longer pay for those of their input.
+    # What is not compiled shares no casts: small linears then no longer pay for those of their
+    # input.
     scheme = Scheme("mxfp8", compiled=compiled)
     chosen = choose_linears(linears_of(FLAVORS["8B"]), B200, tokens=8192, scheme=scheme)
     assert {linear.kind for linear in chosen} == SEVEN - kept
@@ -331,7 +392,8 @@ def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway
 def test_recomputation_runs_the_forward_part_again() -> None:
     linear = Linear("x", 4096, 4096, 10, "x")
     once, half, all_again = (
-        time_linears([replace(linear, recomputed=n)], H100, tokens=8192, scheme=ROWWISE)[0] for n in (0, 5, 10)
+        time_linears([replace(linear, recomputed=n)], H100, tokens=8192, scheme=ROWWISE)[0]
+        for n in (0, 5, 10)
     )
     assert half.bf16 - once.bf16 == pytest.approx(once.bf16 / 6)
     assert all_again.float8 - half.float8 == pytest.approx(half.float8 - once.float8)
@@ -380,7 +442,11 @@ def test_a_small_step_waits_for_the_host_and_a_large_one_for_the_device() -> Non
     ],
 )
 def test_verdicts(
-    bf16: float, float8: float, converted: tuple[str, ...], better_kept: tuple[str, ...], verdict: str
+    bf16: float,
+    float8: float,
+    converted: tuple[str, ...],
+    better_kept: tuple[str, ...],
+    verdict: str,
 ) -> None:
     times = (StepTime({"linears": seconds}, host=0.0) for seconds in (bf16, float8))
     assert Prediction(*times, converted, better_kept).verdict == verdict

@@ -31,7 +31,9 @@ def test_text_of_a_jsonl_row(data, text):
 
 
 def test_text_of_a_text_row_is_all_of_it():
-    assert Parser("text")(row('\tcafé\r\n{"text": 1}\n'.encode(), "text")) == '\tcafé\r\n{"text": 1}\n'
+    assert (
+        Parser("text")(row('\tcafé\r\n{"text": 1}\n'.encode(), "text")) == '\tcafé\r\n{"text": 1}\n'
+    )
 
 
 def test_text_field_is_chosen():
@@ -75,7 +77,9 @@ def test_an_integer_too_long_for_python_is_a_bad_row():
 
 
 def test_the_line_within_a_text_is_named():
-    with pytest.raises(BadRow, match="^corpus, line 12: not UTF-8: byte 0xe9, unexpected end of data$"):
+    with pytest.raises(
+        BadRow, match="^corpus, line 12: not UTF-8: byte 0xe9, unexpected end of data$"
+    ):
         Parser("text")(row(b"one\ntwo\nthr\xe9", "text", line=10))
 
 
@@ -92,7 +96,10 @@ def test_problem_of_the_reader_is_the_reason(form):
 def test_parser_and_bad_row_go_to_other_processes():
     parser = Parser("body", decode_errors="ignore")
     assert pickle.loads(pickle.dumps(parser)) == parser
-    assert str(pickle.loads(pickle.dumps(BadRow("corpus, line 3: empty text")))) == "corpus, line 3: empty text"
+    assert (
+        str(pickle.loads(pickle.dumps(BadRow("corpus, line 3: empty text"))))
+        == "corpus, line 3: empty text"
+    )
 
 
 def test_workers_import_little():
@@ -100,7 +107,9 @@ def test_workers_import_little():
         "import sys, torchtitan_lite.data.rows, torchtitan_lite.data.sources\n"
         "print({'torch', 'numpy', 'pyarrow', 'datasets', 'zstandard'} & sys.modules.keys())"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == "set()\n"
 
 
@@ -110,7 +119,10 @@ def test_reading_names_what_cannot_be_read(tmp_path):
         reading("corpus", OSError),
     ):
         (tmp_path / "none").open()
-    with pytest.raises(DataError, match="^corpus: cannot be read: cut off$"), reading("corpus", OSError, EOFError):
+    with (
+        pytest.raises(DataError, match="^corpus: cannot be read: cut off$"),
+        reading("corpus", OSError, EOFError),
+    ):
         raise EOFError("cut off")
     with pytest.raises(KeyError), reading("corpus", OSError, EOFError):
         raise KeyError

@@ -53,7 +53,8 @@ Root Cause (first observed failure):
 
 
 def report(code: int, *, other: int = -15, pid: int = 4475) -> str:
-    """torchrun's report where rank 9 ended first, with `code`, and then rank 8, process `pid`, with `other`."""
+    """torchrun's report where rank 9 ended first, with `code`, and then rank 8, process `pid`, with
+    `other`."""
     return REPORT.format(code=code, other=other, pid=pid)
 
 
@@ -114,7 +115,11 @@ def test_a_stopped_run_exits_with_75(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     folder.stopped(cause="SIGTERM after step 3")
     status = status_on_file(tmp_path)
-    assert (status["state"], status["cause"], status["exit_code"]) == ("stopped", "SIGTERM after step 3", 75)
+    assert (status["state"], status["cause"], status["exit_code"]) == (
+        "stopped",
+        "SIGTERM after step 3",
+        75,
+    )
 
 
 def test_the_first_cause_stays(tmp_path: Path) -> None:
@@ -163,7 +168,10 @@ def test_config_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(StorageError, match=r'\[job\] dump_folder = ".*" cannot be written: .*No space left on device'):
+    with pytest.raises(
+        StorageError,
+        match=r'\[job\] dump_folder = ".*" cannot be written: .*No space left on device',
+    ):
         folder.write_config("a = 2\n")
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
 
@@ -199,8 +207,14 @@ def test_runs_with_the_same_start_time_get_numbers(tmp_path: Path) -> None:
 
 def contents(path: Path) -> dict[str, str | None]:
     """What is in a folder and behind its links, with the text of files."""
-    found = (Path(folder) / name for folder, *names in os.walk(path, followlinks=True) for name in sum(names, []))
-    files = {str(each.relative_to(path)): each.read_text() if each.is_file() else None for each in found}
+    found = (
+        Path(folder) / name
+        for folder, *names in os.walk(path, followlinks=True)
+        for name in sum(names, [])
+    )
+    files = {
+        str(each.relative_to(path)): each.read_text() if each.is_file() else None for each in found
+    }
     files.pop(".lock", None)  # which says who held it last
     return files
 
@@ -217,7 +231,9 @@ def refuse(path: Path, match: str, *, resume: bool = False) -> None:
     assert ("status.json" in before) or not (path / "status.json").exists()
 
 
-@pytest.mark.parametrize("name", ["config.toml", "status.json", "metrics.jsonl", "checkpoint/weights", "tb/x", "tb"])
+@pytest.mark.parametrize(
+    "name", ["config.toml", "status.json", "metrics.jsonl", "checkpoint/weights", "tb/x", "tb"]
+)
 def test_what_no_run_has_left_is_not_moved(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
@@ -239,12 +255,16 @@ def test_a_run_whose_status_was_deleted_is_not_moved(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     (tmp_path / "status.json").unlink()
     refuse(tmp_path, r"holds checkpoint, metrics\.jsonl, config\.toml, but no status\.json")
-    open_folder(tmp_path, resume=True).write_config("steps = 2\n")  # its checkpoint shows that it is a run's
+    open_folder(tmp_path, resume=True).write_config(
+        "steps = 2\n"
+    )  # its checkpoint shows that it is a run's
     assert (tmp_path / "config.toml").read_text() == "steps = 2\n"
 
 
 @pytest.mark.parametrize("name", ["config.toml", "status.json"])
-def test_a_run_that_resumes_a_copied_checkpoint_replaces_nothing_of_the_user(tmp_path: Path, name: str) -> None:
+def test_a_run_that_resumes_a_copied_checkpoint_replaces_nothing_of_the_user(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "checkpoint" / "step-00000001").mkdir(parents=True)
     (tmp_path / name).write_text("mine")
     refuse(tmp_path, rf"holds {name}, but no status\.json of a run", resume=True)
@@ -254,7 +274,9 @@ def test_a_run_that_resumes_a_copied_checkpoint_replaces_nothing_of_the_user(tmp
 
 
 @pytest.mark.parametrize("owned", [False, True])
-def test_an_empty_folder_and_a_link_to_one_are_used_as_they_are(tmp_path: Path, owned: bool) -> None:
+def test_an_empty_folder_and_a_link_to_one_are_used_as_they_are(
+    tmp_path: Path, owned: bool
+) -> None:
     path, disk = tmp_path / "run", tmp_path / "disk"
     disk.mkdir()
     if owned:
@@ -278,7 +300,9 @@ def test_a_link_is_never_moved(tmp_path: Path, owned: bool, target: str) -> None
         (path / "checkpoint").rmdir()
     path.mkdir(exist_ok=True)
     (path / "checkpoint").symlink_to(tmp_path / target)
-    owned_match = rf"holds checkpoint, a link to .*/{target}, which is not empty; .*: link an empty folder"
+    owned_match = (
+        rf"holds checkpoint, a link to .*/{target}, which is not empty; .*: link an empty folder"
+    )
     refuse(path, owned_match if owned else "holds checkpoint, but no status")
     assert (path / "checkpoint").is_symlink() and not (path / "previous").exists()
     assert len(list(tmp_path.glob("disk/*"))) == 1
@@ -329,14 +353,20 @@ def test_a_resumed_run_keeps_its_files(tmp_path: Path) -> None:
     assert status_on_file(tmp_path)["state"] == "running"
 
 
-def test_a_run_that_resumes_keeps_step_and_last_checkpoint_should_it_fail_before_its_first_step(tmp_path: Path) -> None:
+def test_a_run_that_resumes_keeps_step_and_last_checkpoint_should_it_fail_before_its_first_step(
+    tmp_path: Path,
+) -> None:
     folder = open_folder(tmp_path)
     folder.running(step=7, last_checkpoint="step-00000005")
     folder.close()
     open_folder(tmp_path, resume=True)
     report_failure(tmp_path, cause="other data", exit_code=3, rank=None, step=0)
     status = status_on_file(tmp_path)
-    assert (status["step"], status["last_checkpoint"], status["cause"]) == (7, "step-00000005", "other data")
+    assert (status["step"], status["last_checkpoint"], status["cause"]) == (
+        7,
+        "step-00000005",
+        "other data",
+    )
 
 
 def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
@@ -345,12 +375,15 @@ def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", "status.json"]
 
 
-def test_a_live_run_keeps_others_out_until_it_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_run_keeps_others_out_until_it_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
     folder = open_folder(tmp_path)
     folder.running(step=4, last_checkpoint=None)
     with pytest.raises(
-        ConfigError, match=rf'\[job\] dump_folder = ".*" belongs to a live run: process {os.getpid()} on .* since 20'
+        ConfigError,
+        match=rf'\[job\] dump_folder = ".*" belongs to a live run: process {os.getpid()} on .* since 20',
     ):
         open_folder(tmp_path)
     assert status_on_file(tmp_path)["step"] == 4
@@ -375,7 +408,9 @@ def test_a_run_that_is_refused_is_as_far_as_the_one_before(tmp_path: Path) -> No
     assert (status.cause, status.exit_code) == ("all are broken", 4)
 
 
-def test_an_attempt_knows_what_the_one_before_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_knows_what_the_one_before_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = open_folder(tmp_path)
     report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=1, step=0)
     assert folder.earlier_attempt() is None  # torchrun has not started it again
@@ -400,7 +435,9 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["file", "file/run"])
 def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .*; make room or mend'):
+    with pytest.raises(
+        ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .*; make room or mend'
+    ):
         open_folder(tmp_path / place)
 
 
@@ -410,7 +447,12 @@ LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
 @pytest.mark.parametrize(
     ("status", "report", "signalled", "outcome"),
     [
-        (Status("failed", 0, 0, cause="bad text", exit_code=3), report(2), False, Outcome("bad text", 3)),
+        (
+            Status("failed", 0, 0, cause="bad text", exit_code=3),
+            report(2),
+            False,
+            Outcome("bad text", 3),
+        ),
         (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), "", True, Outcome("SIGTERM", 75)),
         (Status("done", 0, 0, exit_code=0), "", True, Outcome("done", 0)),
         (Status("running", 0, 0), report(-9), False, Outcome("rank 9 was killed by SIGKILL", 6, 9)),
@@ -421,9 +463,24 @@ LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
             Outcome("rank 9 was killed by SIGSEGV", 6, 9),
         ),
         (LOST, report(-9), False, Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 9)),
-        (replace(LOST, rank=4), report(-9), False, Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4)),
-        (Status("running", 0, 0), report(1, other=-9, pid=1), False, Outcome("rank 8 was killed by SIGKILL", 6, 8)),
-        (Status("running", 0, 0), "", True, Outcome("killed before it could stop at a step's end", 6)),
+        (
+            replace(LOST, rank=4),
+            report(-9),
+            False,
+            Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4),
+        ),
+        (
+            Status("running", 0, 0),
+            report(1, other=-9, pid=1),
+            False,
+            Outcome("rank 8 was killed by SIGKILL", 6, 8),
+        ),
+        (
+            Status("running", 0, 0),
+            "",
+            True,
+            Outcome("killed before it could stop at a step's end", 6),
+        ),
         (None, report(2), False, Outcome("rank 9 ended with exit code 2", 2, 9)),
         (None, "", True, Outcome("stopped by a signal before the first step", 75)),
         (None, "", False, Outcome("torchrun failed", 1)),
@@ -437,7 +494,9 @@ def test_a_killed_torchrun_is_told_of_where_no_rank_has_told_yet() -> None:
     running = Status("running", 0, 0)
     killed = Outcome("torchrun was killed by SIGKILL", 6)
     assert find_outcome(running, report="", torchrun=137, signalled=False) == killed
-    assert find_outcome(LOST, report="", torchrun=137, signalled=False) == Outcome("rank 9 hangs", 6)
+    assert find_outcome(LOST, report="", torchrun=137, signalled=False) == Outcome(
+        "rank 9 hangs", 6
+    )
 
 
 def test_a_workers_exit_code_tells_the_cause_that_no_file_could_hold() -> None:
@@ -447,7 +506,9 @@ def test_a_workers_exit_code_tells_the_cause_that_no_file_could_hold() -> None:
     assert find_outcome(LOST, report="", torchrun=7, signalled=False) == Outcome("rank 9 hangs", 6)
 
 
-def test_on_a_full_disk_the_end_is_written_over_the_old_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_the_end_is_written_over_the_old_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = open_folder(tmp_path)
     before = (tmp_path / "status.json").read_text()
 
@@ -491,7 +552,11 @@ def test_a_lock_file_of_somebody_else_is_not_written_to(tmp_path: Path, kind: st
         (folder / ".lock").symlink_to(thesis)
     else:
         thesis = thesis.rename(folder / ".lock")
-    match = "cannot be written: .*symbolic links" if kind == "link" else r"holds a file \.lock that no run has left"
+    match = (
+        "cannot be written: .*symbolic links"
+        if kind == "link"
+        else r"holds a file \.lock that no run has left"
+    )
     with pytest.raises(ConfigError, match=match):
         open_run_folder(folder)
     assert thesis.read_text() == "years of work"
@@ -509,7 +574,9 @@ def test_a_run_notices_that_its_folder_has_gone(tmp_path: Path, how: str) -> Non
     else:
         (path / ".lock").unlink()
         open_run_folder(path)
-    with pytest.raises(StorageError, match="was moved or deleted, or another run has it; this one ends at step 2"):
+    with pytest.raises(
+        StorageError, match="was moved or deleted, or another run has it; this one ends at step 2"
+    ):
         folder.running(step=2, last_checkpoint=None)
     assert path.exists() == (how == "taken")
 
@@ -519,12 +586,32 @@ def test_a_pipe_in_place_of_the_status_is_not_waited_for(tmp_path: Path) -> None
     assert read_status(tmp_path) is None
 
 
-def run_main(path: Path, *, since: float, text: str | None, first_rank: int = 8) -> subprocess.CompletedProcess:
+def run_main(
+    path: Path, *, since: float, text: str | None, first_rank: int = 8
+) -> subprocess.CompletedProcess:
     if text is not None:
         (path / "torchrun.log").write_text(text)
-    command = [sys.executable, "-m", "torchtitan_lite.run_folder", path, "--log-dir", path, "--since", str(since)]
-    torchrun = ["--torchrun", "1", "--torchrun-pid", str(os.getppid()), "--first-rank", str(first_rank)]
-    return subprocess.run([*command, *torchrun, "--command", "./again"], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite.run_folder",
+        path,
+        "--log-dir",
+        path,
+        "--since",
+        str(since),
+    ]
+    torchrun = [
+        "--torchrun",
+        "1",
+        "--torchrun-pid",
+        str(os.getppid()),
+        "--first-rank",
+        str(first_rank),
+    ]
+    return subprocess.run(
+        [*command, *torchrun, "--command", "./again"], capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -548,7 +635,9 @@ def test_main_tells_how_a_run_ended_whose_folder_another_one_has_taken(
     with monkeypatch.context() as patch:
         patch.setattr(os, "getppid", lambda: 8)
         open_folder(tmp_path, resume=resume).close()
-    assert run_main(tmp_path, since=0, text="", first_rank=0).returncode == 1  # two runs later, nothing is known
+    assert (
+        run_main(tmp_path, since=0, text="", first_rank=0).returncode == 1
+    )  # two runs later, nothing is known
 
 
 def test_main_says_how_a_run_ended_whose_disk_is_gone(tmp_path: Path) -> None:
@@ -572,7 +661,11 @@ def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:
         "next: look at the logs and at the host of that rank; this goes on from the last checkpoint: ./again\n"
     )
     status = status_on_file(tmp_path)
-    assert (status["state"], status["cause"], status["exit_code"]) == ("failed", "rank 9 was killed by SIGKILL", 6)
+    assert (status["state"], status["cause"], status["exit_code"]) == (
+        "failed",
+        "rank 9 was killed by SIGKILL",
+        6,
+    )
     assert (status["step"], status["rank"]) == (7, 9)
 
 
@@ -605,7 +698,9 @@ def test_main_waits_for_ranks_that_outlive_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6, 7, 75])
 def test_each_exit_code_has_its_advice(exit_code: int, tmp_path: Path) -> None:
-    text = format_outcome(Outcome("x", exit_code), None, path=tmp_path, logs="here", command="./again")
+    text = format_outcome(
+        Outcome("x", exit_code), None, path=tmp_path, logs="here", command="./again"
+    )
     assert text.startswith(f"exit code {exit_code}: x\nstep: 0\nlast checkpoint: none\n")
     assert text.endswith("; this starts anew: ./again")
     assert f"next: {NEXT[exit_code].format(path=tmp_path)};" in text

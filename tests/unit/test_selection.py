@@ -11,7 +11,9 @@ from torchtitan_lite.float8.selection import LinearChoice, format_choices, match
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(dim=64, n_layers=12, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16)
+ARGS = ModelArgs(
+    dim=64, n_layers=12, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16
+)
 SPLITS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1, "output": 0}
 
 
@@ -22,9 +24,15 @@ def model() -> nn.Module:
 
 
 def select(
-    model: nn.Module, *filters: str, tp_degree: int = 1, tokens: int | None = 64, sharded_dims: dict[str, int] = SPLITS
+    model: nn.Module,
+    *filters: str,
+    tp_degree: int = 1,
+    tokens: int | None = 64,
+    sharded_dims: dict[str, int] = SPLITS,
 ) -> list[LinearChoice]:
-    return select_linears(model, filter_fqns=filters, sharded_dims=sharded_dims, tp_degree=tp_degree, tokens=tokens)
+    return select_linears(
+        model, filter_fqns=filters, sharded_dims=sharded_dims, tp_degree=tp_degree, tokens=tokens
+    )
 
 
 def test_all_seven_linears_of_every_block_are_converted_and_output_is_not(model: nn.Module) -> None:
@@ -40,7 +48,11 @@ def test_output_is_kept_also_without_a_filter_for_it(model: nn.Module) -> None:
 
 
 def test_filters_keep_what_they_name(model: nn.Module) -> None:
-    kept = {choice.name: choice.kept_because for choice in select(model, "wk", "layers.1") if not choice.converted}
+    kept = {
+        choice.name: choice.kept_because
+        for choice in select(model, "wk", "layers.1")
+        if not choice.converted
+    }
     assert kept["layers.5.attention.wk"] == "filter_fqns 'wk'"
     assert kept["layers.1.attention.wq"] == "filter_fqns 'layers.1'"
     assert "layers.11.attention.wq" not in kept
@@ -73,17 +85,22 @@ def test_local_shapes_are_those_after_tensor_parallelism(model: nn.Module) -> No
 
 def test_a_filter_that_matches_nothing_is_an_error(model: nn.Module) -> None:
     with pytest.raises(
-        ConfigError, match=r"\[float8\] filter_fqns holds 'lm_head', which matches no linear.*output, w"
+        ConfigError,
+        match=r"\[float8\] filter_fqns holds 'lm_head', which matches no linear.*output, w",
     ):
         select(model, "lm_head", "output")
 
 
 def test_a_filter_that_keeps_everything_is_an_error(model: nn.Module) -> None:
-    with pytest.raises(ConfigError, match=r"keeps all 85 linears in high precision.*enable_float8_linear = false"):
+    with pytest.raises(
+        ConfigError, match=r"keeps all 85 linears in high precision.*enable_float8_linear = false"
+    ):
         select(model, "layers")
 
 
-def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(model: nn.Module) -> None:
+def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(
+    model: nn.Module,
+) -> None:
     with pytest.raises(ConfigError) as caught:
         select(model, tp_degree=4)
     lines = str(caught.value).split("\n")
@@ -103,18 +120,26 @@ def test_what_is_kept_need_not_be_a_multiple_of_16(model: nn.Module) -> None:
     assert sum(choice.converted for choice in choices) == 2 * 12
 
 
-def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_are(model: nn.Module) -> None:
+def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_are(
+    model: nn.Module,
+) -> None:
     with pytest.raises(ConfigError, match=r"local_batch_size \* seq_len = 40 tokens.* 32 or 48"):
         select(model, tokens=40)
-    with pytest.raises(ConfigError, match=r"= 9 tokens.* is 16, or set \[float8\] pad_inner_dim = true"):
+    with pytest.raises(
+        ConfigError, match=r"= 9 tokens.* is 16, or set \[float8\] pad_inner_dim = true"
+    ):
         select(model, tokens=9)
 
 
-def test_tokens_need_not_be_a_multiple_where_the_weight_gradient_is_in_high_precision(model: nn.Module) -> None:
+def test_tokens_need_not_be_a_multiple_where_the_weight_gradient_is_in_high_precision(
+    model: nn.Module,
+) -> None:
     assert sum(choice.converted for choice in select(model, tokens=None)) == 7 * 12
 
 
-def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(model: nn.Module) -> None:
+def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(
+    model: nn.Module,
+) -> None:
     model.output = nn.Linear(64, 96, bias=False, device="meta")
     kwargs = {"filter_fqns": ["wk"], "sharded_dims": SPLITS, "convert_output": True}
     choices = select_linears(model, tp_degree=2, tokens=64, **kwargs)
@@ -124,8 +149,12 @@ def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(
         match=r"\[float8\] output: out_features 24 \(96 over tensor_parallel_degree 4\).*the nearest that divide so: "
         r"out_features 64 or 128\. .*or set \[float8\] convert_output = false",
     ):
-        select_linears(model, tp_degree=4, tokens=64, **kwargs | {"filter_fqns": ["wv", "feed_forward", "wk"]})
-    with pytest.raises(ConfigError, match=r"convert_output = true, and filter_fqns 'out\*' keeps it"):
+        select_linears(
+            model, tp_degree=4, tokens=64, **kwargs | {"filter_fqns": ["wv", "feed_forward", "wk"]}
+        )
+    with pytest.raises(
+        ConfigError, match=r"convert_output = true, and filter_fqns 'out\*' keeps it"
+    ):
         select_linears(model, tp_degree=2, tokens=64, **kwargs | {"filter_fqns": ["out*"]})
 
 
@@ -136,11 +165,20 @@ def test_a_vocabulary_of_any_size_trains_with_output_in_high_precision(
     model.output = nn.Linear(64, vocab_size, bias=False, device="meta")
     kept = ["wk", "wv", "feed_forward"] if tp_degree > 2 else []
     splits = SPLITS if tp_degree < 8 else {"output": 0}
-    choices = select_linears(model, filter_fqns=kept, sharded_dims=splits, tp_degree=tp_degree, tokens=64)
-    assert choices[-1].local_shape == (-(-vocab_size // tp_degree), 64) and not choices[-1].converted
+    choices = select_linears(
+        model, filter_fqns=kept, sharded_dims=splits, tp_degree=tp_degree, tokens=64
+    )
+    assert (
+        choices[-1].local_shape == (-(-vocab_size // tp_degree), 64) and not choices[-1].converted
+    )
     with pytest.raises(ConfigError, match=r"output: out_features \d+.*the nearest"):
         select_linears(
-            model, filter_fqns=kept, sharded_dims=splits, tp_degree=tp_degree, tokens=64, convert_output=True
+            model,
+            filter_fqns=kept,
+            sharded_dims=splits,
+            tp_degree=tp_degree,
+            tokens=64,
+            convert_output=True,
         )
 
 
@@ -151,15 +189,37 @@ def test_another_multiple_is_asked_of_sizes_and_tokens(model: nn.Module) -> None
 
 def test_the_table_has_a_row_for_each_kind_with_count_shapes_and_reason(model: nn.Module) -> None:
     table = format_choices(select(model, "layers.0", "output", tp_degree=2)).split("\n")
-    assert table[0].split() == ["linear", "count", "out", "x", "in", "per", "rank", "trained", "in", "why"]
+    assert table[0].split() == [
+        "linear",
+        "count",
+        "out",
+        "x",
+        "in",
+        "per",
+        "rank",
+        "trained",
+        "in",
+        "why",
+    ]
     rows = [re.split(r"  +", line) for line in table[1:]]
     assert ["attention.wk", "11", "32 x 64", "16 x 64", "float8"] in rows
-    assert ["attention.wk", "1", "32 x 64", "16 x 64", "high precision", "filter_fqns 'layers.0'"] in rows
+    assert [
+        "attention.wk",
+        "1",
+        "32 x 64",
+        "16 x 64",
+        "high precision",
+        "filter_fqns 'layers.0'",
+    ] in rows
     assert rows[-1][0] == "output"
 
 
 def select_auto(
-    model: nn.Module, *filters: str, slower: dict[str, str], tp_degree: int = 1, tokens: int | None = 64
+    model: nn.Module,
+    *filters: str,
+    slower: dict[str, str],
+    tp_degree: int = 1,
+    tokens: int | None = 64,
 ) -> dict[str, str]:
     """Why each kind is kept, "" for those that are converted, in layer 3."""
     choices = select_linears(
@@ -168,9 +228,15 @@ def select_auto(
         sharded_dims=SPLITS,
         tp_degree=tp_degree,
         tokens=tokens,
-        slower=lambda converted: {kind: why for kind, why in slower.items() if kind in {c.kind for c in converted}},
+        slower=lambda converted: {
+            kind: why for kind, why in slower.items() if kind in {c.kind for c in converted}
+        },
     )
-    return {choice.kind: choice.kept_because for choice in choices if choice.name.startswith("layers.3.")}
+    return {
+        choice.kind: choice.kept_because
+        for choice in choices
+        if choice.name.startswith("layers.3.")
+    }
 
 
 def test_auto_keeps_what_float8_makes_slower_with_its_reason(model: nn.Module) -> None:
@@ -189,7 +255,10 @@ def test_auto_may_convert_nothing(model: nn.Module) -> None:
 
 def test_auto_keeps_what_has_no_float8_shape(model: nn.Module) -> None:
     kept = select_auto(model, slower={}, tp_degree=4)
-    assert kept["attention.wk"] == "out_features 8 (32 over tensor_parallel_degree 4), not a multiple of 16"
+    assert (
+        kept["attention.wk"]
+        == "out_features 8 (32 over tensor_parallel_degree 4), not a multiple of 16"
+    )
     assert kept["attention.wq"] == ""
     odd = select_auto(model, slower={}, tokens=33)
     assert set(odd.values()) == {"local_batch_size * seq_len = 33 is not a multiple of 16"}

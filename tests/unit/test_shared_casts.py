@@ -1,4 +1,5 @@
-"""Compiled float8 writes no cast twice, counted in what the compiler makes of a block; and computes what it did."""
+"""Compiled float8 writes no cast twice, counted in what the compiler makes of a block; and computes
+what it did."""
 
 from dataclasses import replace
 
@@ -26,7 +27,9 @@ def test_shared_casts_change_no_result() -> None:
 
     def multiply(x: torch.Tensor) -> list[torch.Tensor]:
         cast = (x * 2).to(torch.float8_e4m3fn)
-        return [torch._scaled_mm(cast, weight, one, one, out_dtype=torch.bfloat16) for weight in weights]
+        return [
+            torch._scaled_mm(cast, weight, one, one, out_dtype=torch.bfloat16) for weight in weights
+        ]
 
     expected = multiply(x)
     torch._dynamo.reset()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.timeout(30)
-# A mutex that is locked twice blocks in C for ever, as a collective does for long: Python runs no handler meanwhile.
+# A mutex that is locked twice blocks in C for ever, as a collective does for long: Python runs no
+# handler meanwhile.
 CODE = """
 import ctypes, signal, sys, threading, time
 from torchtitan_lite.parallel import signals
@@ -34,8 +35,8 @@ libc.pthread_mutex_lock(mutex)
 
 
 class Blocked:
-    """The process; a SIGTERM within `duplicate_seconds` of the first signal is taken for the same wish, as is a SIGINT
-    within 0.1 s."""
+    """The process; a SIGTERM within `duplicate_seconds` of the first signal is taken for the same
+    wish, as is a SIGINT within 0.1 s."""
 
     def __init__(self, duplicate_seconds: float) -> None:
         self.process = subprocess.Popen(
@@ -66,7 +67,9 @@ def patient() -> Iterator[Blocked]:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_a_wish_and_a_second_sigint_an_order(patient: Blocked, sent: signal.Signals) -> None:
+def test_the_first_signal_is_a_wish_and_a_second_sigint_an_order(
+    patient: Blocked, sent: signal.Signals
+) -> None:
     patient.process.send_signal(sent)
     assert patient.read() == sent
     assert patient.lives()

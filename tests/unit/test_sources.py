@@ -86,7 +86,9 @@ def test_parquet_is_read(tmp_path):
     assert documents(str(tmp_path), text_field="body") == ["a", "b"]
 
 
-NAMES = st.text("aB.-0/é", min_size=1, max_size=6).filter(lambda name: set(name.split("/")).isdisjoint({"", ".", ".."}))
+NAMES = st.text("aB.-0/é", min_size=1, max_size=6).filter(
+    lambda name: set(name.split("/")).isdisjoint({"", ".", ".."})
+)
 
 
 @given(names=st.lists(NAMES, min_size=1, max_size=12))
@@ -99,7 +101,13 @@ def test_files_come_in_the_order_of_their_paths(tmp_path_factory, names):
 
 
 def test_files_keep_every_character_but_the_byte_order_mark(tmp_path):
-    write(tmp_path, {"a.txt": b"\xef\xbb\xbfone\r\n\ttwo \n\n", "b.jsonl": b'\xef\xbb\xbf{"text": " three\\n"}\r\n'})
+    write(
+        tmp_path,
+        {
+            "a.txt": b"\xef\xbb\xbfone\r\n\ttwo \n\n",
+            "b.jsonl": b'\xef\xbb\xbf{"text": " three\\n"}\r\n',
+        },
+    )
     assert documents(str(tmp_path)) == ["one\r\n\ttwo \n\n", " three\n"]
 
 
@@ -133,7 +141,11 @@ def test_reading_goes_on_after_any_row(tmp_path, monkeypatch):
     packed = {f"b/{name}.gz": gzip.compress(content) for name, content in files.items()}
     packed |= {f"b/{name}.zst": zstandard.compress(content) for name, content in files.items()}
     source = build_source(write(tmp_path, files | packed))
-    parquet.write_table(pyarrow.table({"text": ["a", None, "c"]}), tmp_path / "a" / "table.parquet", row_group_size=2)
+    parquet.write_table(
+        pyarrow.table({"text": ["a", None, "c"]}),
+        tmp_path / "a" / "table.parquet",
+        row_group_size=2,
+    )
     found = list(source.rows())
     assert len({row.file for row in found}) == 10  # all but the empty ones
     for i, row in enumerate(found, start=1):
@@ -155,18 +167,24 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path):
     (corpus / "passed over.bin").symlink_to("nowhere")
     assert documents(str(corpus)) == ["a"]
     (corpus / "b.txt").symlink_to("nowhere")
-    with pytest.raises(DataError, match=r"corpus/b\.txt: is a broken link, or no regular file; remove it"):
+    with pytest.raises(
+        DataError, match=r"corpus/b\.txt: is a broken link, or no regular file; remove it"
+    ):
         build_source(str(corpus))
     (corpus / "b.txt").unlink()
     (corpus / "b.txt").symlink_to("b.txt")
-    with pytest.raises(DataError, match=r"corpus/b\.txt: cannot be read: Too many levels of symbolic links"):
+    with pytest.raises(
+        DataError, match=r"corpus/b\.txt: cannot be read: Too many levels of symbolic links"
+    ):
         build_source(str(corpus))
 
 
 def test_a_link_back_is_refused(tmp_path):
     write(tmp_path, {"a/b/c.txt": "c"})
     (tmp_path / "a" / "b" / "loop").symlink_to(tmp_path / "a")
-    with pytest.raises(DataError, match="a/b/loop: is a link back to a folder that it is in; remove it"):
+    with pytest.raises(
+        DataError, match="a/b/loop: is a link back to a folder that it is in; remove it"
+    ):
         build_source(str(tmp_path))
 
 
@@ -189,13 +207,16 @@ def test_missing_path(tmp_path, monkeypatch):
 @pytest.mark.parametrize("files", [{}, {"data.bin": "x", "README": "y"}])
 def test_folder_without_text(tmp_path, files):
     with pytest.raises(
-        DataError, match=rf"^{tmp_path}: holds 0 files of \.txt .* or \.parquet; name a file, or a folder"
+        DataError,
+        match=rf"^{tmp_path}: holds 0 files of \.txt .* or \.parquet; name a file, or a folder",
     ):
         build_source(write(tmp_path, files))
 
 
 def test_file_of_another_kind(tmp_path):
-    with pytest.raises(DataError, match=r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a folder"):
+    with pytest.raises(
+        DataError, match=r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a folder"
+    ):
         build_source(write(tmp_path, {"a.csv": "x"}) + "/a.csv")
 
 

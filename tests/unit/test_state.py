@@ -55,7 +55,11 @@ def test_names_shapes_and_types() -> None:
     }
     state = entries(training_state(model, optimizer))
     assert len(state) == 3 + 3 * 3
-    assert state["optimizer.0.weight.exp_avg"] == state["optimizer.0.weight.exp_avg_sq"] == state["model.0.weight"]
+    assert (
+        state["optimizer.0.weight.exp_avg"]
+        == state["optimizer.0.weight.exp_avg_sq"]
+        == state["model.0.weight"]
+    )
     assert state["optimizer.0.weight.step"] == TensorEntry("float32", ())
 
 
@@ -63,7 +67,9 @@ def test_asking_for_the_state_changes_nothing() -> None:
     model, optimizer = build()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     state = training_state(model, optimizer)
-    assert all((tensor == 0).all() for name, tensor in state.items() if name.startswith("optimizer."))
+    assert all(
+        (tensor == 0).all() for name, tensor in state.items() if name.startswith("optimizer.")
+    )
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -81,29 +87,43 @@ def test_a_wrapped_weight_is_saved_plain_and_shared(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     inner = torch.ones(4, 2)
     config = LinearMMConfig()
-    wrapped = WeightWithDynamicFloat8CastTensor(inner, config, Float8LinearConfig().cast_config_weight.target_dtype)
+    wrapped = WeightWithDynamicFloat8CastTensor(
+        inner, config, Float8LinearConfig().cast_config_weight.target_dtype
+    )
     sharded = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     model = nn.Module()
     model.weight = nn.Parameter(DTensor(wrapped, sharded._spec, requires_grad=False))
     state = model_state(model)["model.weight"]
-    assert isinstance(state, DTensor) and type(state.to_local()) is torch.Tensor and state.shape == (4, 2)
+    assert (
+        isinstance(state, DTensor)
+        and type(state.to_local()) is torch.Tensor
+        and state.shape == (4, 2)
+    )
     state.to_local().fill_(3.0)
     assert (inner == 3).all()
 
 
 def test_a_snapshot_is_of_the_moment_and_reuses_its_memory(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    state = {"a": torch.arange(3.0), "b": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), "c": torch.tensor(1.0)}
+    state = {
+        "a": torch.arange(3.0),
+        "b": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]),
+        "c": torch.tensor(1.0),
+    }
     snapshot = Snapshot(pinned=False)
     first = snapshot.take(state)
     expected = [torch.arange(3.0), torch.ones(4, 2), torch.tensor(1.0)]
     for tensor in state.values():
         tensor.fill_(7)
-    assert all(torch.equal(_whole(copy), was) for copy, was in zip(first.values(), expected, strict=True))
+    assert all(
+        torch.equal(_whole(copy), was) for copy, was in zip(first.values(), expected, strict=True)
+    )
     assert isinstance(first["b"], DTensor) and first["b"]._spec == state["b"]._spec
     memory = [_whole(copy).data_ptr() for copy in first.values()]
     second = snapshot.take(state)
-    assert second.keys() == state.keys() and all((_whole(copy) == 7).all() for copy in second.values())
+    assert second.keys() == state.keys() and all(
+        (_whole(copy) == 7).all() for copy in second.values()
+    )
     assert [_whole(copy).data_ptr() for copy in second.values()] == memory
 
 
@@ -116,7 +136,8 @@ def test_a_difference_is_listed() -> None:
     check_tensors(saved, saved, path=Path("step-00000010"))
     wanted = {"model.a": TensorEntry("bfloat16", (2, 3)), "model.c": TensorEntry("float32", (1,))}
     with pytest.raises(
-        CheckpointError, match=r"step-00000010 is of another model: 3 tensors differ from this run's"
+        CheckpointError,
+        match=r"step-00000010 is of another model: 3 tensors differ from this run's",
     ) as e:
         check_tensors(saved, wanted, path=Path("step-00000010"))
     for difference in (
@@ -128,9 +149,15 @@ def test_a_difference_is_listed() -> None:
 
 
 def test_moments_of_another_type_are_told_with_the_keys_that_decide_it() -> None:
-    saved = {"model.a": TensorEntry("float32", (2, 3)), "optimizer.a.exp_avg": TensorEntry("uint8", (2, 3))}
+    saved = {
+        "model.a": TensorEntry("float32", (2, 3)),
+        "optimizer.a.exp_avg": TensorEntry("uint8", (2, 3)),
+    }
     wanted = saved | {"optimizer.a.exp_avg": TensorEntry("float32", (2, 3))}
-    with pytest.raises(CheckpointError, match="is of another optimizer: 1 tensors differ.* state_dtype as it was, and"):
+    with pytest.raises(
+        CheckpointError,
+        match="is of another optimizer: 1 tensors differ.* state_dtype as it was, and",
+    ):
         check_tensors(saved, wanted, path=Path("step-00000010"))
 
 
@@ -168,7 +195,14 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"python": [3, [1], null], "numpy": {"state": {"key": [1]}}, "torch": "AAAA"}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"python": [3, [1], null], "numpy": {"state": {"key": [1]}}, "torch": "AAAA"}',
+    ],
 )
 def test_a_file_of_another_kind_is_broken(text: str, tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.json"

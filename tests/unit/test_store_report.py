@@ -31,7 +31,10 @@ def store(tmp_path):
 def test_counts(store):
     lines = format_store(store).splitlines()
     assert lines[0] == f"{store.folder}: of {store.name}"
-    assert lines[1] == f"{store.tokens} tokens in 2 documents, {store.tokens / 2} each; 0 bad rows were skipped"
+    assert (
+        lines[1]
+        == f"{store.tokens} tokens in 2 documents, {store.tokens / 2} each; 0 bad rows were skipped"
+    )
     assert lines[2] == "1 shards of up to 536,870,912 tokens of 2 bytes"
     assert lines[3].startswith(
         f"tokenizer pystdlib-2256.model, fingerprint {TOKENIZER.fingerprint}, 2,256 ids, of which "
@@ -41,7 +44,11 @@ def test_counts(store):
 
 def test_a_window_is_a_line_a_document(store):
     whole = format_window(store, TOKENIZER, window=0, seq_len=100)
-    assert whole.splitlines() == [f"window 0, tokens 0 to {store.tokens - 1}:", repr(TEXTS[0]), repr(TEXTS[1])]
+    assert whole.splitlines() == [
+        f"window 0, tokens 0 to {store.tokens - 1}:",
+        repr(TEXTS[0]),
+        repr(TEXTS[1]),
+    ]
     first = len(TOKENIZER.encode(TEXTS[0])) + 2
     assert format_window(store, TOKENIZER, window=1, seq_len=first).splitlines() == [
         f"window 1, tokens {first} to {2 * first - 1}:", repr(TEXTS[1][:5])
@@ -49,7 +56,9 @@ def test_a_window_is_a_line_a_document(store):
 
 
 def test_windows_that_are_not_there(store):
-    with pytest.raises(DataError, match=rf"^--window 1: {store.folder} has windows 0 to 0 of 100 tokens$"):
+    with pytest.raises(
+        DataError, match=rf"^--window 1: {store.folder} has windows 0 to 0 of 100 tokens$"
+    ):
         format_window(store, TOKENIZER, window=1, seq_len=100)
 
 
@@ -57,7 +66,8 @@ def test_text_needs_the_tokenizer(store):
     other = build_tokenizer("")
     other.fingerprint = "other"
     with pytest.raises(
-        DataError, match="is not the one that .* was made with: pystdlib-2256.model, fingerprint .*; name that"
+        DataError,
+        match="is not the one that .* was made with: pystdlib-2256.model, fingerprint .*; name that",
     ):
         format_window(store, other, window=0, seq_len=100)
 
@@ -72,7 +82,8 @@ def pace(read: float, tokens: int) -> Pace:
 
 
 def shown(file: io.StringIO, monkeypatch: pytest.MonkeyPatch, seconds: float) -> str:
-    """What a line shows of three paces, `seconds` apart, the first of which an earlier run had reached."""
+    """What a line shows of three paces, `seconds` apart, the first of which an earlier run had
+    reached."""
     now = [100.0]
     monkeypatch.setattr(store_report.time, "monotonic", lambda: now[0])
     line = ProgressLine(file)

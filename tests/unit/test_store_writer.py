@@ -1,4 +1,5 @@
-"""Shards as they are written: a writer goes on from what was committed, and cuts off what came after."""
+"""Shards as they are written: a writer goes on from what was committed, and cuts off what came
+after."""
 
 import json
 
@@ -28,7 +29,13 @@ def test_a_writer_goes_on_from_what_was_committed(tmp_path):
     with StoreWriter(tmp_path, committed) as writer:
         append(writer, SECOND, START)
         manifest = writer.finish()
-    shards = [np.fromfile(tmp_path / f"tokens-0000{shard}.bin", "<u2").tolist() for shard in range(3)]
+    shards = [
+        np.fromfile(tmp_path / f"tokens-0000{shard}.bin", "<u2").tolist() for shard in range(3)
+    ]
     assert sum(shards, []) == stream(FIRST + SECOND)
-    assert [len(shard) for shard in shards] == [shard.tokens for shard in manifest.shards] == [10, 10, 5]
+    assert (
+        [len(shard) for shard in shards]
+        == [shard.tokens for shard in manifest.shards]
+        == [10, 10, 5]
+    )
     assert (manifest.documents, manifest.max_token_id, manifest.skipped_rows) == (4, 41, 2)

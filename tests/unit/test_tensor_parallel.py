@@ -24,7 +24,9 @@ from torchtitan_lite.parallel.tensor_parallel import (
     float8_gathers,
 )
 
-ARGS = ModelArgs(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16)
+ARGS = ModelArgs(
+    dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16
+)
 
 
 def plan(float8: Float8Config | None) -> dict[str, type]:
@@ -56,15 +58,22 @@ def test_under_tensorwise_all_are_the_float8_styles() -> None:
 def test_an_input_that_a_kept_linear_reads_too_is_gathered_in_high_precision() -> None:
     styles = plan(Float8Config(filter_fqns=("wk", "w2")))
     assert styles["attention"] is PrepareModuleInput
-    assert (styles["attention.wk"], styles["attention.wq"]) == (ColwiseParallel, Float8ColwiseParallel)
+    assert (styles["attention.wk"], styles["attention.wq"]) == (
+        ColwiseParallel,
+        Float8ColwiseParallel,
+    )
     assert styles["feed_forward"] is PrepareFloat8ModuleInput
     assert styles["feed_forward.w2"] is RowwiseParallel
 
 
 def test_float8_gathers_are_those_of_parts_whose_readers_all_are_tensorwise() -> None:
-    linears = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"feed_forward.w{i}" for i in (1, 2, 3)]
+    linears = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [
+        f"feed_forward.w{i}" for i in (1, 2, 3)
+    ]
     names = {f"layers.{i}.{name}" for i in range(3) for name in linears}
-    assert float8_gathers(names) == 3 * 4  # each part's input, and the gradient of each part's output
+    assert (
+        float8_gathers(names) == 3 * 4
+    )  # each part's input, and the gradient of each part's output
     assert float8_gathers(names | {"output"}) == 3 * 4 + 1
     assert float8_gathers(names - {"layers.1.attention.wk"}) == 3 * 4 - 1
     assert float8_gathers(names - {"layers.2.feed_forward.w2"}) == 3 * 4 - 1
@@ -72,9 +81,12 @@ def test_float8_gathers_are_those_of_parts_whose_readers_all_are_tensorwise() ->
 
 
 def test_async_tensor_parallelism_is_refused_without_symmetric_memory() -> None:
-    mesh = SimpleNamespace(device_type="cpu", get_group=lambda: SimpleNamespace(size=lambda: 2, group_name="tp"))
+    mesh = SimpleNamespace(
+        device_type="cpu", get_group=lambda: SimpleNamespace(size=lambda: 2, group_name="tp")
+    )
     with pytest.raises(
-        ConfigError, match=r"enable_async_tensor_parallel = true needs symmetric memory between the 2 GPUs.*none on cpu"
+        ConfigError,
+        match=r"enable_async_tensor_parallel = true needs symmetric memory between the 2 GPUs.*none on cpu",
     ):
         enable_async_tensor_parallel(mesh)
     assert not torch._inductor.config._micro_pipeline_tp

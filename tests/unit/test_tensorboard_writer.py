@@ -49,7 +49,11 @@ OUTSIDE = {
 
 
 def open_writer(
-    folder: Path, *, resume_step: int = 0, total_memory_gib: float | None = None, numerics: bool = False
+    folder: Path,
+    *,
+    resume_step: int = 0,
+    total_memory_gib: float | None = None,
+    numerics: bool = False,
 ) -> TensorBoardWriter:
     return TensorBoardWriter(
         folder,
@@ -68,14 +72,20 @@ def write_steps(writer: TensorBoardWriter, steps: range) -> None:
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def read_layout(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
     """Tags of each chart of each page; the layout is there once."""
     (event,) = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    return {page.title: {chart.title: list(chart.multiline.tag) for chart in page.chart} for page in layout.category}
+    return {
+        page.title: {chart.title: list(chart.multiline.tag) for chart in page.chart}
+        for page in layout.category
+    }
 
 
 def read_hparams(events: EventAccumulator) -> dict[str, plugin_data_pb2.HParamsPluginData]:
@@ -91,7 +101,9 @@ def test_tags(tmp_path):
     writer.write(RECORD)
     writer.write_scalars(12, OUTSIDE)
     writer.close(None)
-    curves = {tag: points for tag, points in read_curves(tmp_path).items() if not tag.startswith("pages/")}
+    curves = {
+        tag: points for tag, points in read_curves(tmp_path).items() if not tag.startswith("pages/")
+    }
     assert curves == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
 
 
@@ -161,7 +173,10 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
         "validation_metrics/global_avg_loss",
         "pages/tps",
         "tflops",
-        *(f"pages/{name}" for name in ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")),
+        *(
+            f"pages/{name}"
+            for name in ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")
+        ),
         "pages/memory_gib",
         "pages/step_time_s",
         "pages/data_time_s",
@@ -176,14 +191,21 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
 def test_a_figure_on_a_page_is_the_one_under_its_tag(tmp_path):
     write_steps(open_writer(tmp_path), range(1, 3))
     curves = read_curves(tmp_path)
-    for name, tag in {"tps": "throughput(tps)", "hfu": "hfu(%)", "step_time_s": "time_metrics/end_to_end(s)"}.items():
+    for name, tag in {
+        "tps": "throughput(tps)",
+        "hfu": "hfu(%)",
+        "step_time_s": "time_metrics/end_to_end(s)",
+    }.items():
         assert curves[f"pages/{name}"] == curves[tag]
 
 
 def test_runs_can_be_compared(tmp_path):
     writer = open_writer(tmp_path)
     hparams = read_hparams(EventAccumulator(str(tmp_path)).Reload())
-    assert hparams.keys() == {"experiment", "session_start_info"}  # also of a run that goes on, or crashed
+    assert hparams.keys() == {
+        "experiment",
+        "session_start_info",
+    }  # also of a run that goes on, or crashed
     assert [metric.name.tag for metric in hparams["experiment"].experiment.metric_infos] == [
         "final/loss",
         "final/median_tps",
@@ -212,7 +234,9 @@ def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     writer.write_scalars(10, {"checkpoint_s": 3.0})
     if summary is not None:
         writer.close(summary)
-    (events_file,) = tmp_path.iterdir()  # files are read in the order of the second, in their name, of their start
+    (events_file,) = (
+        tmp_path.iterdir()
+    )  # files are read in the order of the second, in their name, of their start
     events_file.rename(events_file.with_name("events.out.tfevents.1700000000.earlier"))
     resumed = open_writer(tmp_path, resume_step=6)
     write_steps(resumed, range(7, 9))
@@ -222,7 +246,11 @@ def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     curves = read_curves(tmp_path)
     assert curves["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
     assert curves["final/loss"] == [(8, 5.25)]
-    repeated = {tag: Counter(step for step, _ in points).most_common(1) for tag, points in curves.items() if points}
+    repeated = {
+        tag: Counter(step for step, _ in points).most_common(1)
+        for tag, points in curves.items()
+        if points
+    }
     assert {count for ((_, count),) in repeated.values()} == {1}
     assert list(read_layout(events)) == ["loss", "throughput", "MFU", "memory", "times"]
     (text,) = events.Tensors("config/text_summary")

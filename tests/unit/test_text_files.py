@@ -73,13 +73,21 @@ def test_byte_order_marks_are_left_out(folder, small):
     mark = b"\xef\xbb\xbf"
     assert rows(folder / "a.txt", mark) == []
     assert rows(folder / "a.jsonl", mark + b"\n") == []
-    assert lines_and_data(folder / "a.txt", mark + b"a2345\n" + mark + b"b") == [(1, b"a2345\n"), (2, mark + b"b")]
-    assert lines_and_data(folder / "a.jsonl", mark + b"{1}\n" + mark + b"{2}\n") == [(1, b"{1}\n"), (2, b"{2}\n")]
+    assert lines_and_data(folder / "a.txt", mark + b"a2345\n" + mark + b"b") == [
+        (1, b"a2345\n"),
+        (2, mark + b"b"),
+    ]
+    assert lines_and_data(folder / "a.jsonl", mark + b"{1}\n" + mark + b"{2}\n") == [
+        (1, b"{1}\n"),
+        (2, b"{2}\n"),
+    ]
 
 
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 20))
 @settings(max_examples=300, deadline=None)
-def test_a_long_text_is_cut_at_the_first_line_end_past_the_size_of_a_part(folder, lines, part_bytes):
+def test_a_long_text_is_cut_at_the_first_line_end_past_the_size_of_a_part(
+    folder, lines, part_bytes
+):
     content = b"\n".join(lines)
     file, parts = BytesIO(content), []
     reader = iter(file.readline, b"")
@@ -94,7 +102,9 @@ def test_a_long_text_is_cut_at_the_first_line_end_past_the_size_of_a_part(folder
         patch.setattr(text_files, "PART_BYTES", part_bytes)
         found = rows(folder / "parts.rst", content)
     assert [row.data for row in found] == parts
-    assert [row.line for row in found] == [1 + b"".join(parts[:i]).count(b"\n") for i in range(len(parts))]
+    assert [row.line for row in found] == [
+        1 + b"".join(parts[:i]).count(b"\n") for i in range(len(parts))
+    ]
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -103,14 +113,22 @@ def test_a_row_that_is_too_long_is_passed_over(folder, small, ending):
     name = f"long.jsonl{ending}"
     assert lines_and_data(folder / name, long[1:] + b"\n2") == [(1, long[1:] + b"\n"), (2, b"2")]
     assert lines_and_data(folder / name, long + b"\n2") == [(1, problem), (2, b"2")]
-    assert lines_and_data(folder / name, b"1\n" + long * 9 + b"\n\n4") == [(1, b"1\n"), (2, problem), (4, b"4")]
+    assert lines_and_data(folder / name, b"1\n" + long * 9 + b"\n\n4") == [
+        (1, b"1\n"),
+        (2, problem),
+        (4, b"4"),
+    ]
     assert lines_and_data(folder / name, b"1\n" + long * 9) == [(1, b"1\n"), (2, problem)]
     name = f"long.md{ending}"
     assert lines_and_data(folder / name, b"1\n2\n" + long[1:] + b"\n4") == [
         (1, b"1\n2\n" + long[1:] + b"\n"),
         (4, b"4"),
     ]
-    assert lines_and_data(folder / name, b"1\n2\n" + long * 9 + b"\n4") == [(1, b"1\n2\n"), (3, problem), (4, b"4")]
+    assert lines_and_data(folder / name, b"1\n2\n" + long * 9 + b"\n4") == [
+        (1, b"1\n2\n"),
+        (3, problem),
+        (4, b"4"),
+    ]
     assert lines_and_data(folder / name, long + b"\n2") == [(1, problem), (2, b"2")]
 
 
@@ -119,7 +137,9 @@ def test_a_row_that_is_too_long_is_not_held_in_memory(folder, monkeypatch, name)
     monkeypatch.setattr(text_files, "PART_BYTES", 2**16)
     monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 2**17)
     path = folder / name
-    path.write_bytes(COMPRESS.get(path.suffix, bytes)(Random(0).randbytes(2**23).hex().encode() + b"\n2"))
+    path.write_bytes(
+        COMPRESS.get(path.suffix, bytes)(Random(0).randbytes(2**23).hex().encode() + b"\n2")
+    )
     tracemalloc.start()
     found = [row.line for row in read_text_file(path, START)]
     peak = tracemalloc.get_traced_memory()[1]
@@ -151,7 +171,8 @@ def test_a_compressed_file_that_is_cut_off_is_refused(folder, ending):
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize(
-    "content", [b"no such format", b"\x1f\x8b\x08\0\0\0\0\0\0\0\xff\xff\xff", b"\x28\xb5\x2f\xfd\xff"]
+    "content",
+    [b"no such format", b"\x1f\x8b\x08\0\0\0\0\0\0\0\xff\xff\xff", b"\x28\xb5\x2f\xfd\xff"],
 )
 def test_a_compressed_file_that_is_broken_is_refused(folder, ending, content):
     path = folder / f"broken.txt{ending}"
@@ -166,7 +187,11 @@ def test_a_file_that_is_not_there_is_refused(folder):
 
 
 @given(
-    st.lists(st.sampled_from([b"", b"1", b"  ", b"{22}", b"333\r", b"x" * 19, b"x" * 20, b"x" * 50, b"\xef\xbb\xbf"]))
+    st.lists(
+        st.sampled_from(
+            [b"", b"1", b"  ", b"{22}", b"333\r", b"x" * 19, b"x" * 20, b"x" * 50, b"\xef\xbb\xbf"]
+        )
+    )
 )
 @settings(max_examples=100, deadline=None)
 def test_reading_goes_on_after_any_row(folder, lines):
@@ -189,7 +214,9 @@ GOOD = st.tuples(
     st.sampled_from([b"", b"\r", b"  \r"]),
 ).map(b"".join)
 NO_OBJECT = st.binary(min_size=1, max_size=40).map(lambda data: b"\x01" + data.replace(b"\n", b""))
-CUT_OFF = st.tuples(PRETTY, st.floats(0, 1)).map(lambda cut: cut[0][: 1 + int(cut[1] * (len(cut[0]) - 2))])
+CUT_OFF = st.tuples(PRETTY, st.floats(0, 1)).map(
+    lambda cut: cut[0][: 1 + int(cut[1] * (len(cut[0]) - 2))]
+)
 NO_TEXT = st.sampled_from(
     [
         b'{"text": 1}',
@@ -220,7 +247,9 @@ LINES = st.one_of(
 
 
 @given(
-    st.lists(LINES, min_size=20, max_size=80), st.sampled_from(["f.jsonl", "f.jsonl.gz", "f.jsonl.zst"]), st.booleans()
+    st.lists(LINES, min_size=20, max_size=80),
+    st.sampled_from(["f.jsonl", "f.jsonl.gz", "f.jsonl.zst"]),
+    st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_malformed_rows_are_named_and_good_ones_are_read(folder, lines, name, ended):

@@ -1,4 +1,5 @@
-"""Token stores: any part of the stream, the cache made once and whole, and the tokenizer that must be the store's."""
+"""Token stores: any part of the stream, the cache made once and whole, and the tokenizer that must
+be the store's."""
 
 import errno
 import json
@@ -66,7 +67,12 @@ def contents(opened: TokenStore) -> list[int]:
 
 
 def test_what_a_store_is(store):
-    assert (store.tokens, store.documents, store.vocab_size, store.max_token_id) == (45, 5, 1000, 59)
+    assert (store.tokens, store.documents, store.vocab_size, store.max_token_id) == (
+        45,
+        5,
+        1000,
+        59,
+    )
     assert (store.name, store.dtype) == ("numbers", np.dtype("<u2"))
     assert contents(store) == stream(DOCUMENTS)
 
@@ -98,7 +104,9 @@ def test_only_what_is_there(store):
 
 
 def test_where_documents_begin(store):
-    starts = [10 * shard + place for shard in range(5) for place in store.document_starts(shard).tolist()]
+    starts = [
+        10 * shard + place for shard in range(5) for place in store.document_starts(shard).tolist()
+    ]
     assert starts == [0, 5, 8, 40, 42]
     assert [len(store.document_starts(shard)) for shard in range(5)] == [3, 0, 0, 0, 2]
 
@@ -109,7 +117,9 @@ def open_files() -> int:
 
 def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(token_store, "OPEN_SHARDS", 3)
-    store = TokenStore(write_store(tmp_path / "many", [list(range(100, 500))], replace(RECIPE, shard_tokens=4)))
+    store = TokenStore(
+        write_store(tmp_path / "many", [list(range(100, 500))], replace(RECIPE, shard_tokens=4))
+    )
     before = open_files()
     assert contents(store) == [1, *range(100, 500), 2]
     assert open_files() - before <= 3
@@ -122,7 +132,9 @@ def test_counts_of_ids(store, monkeypatch):
     assert store.token_counts().tolist() == counts.tolist()
     monkeypatch.setattr(token_store, "COUNTED_CHUNKS", 2)  # of 7 chunks, every 4th
     ids = stream(DOCUMENTS)
-    assert store.token_counts().tolist() == np.bincount(ids[0:7] + ids[28:35], minlength=1000).tolist()
+    assert (
+        store.token_counts().tolist() == np.bincount(ids[0:7] + ids[28:35], minlength=1000).tolist()
+    )
 
 
 VERIFY = r"; scripts/prepare_data.py verify {folder} lists what is broken; copy the store again, or remove it and make"
@@ -146,7 +158,9 @@ def test_an_id_that_changed_is_named_with_its_place(own, read):
     ids = np.fromfile(own.folder / "tokens-00002.bin", own.dtype)
     ids[3] = 5000
     ids.tofile(own.folder / "tokens-00002.bin")
-    reason = r"tokens-00002\.bin: id 5000 at place 3 is above the highest one, 59" + VERIFY.format(folder=own.folder)
+    reason = r"tokens-00002\.bin: id 5000 at place 3 is above the highest one, 59" + VERIFY.format(
+        folder=own.folder
+    )
     with pytest.raises(DataError, match=f"^token store {own.folder} is damaged: {reason}"):
         READS[read](own)
 
@@ -157,7 +171,9 @@ def test_a_shard_that_is_cut_off_while_in_use(own, read, opened):
     if opened:
         own.read(20, 10)
     os.truncate(own.folder / "tokens-00002.bin", 4)
-    reason = r"tokens-00002\.bin ends at byte 4; it was cut off while in use" + VERIFY.format(folder=own.folder)
+    reason = r"tokens-00002\.bin ends at byte 4; it was cut off while in use" + VERIFY.format(
+        folder=own.folder
+    )
     with pytest.raises(DataError, match=f"^token store {own.folder} is damaged: {reason}"):
         READS[read](own)
 
@@ -167,7 +183,10 @@ def test_a_shard_that_is_gone_is_read_on_where_it_is_open_and_else_named(own):
     for shard in (1, 2):
         (own.folder / f"tokens-{shard:05d}.bin").unlink()
     assert own.read(20, 10).tolist() == ids
-    with pytest.raises(DataError, match=r"is damaged: tokens-00001\.bin: No such file or directory; scripts/prepare"):
+    with pytest.raises(
+        DataError,
+        match=r"is damaged: tokens-00001\.bin: No such file or directory; scripts/prepare",
+    ):
         own.read(10, 1)
 
 
@@ -176,19 +195,26 @@ def test_a_disk_that_cannot_be_read(own, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DataError, match=r"is damaged: tokens-00000\.bin: Input/output error; scripts/prepare_data"):
+    with pytest.raises(
+        DataError, match=r"is damaged: tokens-00000\.bin: Input/output error; scripts/prepare_data"
+    ):
         own.read(0, 1)
 
 
 def test_documents_that_are_cut_off_while_in_use(own):
     os.truncate(own.folder / "documents-00004.bin", 6)
-    with pytest.raises(DataError, match=r"is damaged: documents-00004\.bin ends at byte 6; it was cut off"):
+    with pytest.raises(
+        DataError, match=r"is damaged: documents-00004\.bin ends at byte 6; it was cut off"
+    ):
         own.documents_between(0, 45)
 
 
 def test_a_store_that_claims_ids_that_its_tokenizer_lacks(tmp_path):
     folder = write_store(tmp_path / "own", DOCUMENTS, replace(RECIPE, vocab_size=59))
-    with pytest.raises(DataError, match=r"is damaged: its highest id is 59, and its tokenizer has 59 ids; scripts/pr"):
+    with pytest.raises(
+        DataError,
+        match=r"is damaged: its highest id is 59, and its tokenizer has 59 ids; scripts/pr",
+    ):
         TokenStore(folder)
 
 
@@ -198,7 +224,9 @@ def test_text_is_tokenized_once(source, cache, messages):
     again = open_cached(source, build_tokenizer(""), cache_dir=cache)
     assert again.fingerprint == first.fingerprint
     [message] = [record.getMessage() for record in messages.records]
-    assert message.startswith(f"tokenized {source.name}: 3 documents, {len(expected_ids())} tokens, 0 rows skipped, ")
+    assert message.startswith(
+        f"tokenized {source.name}: 3 documents, {len(expected_ids())} tokens, 0 rows skipped, "
+    )
     assert [path.name for path in cache.iterdir()] == [first.folder.name]
 
 
@@ -215,7 +243,10 @@ def test_other_text_and_other_tokenizer_have_other_stores(source, corpus, cache)
 
 def test_default_cache(source, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert open_cached(source, build_tokenizer("")).folder.parent == tmp_path / "xdg" / "torchtitan_lite" / "tokens"
+    assert (
+        open_cached(source, build_tokenizer("")).folder.parent
+        == tmp_path / "xdg" / "torchtitan_lite" / "tokens"
+    )
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     folder = open_cached(source, build_tokenizer("")).folder
@@ -237,7 +268,10 @@ def test_a_damaged_cache_is_named_and_mended(source, cache, messages, kind):
     with pytest.raises(DataError, match=f"^token store {folder} is damaged: "):
         TokenStore(folder)
     assert contents(open_cached(source, build_tokenizer(""), cache_dir=cache)) == expected_ids()
-    assert any(record.getMessage().startswith(f"token store {folder} is damaged: ") for record in messages.records)
+    assert any(
+        record.getMessage().startswith(f"token store {folder} is damaged: ")
+        for record in messages.records
+    )
 
 
 def test_a_damaged_cache_behind_a_link_is_made_again(source, cache, tmp_path):
@@ -252,7 +286,10 @@ def test_a_damaged_cache_behind_a_link_is_made_again(source, cache, tmp_path):
 
 def test_cache_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"^token cache .*file/cache cannot be written: Not a directory; set XDG_CACHE"):
+    with pytest.raises(
+        DataError,
+        match=r"^token cache .*file/cache cannot be written: Not a directory; set XDG_CACHE",
+    ):
         open_cached(source, build_tokenizer(""), cache_dir=tmp_path / "file" / "cache")
 
 
@@ -268,7 +305,9 @@ def test_a_full_disk_under_the_cache(corpus, cache, tmp_path, monkeypatch, code)
         message = rf'^\[training\] dataset_path = "x": token cache .* cannot be written: {os.strerror(code)}; set XDG_'
         with pytest.raises(StorageError, match=message):
             open_data(str(corpus), tokenizer=build_tokenizer(""), **OPTIONS)
-    assert contents(open_data(str(corpus), tokenizer=build_tokenizer(""), **OPTIONS)) == expected_ids()
+    assert (
+        contents(open_data(str(corpus), tokenizer=build_tokenizer(""), **OPTIONS)) == expected_ids()
+    )
 
 
 def make_in_process(path, cache, started):
@@ -280,8 +319,12 @@ def test_one_process_makes_it_and_the_others_wait(source, corpus, cache):
     cache.mkdir()
     context = multiprocessing.get_context("spawn")
     started = [context.Event() for _ in range(2)]
-    processes = [context.Process(target=make_in_process, args=(corpus, cache, event)) for event in started]
-    folder = token_store.open_cached(source, build_tokenizer(""), cache_dir=cache / "elsewhere").folder
+    processes = [
+        context.Process(target=make_in_process, args=(corpus, cache, event)) for event in started
+    ]
+    folder = token_store.open_cached(
+        source, build_tokenizer(""), cache_dir=cache / "elsewhere"
+    ).folder
     with prepare.exclusive(prepare.lock_of(cache / folder.name)):
         for process, event in zip(processes, started, strict=True):
             process.start()
@@ -340,9 +383,13 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path):
 
 def test_a_store_that_claims_another_number_of_ids_than_its_tokenizer_is_refused(tmp_path):
     tokenizer = build_tokenizer("")
-    recipe = replace(RECIPE, tokenizer_fingerprint=tokenizer.fingerprint, vocab_size=2**32, dtype="<u4")
+    recipe = replace(
+        RECIPE, tokenizer_fingerprint=tokenizer.fingerprint, vocab_size=2**32, dtype="<u4"
+    )
     folder = write_store(tmp_path / "store", DOCUMENTS, recipe)
-    with pytest.raises(DataError, match=r"was made with tokenizer none \(4294967296 ids, .* \(2256 ids, "):
+    with pytest.raises(
+        DataError, match=r"was made with tokenizer none \(4294967296 ids, .* \(2256 ids, "
+    ):
         open_data(str(folder), tokenizer=tokenizer, **OPTIONS)
 
 
@@ -351,5 +398,7 @@ def test_data_that_training_does_not_read(tmp_path):
         "hf:some/set": "training reads no Hugging Face dataset; make a store of it: .* make hf:some/set STORE",
         str(tmp_path / "nowhere"): f"{tmp_path}/nowhere: does not exist",
     }.items():
-        with pytest.raises(DataError, match=re.escape('[training] dataset_path = "x": ') + f".*{message}"):
+        with pytest.raises(
+            DataError, match=re.escape('[training] dataset_path = "x": ') + f".*{message}"
+        ):
             open_data(path, tokenizer=build_tokenizer(""), **OPTIONS)

@@ -1,4 +1,5 @@
-"""Tokenizers: the shipped one, framed documents, folders and files of each form, and what is refused."""
+"""Tokenizers: the shipped one, framed documents, folders and files of each form, and what is
+refused."""
 
 import io
 import json
@@ -70,7 +71,9 @@ def test_documents_are_framed(shipped: Tokenizer) -> None:
     assert shipped.decode([1, *shipped.encode("a b"), 2]) == "a b"
 
 
-def test_the_fingerprint_is_of_the_content_and_of_what_frames_it(tmp_path: Path, shipped: Tokenizer) -> None:
+def test_the_fingerprint_is_of_the_content_and_of_what_frames_it(
+    tmp_path: Path, shipped: Tokenizer
+) -> None:
     assert build_tokenizer(str(model_file(tmp_path / "copy"))).fingerprint == shipped.fingerprint
     path = json_file(tmp_path / "tokenizer.json", "<s>", "</s>", "<end>")
     first = build_tokenizer(str(path))
@@ -104,18 +107,25 @@ def test_the_optional_packages_are_not_needed_and_torch_is_not_imported() -> Non
         "import sys; from torchtitan_lite.data.tokenizer import build_tokenizer; build_tokenizer('');"
         "print({'torch', 'tiktoken', 'tokenizers'} & sys.modules.keys())"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout == "set()\n"
 
 
 def refused(path: Path, reason: str) -> None:
     """See that `path` is refused: `reason`, a pattern, follows the setting."""
-    with pytest.raises(DataError, match=rf'^\[model\] tokenizer_path = "{re.escape(str(path))}" {reason}'):
+    with pytest.raises(
+        DataError, match=rf'^\[model\] tokenizer_path = "{re.escape(str(path))}" {reason}'
+    ):
         build_tokenizer(str(path))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "none", "cannot be read: No such file or directory; name a tokenizer's file or folder$")
+    refused(
+        tmp_path / "none",
+        "cannot be read: No such file or directory; name a tokenizer's file or folder$",
+    )
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
@@ -134,17 +144,28 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "t").write_bytes(content)
-    refused(tmp_path / "t", rf'is read with the package {package}, .*; pip install "torchtitan-lite\[llama\]"$')
+    refused(
+        tmp_path / "t",
+        rf'is read with the package {package}, .*; pip install "torchtitan-lite\[llama\]"$',
+    )
 
 
 def test_a_model_without_bos_is_refused(tmp_path: Path) -> None:
     model = io.BytesIO()
     texts = ["def f(x):\n\treturn x + 1\n", "class A:\n    value = 1234\n"] * 3
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=model, vocab_size=30, bos_id=-1, model_type="bpe", minloglevel=2
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=30,
+        bos_id=-1,
+        model_type="bpe",
+        minloglevel=2,
     )
     (tmp_path / "m").write_bytes(model.getvalue())
-    refused(tmp_path / "m", "has BOS id -1 and EOS id 2, where -1 is none; documents need both, so train")
+    refused(
+        tmp_path / "m",
+        "has BOS id -1 and EOS id 2, where -1 is none; documents need both, so train",
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,4 +181,6 @@ def test_a_json_file_without_bos_or_eos_is_refused(
 ) -> None:
     path = json_file(tmp_path / "tokenizer.json", *special)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    refused(path, f"has BOS id {ids[0]} and EOS id {ids[1]}, .* or name them in a tokenizer_config.json")
+    refused(
+        path, f"has BOS id {ids[0]} and EOS id {ids[1]}, .* or name them in a tokenizer_config.json"
+    )

@@ -12,7 +12,14 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError
 
 from torchtitan_lite.config import CheckpointConfig, Config, JobConfig, MetricsConfig
-from torchtitan_lite.errors import CheckpointError, ConfigError, DataError, RankLostError, RunError, StorageError
+from torchtitan_lite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RankLostError,
+    RunError,
+    StorageError,
+)
 from torchtitan_lite.train import explain, open_folder, run_entries
 
 
@@ -32,7 +39,9 @@ def world() -> Iterator[None]:
 
 def opened_step(path: Path, **checkpoint: Any) -> int:
     """The step that a run in `path` with checkpoints goes on from."""
-    config = Config(job=JobConfig(dump_folder=str(path)), checkpoint=CheckpointConfig(enable=True, **checkpoint))
+    config = Config(
+        job=JobConfig(dump_folder=str(path)), checkpoint=CheckpointConfig(enable=True, **checkpoint)
+    )
     folder, resume = open_folder(config)
     assert folder is not None
     folder.close()
@@ -43,7 +52,9 @@ def names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
-def test_the_first_run_in_a_folder_that_holds_something_else_leaves_it_alone(world: None, tmp_path: Path) -> None:
+def test_the_first_run_in_a_folder_that_holds_something_else_leaves_it_alone(
+    world: None, tmp_path: Path
+) -> None:
     (tmp_path / "config.toml").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds config\.toml, but no status\.json of a run"):
         opened_step(tmp_path)
@@ -52,7 +63,9 @@ def test_the_first_run_in_a_folder_that_holds_something_else_leaves_it_alone(wor
     assert names(tmp_path) == [".lock", "config.toml"]
 
 
-def test_a_copied_checkpoint_is_resumed_and_its_config_replaced(world: None, tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_resumed_and_its_config_replaced(
+    world: None, tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path / "checkpoint", 10)
     (tmp_path / "config.toml").write_text(CONFIG)
     assert opened_step(tmp_path) == 10
@@ -61,10 +74,14 @@ def test_a_copied_checkpoint_is_resumed_and_its_config_replaced(world: None, tmp
 
 def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -> None:
     initial = write_checkpoint(tmp_path / "checkpoint", 10)
-    with pytest.raises(ConfigError, match=r"initial_load_path = .* is in \[job\] dump_folder = .* name another"):
+    with pytest.raises(
+        ConfigError, match=r"initial_load_path = .* is in \[job\] dump_folder = .* name another"
+    ):
         opened_step(tmp_path, load_step=0, initial_load_path=str(initial))
     assert initial.is_dir()
-    assert opened_step(tmp_path, initial_load_path=str(initial)) == 10  # a run that resumes does not use it
+    assert (
+        opened_step(tmp_path, initial_load_path=str(initial)) == 10
+    )  # a run that resumes does not use it
 
 
 def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path) -> None:
@@ -73,11 +90,15 @@ def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path
     disk.mkdir()
     (path / "checkpoint").symlink_to(disk)
     assert opened_step(path) == 0
-    write_checkpoint(disk, 10).rename(disk / ".tmp-step-00000010")  # what a kill in the first save leaves
+    write_checkpoint(disk, 10).rename(
+        disk / ".tmp-step-00000010"
+    )  # what a kill in the first save leaves
     assert opened_step(path) == 0
     write_checkpoint(disk, 10)
     assert opened_step(path) == 10
-    with pytest.raises(ConfigError, match=r"holds checkpoint, a link to .*/disk, which is not empty"):
+    with pytest.raises(
+        ConfigError, match=r"holds checkpoint, a link to .*/disk, which is not empty"
+    ):
         opened_step(path, load_step=0)
     assert names(disk) == ["step-00000010"] and (path / "checkpoint").is_symlink()
 
@@ -95,7 +116,9 @@ def arguments() -> dict[str, Any]:
 def test_a_failing_disk_is_told_from_other_failures(arguments: dict[str, Any]) -> None:
     full = explain(OSError(errno.ENOSPC, "No space left on device"), **arguments)
     assert isinstance(full, StorageError) and full.exit_code == 7
-    assert str(full).startswith('[job] dump_folder = "/runs/a": [Errno 28] No space left on device; make room')
+    assert str(full).startswith(
+        '[job] dump_folder = "/runs/a": [Errno 28] No space left on device; make room'
+    )
     unmounted = FileNotFoundError(errno.ENOENT, "No such file or directory", b"/runs/a/tb/events")
     assert isinstance(explain(unmounted, **arguments), StorageError)
     elsewhere = FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/b")
@@ -103,7 +126,9 @@ def test_a_failing_disk_is_told_from_other_failures(arguments: dict[str, Any]) -
 
 
 def test_a_collective_that_failed_is_a_lost_rank(arguments: dict[str, Any]) -> None:
-    lost = explain(RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"), **arguments)
+    lost = explain(
+        RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"), **arguments
+    )
     assert isinstance(lost, RankLostError) and lost.exit_code == 6
     assert str(lost).startswith("rank 1 has ended; ")
 
@@ -111,20 +136,35 @@ def test_a_collective_that_failed_is_a_lost_rank(arguments: dict[str, Any]) -> N
 def test_an_error_for_users_is_what_it_is_and_others_are_none(arguments: dict[str, Any]) -> None:
     error = DataError("no text")
     assert explain(error, **arguments) is error
-    for other in (OSError(errno.ECONNRESET, "reset"), ValueError("no"), RuntimeError("shapes differ")):
+    for other in (
+        OSError(errno.ECONNRESET, "reset"),
+        ValueError("no"),
+        RuntimeError("shapes differ"),
+    ):
         assert explain(other, **arguments) is None
 
 
 @pytest.mark.parametrize(
     ("inner", "told"),
     [
-        (ImportError("/cache/ab/cab.main.so: file too short"), "ImportError: /cache/ab/cab.main.so: file too short"),
-        (CppCompileError(["g++", "/cache/ab/cab.main.cpp"], "no at::vec"), "CppCompileError: C++ compile error"),
         (
-            AttributeError("module 'torch._inductor.runtime.compile_tasks.cab' has no attribute 'call'"),
+            ImportError("/cache/ab/cab.main.so: file too short"),
+            "ImportError: /cache/ab/cab.main.so: file too short",
+        ),
+        (
+            CppCompileError(["g++", "/cache/ab/cab.main.cpp"], "no at::vec"),
+            "CppCompileError: C++ compile error",
+        ),
+        (
+            AttributeError(
+                "module 'torch._inductor.runtime.compile_tasks.cab' has no attribute 'call'"
+            ),
             "AttributeError",
         ),
-        (OSError(errno.ENOSPC, "No space left on device", "/cache/ab"), "OSError: [Errno 28] No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/cache/ab"),
+            "OSError: [Errno 28] No space left on device",
+        ),
     ],
 )
 def test_a_broken_file_of_the_compilers_cache_is_told_with_its_folder(
@@ -138,11 +178,15 @@ def test_a_broken_file_of_the_compilers_cache_is_told_with_its_folder(
     ):
         explained = explain(error, **arguments)
         assert isinstance(explained, RunError) and explained.exit_code == 1
-        assert "remove the folder /cache and start again, or set TORCHINDUCTOR_CACHE_DIR" in str(explained)
+        assert "remove the folder /cache and start again, or set TORCHINDUCTOR_CACHE_DIR" in str(
+            explained
+        )
         assert f"It said: {told}" in str(explained)
 
 
-def test_other_failures_of_the_compiler_are_none(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_of_the_compiler_are_none(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = InductorError(NotImplementedError("no such operator"), None)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     assert explain(failed, **arguments) is None

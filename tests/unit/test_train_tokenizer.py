@@ -11,7 +11,11 @@ from torchtitan_lite.data.train_tokenizer import train_tokenizer
 from torchtitan_lite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ["def f(x):\n\treturn x + 1\n", "class A:\n    value = 1234\n", "the return of the value\n"] * 3
+TEXTS = [
+    "def f(x):\n\treturn x + 1\n",
+    "class A:\n    value = 1234\n",
+    "the return of the value\n",
+] * 3
 
 
 def test_training_is_exact_deterministic_and_lossless(tmp_path):
@@ -39,7 +43,9 @@ def test_a_very_long_line_is_trained_on(tmp_path):
     ],
 )
 def test_impossible_vocabulary(tmp_path, vocab_size, message):
-    with pytest.raises(DataError, match=rf"--vocab-size = {vocab_size} does not suit this text: .*{message}"):
+    with pytest.raises(
+        DataError, match=rf"--vocab-size = {vocab_size} does not suit this text: .*{message}"
+    ):
         train_tokenizer(TEXTS, vocab_size=vocab_size, output=tmp_path / "m")
     assert not list(tmp_path.iterdir())
 
@@ -55,7 +61,9 @@ def test_output_is_not_overwritten_unasked(tmp_path):
 
 
 def test_output_that_cannot_be_written(tmp_path):
-    with pytest.raises(DataError, match=r"--output = .* cannot be written: No such file or directory"):
+    with pytest.raises(
+        DataError, match=r"--output = .* cannot be written: No such file or directory"
+    ):
         train_tokenizer(TEXTS, vocab_size=300, output=tmp_path / "missing" / "m")
 
 
@@ -70,7 +78,14 @@ def test_an_error_of_the_documents_stays_itself(tmp_path):
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "scripts/train_tokenizer.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture

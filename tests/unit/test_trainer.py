@@ -16,7 +16,9 @@ def test_too_many_steps_in_a_row_without_an_update_end_the_run() -> None:
     assert too_many_skips(skips, TrainingConfig(max_consecutive_skips=4)) is None
     error = too_many_skips(skips, TrainingConfig(max_consecutive_skips=3))
     assert error is not None and error.exit_code == 5
-    assert str(error).startswith("[training] max_consecutive_skips = 3: the 3 steps up to 7 had no update")
+    assert str(error).startswith(
+        "[training] max_consecutive_skips = 3: the 3 steps up to 7 had no update"
+    )
     assert "step 7: loss = nan, grad_norm = 1.0. Lower [optimizer] lr" in str(error)
 
 

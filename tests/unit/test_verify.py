@@ -42,13 +42,16 @@ def test_any_flipped_bit_is_found_and_its_file_named(tmp_path_factory, data):
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
     assert any(
-        problem.startswith(f"{path.name}: its contents have changed (sha256 ") for problem in verify_store(folder)
+        problem.startswith(f"{path.name}: its contents have changed (sha256 ")
+        for problem in verify_store(folder)
     )
 
 
 def test_an_id_beyond_the_vocabulary_is_named(store):
     flip(store / "tokens-00001.bin", 2 * 3 + 1)  # the high byte of the 4th id, which is 34
-    assert verify_store(store)[0] == "tokens-00001.bin: id 290 at place 3 is above the highest one, 59"
+    assert (
+        verify_store(store)[0] == "tokens-00001.bin: id 290 at place 3 is above the highest one, 59"
+    )
 
 
 def test_a_lost_beginning_of_a_document_is_named(store):
@@ -83,10 +86,14 @@ def test_manifests(store):
     path = store / "manifest.json"
     text = path.read_text()
     path.write_text(text.replace('"fingerprint": "', '"fingerprint": "0'))
-    assert verify_store(store) == [f"token store {store} is damaged: manifest.json: its contents have changed"]
+    assert verify_store(store) == [
+        f"token store {store} is damaged: manifest.json: its contents have changed"
+    ]
     path.write_text(text)
     write_manifest(store, replace(read_manifest(store), max_token_id=58))
-    assert verify_store(store) == ["tokens-00003.bin: id 59 at place 8 is above the highest one, 58"]
+    assert verify_store(store) == [
+        "tokens-00003.bin: id 59 at place 8 is above the highest one, 58"
+    ]
     shutil.rmtree(store)
     assert "manifest.json: " in verify_store(store)[0]
 
@@ -95,7 +102,9 @@ def test_a_false_table_of_documents_is_named_though_its_hash_is_right(tmp_path):
     folder = tmp_path / "store"
     folder.mkdir()
     with StoreWriter(folder, Progress(RECIPE)) as writer:
-        writer.append(np.array([1, 5, 2, 1, 6, 2], "<u2"), np.array([2, 4]), skipped=0, position=START)
+        writer.append(
+            np.array([1, 5, 2, 1, 6, 2], "<u2"), np.array([2, 4]), skipped=0, position=START
+        )
         write_manifest(folder, writer.finish())
     assert verify_store(folder) == [
         "tokens-00000.bin: no BOS at place 2, where documents-00000.bin has a document begin"
@@ -105,7 +114,10 @@ def test_a_false_table_of_documents_is_named_though_its_hash_is_right(tmp_path):
 def test_files_of_no_store(store):
     (store / "tokens-00007.bin").write_bytes(b"")
     (store / "notes.txt").write_text("")
-    assert verify_store(store) == ["notes.txt is no file of the store", "tokens-00007.bin is no file of the store"]
+    assert verify_store(store) == [
+        "notes.txt is no file of the store",
+        "tokens-00007.bin is no file of the store",
+    ]
 
 
 def test_chunks(store, monkeypatch):
@@ -114,4 +126,6 @@ def test_chunks(store, monkeypatch):
     manifest = read_manifest(store)
     write_manifest(store, replace(manifest, max_token_id=40))
     assert asdict(read_manifest(store)) == asdict(replace(manifest, max_token_id=40))
-    assert verify_store(store)[0] == "tokens-00002.bin: id 43 at place 2 is above the highest one, 40"
+    assert (
+        verify_store(store)[0] == "tokens-00002.bin: id 43 at place 2 is above the highest one, 40"
+    )

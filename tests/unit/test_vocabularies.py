@@ -1,4 +1,5 @@
-"""Vocabulary files: their ids against the packages' own and against each other's, specials, long runs, broken files."""
+"""Vocabulary files: their ids against the packages' own and against each other's, specials, long
+runs, broken files."""
 
 import argparse
 import base64
@@ -27,7 +28,11 @@ tokenizers = pytest.importorskip("tokenizers")
 converting = pytest.importorskip("transformers.convert_slow_tokenizer")
 
 BYTES = [bytes([byte]) for byte in range(256)]
-SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(254))]
+SPECIAL_TOKENS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(254)),
+]
 NOWHERE = Path("nowhere")
 LEARNT = (
     inspect.getsource(argparse)
@@ -58,19 +63,26 @@ def tokens() -> list[bytes]:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(
         LEARNT.splitlines(keepends=True),
-        tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=letters, show_progress=False),
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=600, initial_alphabet=letters, show_progress=False
+        ),
     )
     byte_of = {letter: byte for byte, letter in converting.bytes_to_unicode().items()}
     vocab = tokenizer.get_vocab()
-    return [bytes(byte_of[letter] for letter in token) for token in sorted(vocab, key=vocab.__getitem__)]
+    return [
+        bytes(byte_of[letter] for letter in token) for token in sorted(vocab, key=vocab.__getitem__)
+    ]
 
 
 @pytest.fixture(scope="module")
 def json_content(tokens: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The tokenizer.json that transformers makes of the tiktoken file, by its own way to split text."""
+    """The tokenizer.json that transformers makes of the tiktoken file, by its own way to split
+    text."""
     path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.model"
     path.write_bytes(tiktoken_file(tokens))
-    converter = converting.TikTokenConverter(vocab_file=str(path), extra_special_tokens=SPECIAL_TOKENS)
+    converter = converting.TikTokenConverter(
+        vocab_file=str(path), extra_special_tokens=SPECIAL_TOKENS
+    )
     return converter.converted().to_str().encode()
 
 
@@ -96,10 +108,14 @@ def test_size_and_special_ids_are_llama_3s(by_tiktoken: Vocabulary, by_json: Voc
 
 
 def test_ids_of_a_small_vocabulary() -> None:
-    vocabulary = TiktokenVocabulary(tiktoken_file([*BYTES, b"ab", b"abc", b" ab", b"12", b"123", b"SA"]))
+    vocabulary = TiktokenVocabulary(
+        tiktoken_file([*BYTES, b"ab", b"abc", b" ab", b"12", b"123", b"SA"])
+    )
     assert (vocabulary.bos_id, vocabulary.eos_id, vocabulary.size) == (262, 263, 518)
     assert vocabulary.encode(["abc ab", "12345", "a\n"]) == [[257, 258], [260, 52, 53], [97, 10]]
-    assert vocabulary.encode(["SA", "x'SA"]) == [[261], [120, 39, 83, 65]], "a contraction ends in any case"
+    assert vocabulary.encode(["SA", "x'SA"]) == [[261], [120, 39, 83, 65]], (
+        "a contraction ends in any case"
+    )
     assert vocabulary.decode([262, 257, 258, 263, 517]) == "abc ab"
 
 
@@ -108,7 +124,9 @@ def test_both_forms_and_the_packages_agree(
 ) -> None:
     ranks = {token: rank for rank, token in enumerate(tokens)}
     special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
-    own = tiktoken.Encoding("own", pat_str=vocabularies.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    own = tiktoken.Encoding(
+        "own", pat_str=vocabularies.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
     hugging_face = tokenizers.Tokenizer.from_str(json_content.decode())
     documents = [*TEXTS, LEARNT]
     ids = by_tiktoken.encode(documents)
@@ -116,11 +134,16 @@ def test_both_forms_and_the_packages_agree(
     assert [own.encode(text, disallowed_special=()) for text in documents] == ids
     plain = [text for text in documents if "<|" not in text]
     assert [hugging_face.encode(text).ids for text in plain] == by_json.encode(plain)
-    assert len(ids[-1]) < len(LEARNT) / 2, "a vocabulary that merges nothing would not show an order of merges"
+    assert len(ids[-1]) < len(LEARNT) / 2, (
+        "a vocabulary that merges nothing would not show an order of merges"
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs", "Cn"])) | st.text("aAsStT'lL1 \n\r\t.é日😀<|>_"))
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs", "Cn"]))
+    | st.text("aAsStT'lL1 \n\r\t.é日😀<|>_")
+)
 def test_any_text_has_the_same_ids_in_both_forms_and_survives(
     text: str, by_tiktoken: Vocabulary, by_json: Vocabulary
 ) -> None:
@@ -146,7 +169,9 @@ def test_numbers_are_split_into_threes(form: str, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize("characters", [" ", "a", " \t", "日"])
 @pytest.mark.parametrize("form", ["by_tiktoken", "by_json"])
-def test_a_million_characters_of_a_kind_survive(form: str, characters: str, request: pytest.FixtureRequest) -> None:
+def test_a_million_characters_of_a_kind_survive(
+    form: str, characters: str, request: pytest.FixtureRequest
+) -> None:
     vocabulary: Vocabulary = request.getfixturevalue(form)
     text = characters * (10**6 // len(characters))
     assert vocabulary.decode(vocabulary.encode([text])[0]) == text
@@ -155,7 +180,10 @@ def test_a_million_characters_of_a_kind_survive(form: str, characters: str, requ
 @settings(max_examples=25, deadline=None)
 @given(
     runs=st.lists(
-        st.tuples(st.sampled_from(["  \t", "abc"]), st.sampled_from([1, 12_499, 25_000, 25_001, 50_000, 90_000])),
+        st.tuples(
+            st.sampled_from(["  \t", "abc"]),
+            st.sampled_from([1, 12_499, 25_000, 25_001, 50_000, 90_000]),
+        ),
         max_size=12,
     )
 )
@@ -178,7 +206,11 @@ def test_long_texts_and_runs_are_cut_as_the_reference_does(runs: list[tuple[str,
 def test_runs_are_cut_at_their_own_limit() -> None:
     text = "x " + "a" * 60_000 + " b"
     assert [len(piece) for piece in vocabularies._pieces(text)] == [25_002, 25_000, 10_002]
-    assert [len(piece) for piece in vocabularies._pieces("ab " * 300_000)] == [400_000, 400_000, 100_000]
+    assert [len(piece) for piece in vocabularies._pieces("ab " * 300_000)] == [
+        400_000,
+        400_000,
+        100_000,
+    ]
 
 
 def test_a_tokenizer_jsons_truncation_padding_and_frame_are_not_used(json_content: bytes) -> None:
@@ -190,10 +222,14 @@ def test_a_tokenizer_jsons_truncation_padding_and_frame_are_not_used(json_conten
     )
     assert len(tokenizer.encode("12345678").ids) == 9
     framing = JsonVocabulary(tokenizer.to_str().encode(), NOWHERE)
-    assert framing.encode(["12345678", LEARNT]) == JsonVocabulary(json_content, NOWHERE).encode(["12345678", LEARNT])
+    assert framing.encode(["12345678", LEARNT]) == JsonVocabulary(json_content, NOWHERE).encode(
+        ["12345678", LEARNT]
+    )
 
 
-def test_a_tokenizer_json_is_encoded_on_one_core(json_content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_json_is_encoded_on_one_core(
+    json_content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     JsonVocabulary(json_content, NOWHERE)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
@@ -205,11 +241,16 @@ def test_a_tokenizer_json_is_encoded_on_one_core(json_content: bytes, monkeypatc
         ({}, (600, 601)),
         ({"bos_token": None, "eos_token": ""}, (600, 601)),
         ({"bos_token": "<|reserved_special_token_3|>"}, (605, 601)),
-        ({"eos_token": {"__type": "AddedToken", "content": "<|reserved_special_token_0|>"}}, (600, 602)),
+        (
+            {"eos_token": {"__type": "AddedToken", "content": "<|reserved_special_token_0|>"}},
+            (600, 602),
+        ),
         ({"bos_token": "unheard of", "eos_token": "<s>"}, (-1, -1)),
     ],
 )
-def test_bos_and_eos_are_the_configs(json_content: bytes, tmp_path: Path, config: dict, ids: tuple[int, int]) -> None:
+def test_bos_and_eos_are_the_configs(
+    json_content: bytes, tmp_path: Path, config: dict, ids: tuple[int, int]
+) -> None:
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(config))
     vocabulary = JsonVocabulary(json_content, path)
@@ -219,20 +260,22 @@ def test_bos_and_eos_are_the_configs(json_content: bytes, tmp_path: Path, config
 @pytest.mark.parametrize("config", ["", "[]", '{"bos_token": {}}', '{"eos_token": 5}'])
 def test_a_broken_config_is_refused(json_content: bytes, tmp_path: Path, config: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(ValueError, match="^has a broken tokenizer_config.json beside it: .*; mend or remove that$"):
+    with pytest.raises(
+        ValueError, match="^has a broken tokenizer_config.json beside it: .*; mend or remove that$"
+    ):
         read_vocabulary(json_content, tmp_path)
 
 
 def test_the_size_counts_from_the_highest_id() -> None:
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 1, "</s>": 7, "word": 40}, unk_token="<s>"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<s>": 1, "</s>": 7, "word": 40}, unk_token="<s>")
+    )
     vocabulary = JsonVocabulary(tokenizer.to_str().encode(), NOWHERE)
     assert (vocabulary.size, vocabulary.bos_id, vocabulary.eos_id) == (41, 1, 7)
 
 
 WHOLE = tiktoken_file([*BYTES, b"ab", b"abc"])
-NO_TIKTOKEN = (
-    "^is not a whole tiktoken file: line {} is not a new token in base64, a space and the rank {}; get the file"
-)
+NO_TIKTOKEN = "^is not a whole tiktoken file: line {} is not a new token in base64, a space and the rank {}; get the file"
 
 
 @pytest.mark.parametrize(
@@ -246,10 +289,16 @@ NO_TIKTOKEN = (
         (WHOLE + b"YmFk 259\n", NO_TIKTOKEN.format(259, 258)),
         (WHOLE + b"Ym=k 258\n", NO_TIKTOKEN.format(259, 258)),
         (WHOLE + b"\xff\xff 258\n", NO_TIKTOKEN.format(259, 258)),
-        (tiktoken_file([*BYTES[:200], b"ab"]), "^is not a whole tiktoken file: 56 of the 256 bytes are no token; get"),
+        (
+            tiktoken_file([*BYTES[:200], b"ab"]),
+            "^is not a whole tiktoken file: 56 of the 256 bytes are no token; get",
+        ),
         (b"{", "^is not a whole tokenizer.json: .*; get the file again$"),
         (b"{}", "^is not a whole tokenizer.json: .*; get the file again$"),
-        (b'{"version": "1.0", "model": {}}', "^is not a whole tokenizer.json: .*; get the file again$"),
+        (
+            b'{"version": "1.0", "model": {}}',
+            "^is not a whole tokenizer.json: .*; get the file again$",
+        ),
         (b"", "^is not a whole sentencepiece model, nor .*; scripts/train_tokenizer.py makes"),
         (b"no model" * 100, "^is not a whole sentencepiece model, nor"),
         (SHIPPED_MODEL.read_bytes()[:1000], "^is not a whole sentencepiece model, nor"),

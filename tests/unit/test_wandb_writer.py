@@ -31,7 +31,9 @@ def without_wandb(monkeypatch, tmp_path) -> Path:
 
 
 def open_writer(folder: Path) -> WandbWriter:
-    return WandbWriter(folder, config_toml="[training]\nseq_len = 64\n", hparams={"float8": True, "dp_shard": 8})
+    return WandbWriter(
+        folder, config_toml="[training]\nseq_len = 64\n", hparams={"float8": True, "dp_shard": 8}
+    )
 
 
 def test_a_run_of_records(tmp_path, wandb):
@@ -41,7 +43,9 @@ def test_a_run_of_records(tmp_path, wandb):
     writer.close(SUMMARY)
     (run,) = wandb.runs
     record = asdict(RECORD)
-    known = {name: record[name] for name in record if name not in {"step", "mfu_fp8_peak", "epochs"}}
+    known = {
+        name: record[name] for name in record if name not in {"step", "mfu_fp8_peak", "epochs"}
+    }
     known["epochs/pystdlib"] = 0.75
     assert run.rows == [(12, known), (12, {"validation_loss": 5.5})]
     assert run.summary == {"final_loss": 5.25, "median_tps": 2340.5, "median_mfu": 41.0}
@@ -59,7 +63,11 @@ def test_a_run_of_records(tmp_path, wandb):
 def test_what_casts_lost(tmp_path, wandb):
     open_writer(tmp_path).write_numerics(12, NUMERICS)
     ((step, figures),) = wandb.runs[0].rows
-    assert (step, figures["underflow/grad_output/feed_forward.w2"], figures["sqnr_db/weight/output"]) == (
+    assert (
+        step,
+        figures["underflow/grad_output/feed_forward.w2"],
+        figures["sqnr_db/weight/output"],
+    ) == (
         12,
         0.125,
         31.5,
@@ -82,11 +90,15 @@ def test_a_resumed_run_is_the_same_one(tmp_path, wandb):
 
 def test_a_run_that_cannot_start(tmp_path, wandb):
     wandb.refusal = Error("No API key configured.\nConsider something else.")
-    with pytest.raises(ConfigError, match=r"enable_wandb = true: wandb cannot start \(No API key .*\.\); .*offline"):
+    with pytest.raises(
+        ConfigError, match=r"enable_wandb = true: wandb cannot start \(No API key .*\.\); .*offline"
+    ):
         open_writer(tmp_path)
 
 
-def test_a_failure_on_the_way_is_told_once_and_ends_no_training(tmp_path, wandb, monkeypatch, caplog):
+def test_a_failure_on_the_way_is_told_once_and_ends_no_training(
+    tmp_path, wandb, monkeypatch, caplog
+):
     monkeypatch.setattr(logging.getLogger("torchtitan_lite"), "propagate", True)
     writer = open_writer(tmp_path)
     writer.write(RECORD)
@@ -111,7 +123,9 @@ def test_a_failure_at_the_end_ends_no_training(tmp_path, wandb):
 
 def test_wandb_is_needed_only_where_it_is_asked_for(without_wandb):
     check_wandb_installed(MetricsConfig())
-    with pytest.raises(ConfigError, match=r'enable_wandb = true .* pip install "torchtitan-lite\[wandb\]"'):
+    with pytest.raises(
+        ConfigError, match=r'enable_wandb = true .* pip install "torchtitan-lite\[wandb\]"'
+    ):
         check_wandb_installed(WANTED)
 
 

@@ -1,4 +1,5 @@
-"""Ranks that are lost in each way, as small jobs of real processes: this one serves the store in torchrun's place."""
+"""Ranks that are lost in each way, as small jobs of real processes: this one serves the store in
+torchrun's place."""
 
 import json
 import os
@@ -38,10 +39,14 @@ class Job:
     """Ranks that each do a command of the worker, and the store that they meet at."""
 
     def __init__(self, *commands: str) -> None:
-        self.store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: dist.TCPStore | None = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         self.store.set("attempt-0/watchdog/failure", "rank 1: of an earlier attempt")
         env = ENV | {"MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(len(commands))}
-        self.ranks = [start(command, env=env | {"RANK": str(rank)}) for rank, command in enumerate(commands)]
+        self.ranks = [
+            start(command, env=env | {"RANK": str(rank)}) for rank, command in enumerate(commands)
+        ]
 
     def wait_ready(self) -> None:
         for rank in self.ranks:
@@ -56,7 +61,9 @@ class Job:
 
 def start(*commands: str, env: dict[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, WORKER, *commands]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
 
 
 def explained(output: str) -> str:
@@ -71,20 +78,28 @@ def test_a_rank_asleep_is_named_and_ended() -> None:
     assert re.fullmatch(rf"rank 1 is in no collective, but {place}; {WAITED}", cause)
     assert (waiting, asleep) == (6, 6)
     assert "rank: 1\n" in outputs[0]
-    assert re.search(rf"^report: rank 0 \(process \d+ on {HOST}\): {re.escape(cause)}$", outputs[1], re.MULTILINE)
+    assert re.search(
+        rf"^report: rank 0 \(process \d+ on {HOST}\): {re.escape(cause)}$", outputs[1], re.MULTILINE
+    )
 
 
-@pytest.mark.parametrize(("command", "verdict"), [("freeze", "was stopped and is killed now"), ("die", "has ended")])
+@pytest.mark.parametrize(
+    ("command", "verdict"), [("freeze", "was stopped and is killed now"), ("die", "has ended")]
+)
 def test_a_silent_rank_is_named_and_does_not_outlive_the_job(command: str, verdict: str) -> None:
     codes, outputs = Job("join", command).end()
     assert codes == [6, -signal.SIGKILL]
-    assert re.fullmatch(rf"rank 1 {verdict}; last seen at step \d, .*; {WAITED}", explained(outputs[0]))
+    assert re.fullmatch(
+        rf"rank 1 {verdict}; last seen at step \d, .*; {WAITED}", explained(outputs[0])
+    )
 
 
 def test_a_silent_rank_is_found_where_the_others_would_wait_for_long() -> None:
     codes, outputs = Job("wait", "freeze").end()
     assert codes == [6, -signal.SIGKILL]
-    assert "rank 1 was stopped and is killed now; last seen at" in explained(outputs[0])  # it failed by the kill
+    assert "rank 1 was stopped and is killed now; last seen at" in explained(
+        outputs[0]
+    )  # it failed by the kill
 
 
 def test_the_failure_of_another_rank_is_the_cause() -> None:
@@ -99,7 +114,9 @@ def test_ranks_end_when_the_store_is_gone_but_not_once_they_have_closed() -> Non
     job.store = None
     codes, outputs = job.end()
     assert codes == [6, 0]
-    assert "report: torchrun's store, on the host of rank 0, does not answer any more\n" in outputs[0]
+    assert (
+        "report: torchrun's store, on the host of rank 0, does not answer any more\n" in outputs[0]
+    )
 
 
 @pytest.fixture
@@ -119,7 +136,12 @@ def test_orphans_end_but_not_while_they_stop_on_a_signal(parent: subprocess.Pope
 
 
 def test_a_job_of_one_rank_that_serves_the_store_itself() -> None:
-    env = ENV | {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "0", "WORLD_SIZE": "1", "RANK": "0"}
+    env = ENV | {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_PORT": "0",
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+    }
     with socket.create_server(("127.0.0.1", 0)) as server:
         env["MASTER_PORT"] = str(server.getsockname()[1])
     assert start("join", env=env).wait() == 0
@@ -133,21 +155,33 @@ def test_without_a_store_there_is_no_watchdog(monkeypatch: pytest.MonkeyPatch) -
         Watchdog(rank=0, world_size=1, stop_signal=cast(StopSignal, None), report=print)
 
 
-def explain_here(monkeypatch: pytest.MonkeyPatch, beats: Sequence[Heartbeat | None], *, alive: bool) -> RankLostError:
-    """What rank 0, this process, explains of an error, where the other ranks have posted `beats`."""
+def explain_here(
+    monkeypatch: pytest.MonkeyPatch, beats: Sequence[Heartbeat | None], *, alive: bool
+) -> RankLostError:
+    """What rank 0, this process, explains of an error, where the other ranks have posted
+    `beats`."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {**ENV, "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {
+        **ENV,
+        "MASTER_PORT": str(store.port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
 
     def post(time: float) -> None:
         for rank, beat in enumerate(beats, start=1):
             if beat is not None:
-                connect_store(30).set(f"watchdog/heartbeat/{rank}", json.dumps(asdict(replace(beat, time=time))))
+                connect_store(30).set(
+                    f"watchdog/heartbeat/{rank}", json.dumps(asdict(replace(beat, time=time)))
+                )
 
     post(1.0)
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 30)  # on a busy machine two are too few
     monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: post(2.0 if alive else 1.0))
-    dog = Watchdog(rank=0, world_size=len(beats) + 1, stop_signal=cast(StopSignal, None), report=print)
+    dog = Watchdog(
+        rank=0, world_size=len(beats) + 1, stop_signal=cast(StopSignal, None), report=print
+    )
     try:
         raise RuntimeError("gloo")
     except RuntimeError as error:
@@ -156,7 +190,9 @@ def explain_here(monkeypatch: pytest.MonkeyPatch, beats: Sequence[Heartbeat | No
         dog.close()
 
 
-BEAT = Heartbeat(pid=5, host="elsewhere", time=0, step=7, phase="forward", place="all_reduce", waits=True)
+BEAT = Heartbeat(
+    pid=5, host="elsewhere", time=0, step=7, phase="forward", place="all_reduce", waits=True
+)
 
 
 def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,18 +213,28 @@ def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_all_ranks_wait_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = explain_here(monkeypatch, [BEAT], alive=True)
     assert lost.rank is None
-    assert str(lost).startswith("rank 1 waits too, at step 7, forward, in all_reduce (process 5 on elsewhere); rank 0 ")
+    assert str(lost).startswith(
+        "rank 1 waits too, at step 7, forward, in all_reduce (process 5 on elsewhere); rank 0 "
+    )
 
 
 def test_places_in_collectives_and_in_code() -> None:
-    assert describe_place(f"{Path(dist.__file__).parent}/distributed_c10d.py", 9, "all_reduce") == ("all_reduce", True)
+    assert describe_place(f"{Path(dist.__file__).parent}/distributed_c10d.py", 9, "all_reduce") == (
+        "all_reduce",
+        True,
+    )
     assert describe_place("/home/me/train.py", 9, "loss") == ("train.py:9 in loss", False)
 
 
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19127."), True),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19127."
+            ),
+            True,
+        ),
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("gloo"), False),

@@ -9,7 +9,13 @@ from sample_records import NUMERICS, RECORD, SUMMARY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, NumericsWriter, build_writers, wants_color
+from torchtitan_lite.metrics.writers import (
+    ConsoleWriter,
+    JsonlWriter,
+    NumericsWriter,
+    build_writers,
+    wants_color,
+)
 
 RUN = {
     "total_steps": 30,
@@ -19,9 +25,7 @@ RUN = {
     "hparams": {"flavor": "8B"},
     "numerics": False,
 }
-LINE = (
-    "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  time 1.250s (data 0.2%)  "
-)
+LINE = "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  time 1.250s (data 0.2%)  "
 
 
 @pytest.fixture
@@ -77,7 +81,9 @@ def test_console_shows_steps_without_an_update(log):
 def test_console_shows_the_casts_that_lost_most(log):
     writer = ConsoleWriter(total_steps=30, color=False)
     writer.write_numerics(12, NUMERICS)
-    writer.write_numerics(15, {"output": {"input": {"sqnr_db": 31.46, "underflow": 0.0, "saturation": 0.0}}})
+    writer.write_numerics(
+        15, {"output": {"input": {"sqnr_db": 31.46, "underflow": 0.0, "saturation": 0.0}}}
+    )
     assert log.messages == [
         "step 12/30  float8 casts: least SQNR -inf dB (grad_output of feed_forward.w2, layer 4), "
         "underflow up to 12.50% (grad_output of feed_forward.w2, layer 2), saturation up to 0.10% (weight of output)",
@@ -140,14 +146,18 @@ def test_jsonl_of_a_loss_that_is_not_finite_is_null(tmp_path, loss):
     assert (line["loss"], line["loss_max"], line["grad_norm"]) == (None, 5.9, 0.0)
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 5, "tok', '{"loss": 5}', "[5]", "\0" * 20, "\udcff"])
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 5, "tok', '{"loss": 5}', "[5]", "\0" * 20, "\udcff"]
+)
 def test_jsonl_has_each_step_once_after_a_crash(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write_steps(JsonlWriter(path, resume_step=0), range(1, 11))
     with path.open("a", errors="surrogateescape") as file:
         file.write(torn)
     write_steps(JsonlWriter(path, resume_step=6), range(7, 9))
-    assert [(line["step"], line["loss"]) for line in read_lines(path)] == [(step, step) for step in range(1, 9)]
+    assert [(line["step"], line["loss"]) for line in read_lines(path)] == [
+        (step, step) for step in range(1, 9)
+    ]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -181,22 +191,30 @@ def test_a_file_has_a_line_for_each_measured_step_once(tmp_path):
     assert lines[0]["time"] > 1.7e9
     gradient = kinds["feed_forward.w2"].pop("grad_output")
     assert gradient == NUMERICS["feed_forward.w2"]["grad_output"] | {"sqnr_db": None, "amax": None}
-    assert kinds == {name: {"weight": NUMERICS[name]["weight"]} for name in ("feed_forward.w2", "output")}
+    assert kinds == {
+        name: {"weight": NUMERICS[name]["weight"]} for name in ("feed_forward.w2", "output")
+    }
 
 
 @pytest.mark.parametrize(("numerics", "left"), [(True, False), (False, True), (False, False)])
-def test_casts_have_a_file_where_they_are_measured_and_one_that_was_left_is_cut(tmp_path, numerics, left):
+def test_casts_have_a_file_where_they_are_measured_and_one_that_was_left_is_cut(
+    tmp_path, numerics, left
+):
     path = tmp_path / "numerics.jsonl"
     if left:
         path.write_text('{"step": 10}\n{"step": 20}\n')
-    writers = build_writers(MetricsConfig(), dump_folder=tmp_path, **(RUN | {"numerics": numerics, "resume_step": 10}))
+    writers = build_writers(
+        MetricsConfig(), dump_folder=tmp_path, **(RUN | {"numerics": numerics, "resume_step": 10})
+    )
     for writer in writers:
         writer.close(None)
     assert path.exists() is (numerics or left)
     assert not left or path.read_text() == '{"step": 10}\n'
 
 
-@pytest.mark.parametrize("keys", [{}, {"save_tb_folder": "curves"}, {"enable_wandb": True}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{}, {"save_tb_folder": "curves"}, {"enable_wandb": True}], ids=str
+)
 def test_several_writers_at_once(tmp_path, monkeypatch, log, keys):
     wandb = FakeWandb(monkeypatch)
     metrics = MetricsConfig(**keys)
@@ -207,7 +225,9 @@ def test_several_writers_at_once(tmp_path, monkeypatch, log, keys):
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
     events = EventAccumulator(str(tmp_path / metrics.save_tb_folder)).Reload()
     assert [point.step for point in events.Scalars("lr")] == [1, 2]
-    assert [step for run in wandb.runs for step, _ in run.rows] == ([1, 2] if metrics.enable_wandb else [])
+    assert [step for run in wandb.runs for step, _ in run.rows] == (
+        [1, 2] if metrics.enable_wandb else []
+    )
     assert (tmp_path / "wandb").exists() == metrics.enable_wandb
 
 

@@ -1,4 +1,5 @@
-"""One rank of a small job: it meets the others, does what its arguments say at step 7, and then joins an all-reduce."""
+"""One rank of a small job: it meets the others, does what its arguments say at step 7, and then
+joins an all-reduce."""
 
 import math
 import os
@@ -28,7 +29,9 @@ def parent(*commands: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "WORLD_SIZE": str(len(commands))}
     for rank, command in enumerate(commands):
-        subprocess.Popen([sys.executable, __file__, command], env=os.environ | env | {"RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, __file__, command], env=os.environ | env | {"RANK": str(rank)}
+        )
     time.sleep(60)
 
 
@@ -49,7 +52,9 @@ def work(command: str) -> None:
         timeout_s=1.0 if command == "wait" else math.inf,
     )
     timeout = timedelta(seconds=60 if command == "wait" else 3)
-    dist.init_process_group("gloo", store=connect_store(10), rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=connect_store(10), rank=rank, world_size=world_size, timeout=timeout
+    )
     dist.barrier()
     dog.at(7, "forward")
     say("ready")

@@ -1,5 +1,5 @@
-"""The trainer against the smallest honest PyTorch loop: the same model, data, optimizer, precision and compilation, and
-nothing else. A hub."""
+"""The trainer against the smallest honest PyTorch loop: the same model, data, optimizer, precision
+and compilation, and nothing else. A hub."""
 
 import copy
 import gc
@@ -46,7 +46,8 @@ BARE = {
 }
 """The values, by key, that the bare loop has besides those of FSDP_ALONE."""
 WARM_UP_STEPS = 3
-"""At least, of each loop, before a block is timed: they compile, and fill what is allocated once."""
+"""At least, of each loop, before a block is timed: they compile, and fill what is allocated
+once."""
 
 
 def check_comparable(config: Config, *, world_size: int) -> None:
@@ -61,8 +62,8 @@ def check_comparable(config: Config, *, world_size: int) -> None:
 
 
 def build_bare_model(config: Config, args: ModelArgs, *, device: torch.device) -> Transformer:
-    """The trainer's model with the trainer's weights, sharded as PyTorch's own examples do: each block, then the
-    rest."""
+    """The trainer's model with the trainer's weights, sharded as PyTorch's own examples do: each
+    block, then the rest."""
     training, float8 = config.training, config.float8
     dtype = getattr(torch, training.mixed_precision_param)
     spec = lookup_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -95,10 +96,12 @@ def build_bare_model(config: Config, args: ModelArgs, *, device: torch.device) -
 
 
 class BareLoop:
-    """A training loop without metrics, guards, a watchdog, checkpoints or anything else that a run may need."""
+    """A training loop without metrics, guards, a watchdog, checkpoints or anything else that a run
+    may need."""
 
     def __init__(self, trainer: Trainer, *, loss: BareLoss) -> None:
-        """Made to train what `trainer` trains, on the same batches, which a prefetcher of its own assembles."""
+        """Made to train what `trainer` trains, on the same batches, which a prefetcher of its own
+        assembles."""
         config, self.device = trainer.config, trainer.device
         training, optimizer, world_size = config.training, config.optimizer, dist.get_world_size()
         tokenizer = build_tokenizer(config.model.tokenizer_path)
@@ -125,7 +128,9 @@ class BareLoop:
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
-            lambda done: lr_factor(done + 1, schedule=config.lr_scheduler, training_steps=trainer.last_step),
+            lambda done: lr_factor(
+                done + 1, schedule=config.lr_scheduler, training_steps=trainer.last_step
+            ),
         )
         self.scale_hook = build_scale_hook(self.model, float8=config.float8)
         self.scale_hook()
@@ -133,10 +138,15 @@ class BareLoop:
         self.losses: list[Tensor] = []
         """Of each step, this rank's mean."""
 
-    def _backward_of(self, trainer: Trainer, *, loss: BareLoss) -> Callable[[Tensor, Tensor], Tensor]:
-        """What takes tokens and labels, has the gradients of their mean loss computed, and returns it."""
+    def _backward_of(
+        self, trainer: Trainer, *, loss: BareLoss
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """What takes tokens and labels, has the gradients of their mean loss computed, and returns
+        it."""
         if loss == "ours":
-            with_our_loss = copy.copy(trainer)  # its loss is a method, and reads the model where it is called
+            with_our_loss = copy.copy(
+                trainer
+            )  # its loss is a method, and reads the model where it is called
             with_our_loss.model = self.model
             scale = 1 / trainer.config.training.microbatch_tokens
             return lambda tokens, labels: with_our_loss.loss(tokens, labels, scale=scale)
@@ -175,7 +185,8 @@ class BareCost:
     step_s: float
     """Median seconds of a step of the bare loop."""
     loss_gap: float
-    """The largest difference of their losses at the same step, relative: that they do the same work."""
+    """The largest difference of their losses at the same step, relative: that they do the same
+    work."""
 
     def __str__(self) -> str:
         """The figures, in a few lines."""
@@ -186,9 +197,11 @@ class BareCost:
         )
 
 
-def measure_bare_cost(trainer: Trainer, *, loss: BareLoss, pairs: int, block_steps: int) -> BareCost:
-    """The trainer against a bare loop with `loss`, from `pairs` pairs of blocks of steps, in alternating order. A
-    collective call; the trainer logs each step, and has trained none yet."""
+def measure_bare_cost(
+    trainer: Trainer, *, loss: BareLoss, pairs: int, block_steps: int
+) -> BareCost:
+    """The trainer against a bare loop with `loss`, from `pairs` pairs of blocks of steps, in
+    alternating order. A collective call; the trainer logs each step, and has trained none yet."""
     bare = BareLoop(trainer, loss=loss)
     gc.disable()  # of both alike, as the trainer does; its own collections, now and then, are in its time
     steps = iter(range(trainer.first_step, trainer.last_step + 1))

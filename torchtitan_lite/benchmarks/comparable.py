@@ -1,4 +1,5 @@
-"""Which configs another loop can be held against: those that ask for nothing that it does not do too."""
+"""Which configs another loop can be held against: those that ask for nothing that it does not do
+too."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,13 @@ FSDP_ALONE: Mapping[str, Sequence[object]] = {
 
 
 def check_only(config: Config, values: Mapping[str, Sequence[object]], *, other: str) -> None:
-    """Raise ConfigError where a key of `config`, by its dotted name in `values`, has none of the values there, which
-    are those that the loop called `other` trains with too."""
+    """Raise ConfigError where a key of `config`, by its dotted name in `values`, has none of the
+    values there, which are those that the loop called `other` trains with too."""
     for name, allowed in values.items():
         table, key = name.split(".")
         value = getattr(getattr(config, table), key)
         if value not in allowed:
             told = " or ".join(map(json.dumps, allowed))
-            raise ConfigError(f"[{table}] {key} = {json.dumps(value)} is not the same in {other}; set it to {told}.")
+            raise ConfigError(
+                f"[{table}] {key} = {json.dumps(value)} is not the same in {other}; set it to {told}."
+            )

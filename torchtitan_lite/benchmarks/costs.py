@@ -44,14 +44,12 @@ class LoggingCost:
 
     def __str__(self) -> str:
         """The figures, in a line."""
-        return (
-            f"seconds at log_freq 1 over those at {UNLOGGED}: {self.ratios}; an unlogged step takes {self.step_s:.4f} s"
-        )
+        return f"seconds at log_freq 1 over those at {UNLOGGED}: {self.ratios}; an unlogged step takes {self.step_s:.4f} s"
 
 
 def measure_logging_cost(trainer: Trainer, *, pairs: int, block_steps: int) -> LoggingCost:
-    """The cost of `trainer`'s logging from `pairs` pairs of blocks, in alternating order, after a block of warm-up. A
-    collective call."""
+    """The cost of `trainer`'s logging from `pairs` pairs of blocks, in alternating order, after a
+    block of warm-up. A collective call."""
     steps = iter(range(trainer.first_step, trainer.last_step + 1))
 
     def time_block(log_freq: int) -> float:
@@ -59,7 +57,9 @@ def measure_logging_cost(trainer: Trainer, *, pairs: int, block_steps: int) -> L
         return time_steps(lambda: trainer.advance(next(steps)), block_steps, device=trainer.device)
 
     time_block(1)
-    logged_s, unlogged_s = measure_pairs(partial(time_block, 1), partial(time_block, UNLOGGED), pairs=pairs)
+    logged_s, unlogged_s = measure_pairs(
+        partial(time_block, 1), partial(time_block, UNLOGGED), pairs=pairs
+    )
     return LoggingCost(statistics.median(unlogged_s) / block_steps, Ratios.of(logged_s, unlogged_s))
 
 
@@ -70,8 +70,8 @@ class SaveCost:
     mib: float
     """Of a rank's state."""
     seconds: dict[str, list[float]]
-    """By kind: "copy", a plain copy of the state into CPU memory; "sync"; "async"; "async unhashed". The first round of
-    each copies into fresh memory."""
+    """By kind: "copy", a plain copy of the state into CPU memory; "sync"; "async"; "async
+    unhashed". The first round of each copies into fresh memory."""
 
     def __str__(self) -> str:
         """The figures, in a few lines."""
@@ -88,11 +88,15 @@ class SaveCost:
 
 
 def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: int) -> SaveCost:
-    """The cost of saving `mib` MiB of state a rank into `folder`: each kind of save in turn, `rounds` times. A
-    collective call."""
+    """The cost of saving `mib` MiB of state a rank into `folder`: each kind of save in turn,
+    `rounds` times. A collective call."""
     world_size = dist.get_world_size()
-    layers = max(1, round(mib * 2**20 / (3 * 4 * WIDTH**2)))  # a weight and its two moments, in fp32
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH * world_size, bias=False) for _ in range(layers))).to(device)
+    layers = max(
+        1, round(mib * 2**20 / (3 * 4 * WIDTH**2))
+    )  # a weight and its two moments, in fp32
+    model = nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH * world_size, bias=False) for _ in range(layers))
+    ).to(device)
     fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     sync, background = (
@@ -110,7 +114,9 @@ def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: i
     )
     tensors = training_state(model, optimizer).values()
     parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    copies = [torch.empty_like(part, device="cpu", pin_memory=device.type == "cuda") for part in parts]
+    copies = [
+        torch.empty_like(part, device="cpu", pin_memory=device.type == "cuda") for part in parts
+    ]
     steps = itertools.count(1)
 
     def copy() -> None:
@@ -130,7 +136,11 @@ def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: i
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, (action, hashed) in kinds.items():
-            with contextlib.nullcontext() if hashed else mock.patch.object(checkpointer, "hash_file", _size_only):
+            with (
+                contextlib.nullcontext()
+                if hashed
+                else mock.patch.object(checkpointer, "hash_file", _size_only)
+            ):
                 dist.barrier()
                 synchronize(device)
                 began = time.perf_counter()

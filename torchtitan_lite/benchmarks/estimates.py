@@ -1,5 +1,5 @@
-"""What measurements come to: ratios of those taken in pairs, so that a machine that drifts slows both of a pair, and
-lines."""
+"""What measurements come to: ratios of those taken in pairs, so that a machine that drifts slows
+both of a pair, and lines."""
 
 import math
 import statistics
@@ -27,7 +27,9 @@ class Ratios:
     @property
     def quartiles(self) -> tuple[float, float, float]:
         """What a quarter, a half (the median) and three quarters of them are below."""
-        low, middle, high = statistics.quantiles(self.values, n=4, method="inclusive")  # of two, none lies outside
+        low, middle, high = statistics.quantiles(
+            self.values, n=4, method="inclusive"
+        )  # of two, none lies outside
         return low, middle, high
 
     @property
@@ -37,8 +39,8 @@ class Ratios:
 
     @property
     def standard_error(self) -> float:
-        """Of the median, were all distributed as those between the quartiles suggest: a few far out do not count, as
-        they hardly move the median."""
+        """Of the median, were all distributed as those between the quartiles suggest: a few far out
+        do not count, as they hardly move the median."""
         low, _, high = self.quartiles
         return ERROR_OF_MEDIAN * (high - low) / QUARTILES_APART / math.sqrt(len(self.values))
 
@@ -57,8 +59,8 @@ Measurement = TypeVar("Measurement")
 def measure_pairs(
     one: Callable[[], Measurement], other: Callable[[], Measurement], *, pairs: int
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """What `one` and `other` have measured in `pairs` pairs, whose order is turned about from pair to pair, so that
-    neither always comes after the other."""
+    """What `one` and `other` have measured in `pairs` pairs, whose order is turned about from pair
+    to pair, so that neither always comes after the other."""
     ones: list[Measurement] = []
     others: list[Measurement] = []
     for pair in range(pairs):
@@ -93,8 +95,9 @@ class Line:
 
 
 def block_quantiles(values: Sequence[float], *, blocks: int, quantile: float = 0.5) -> list[float]:
-    """The medians, or another quantile, of `blocks` equally long blocks of consecutive values; what is left over at the
-    end is left out. Unlike the values they hardly depend on each other, and a rare long one does not count."""
+    """The medians, or another quantile, of `blocks` equally long blocks of consecutive values; what
+    is left over at the end is left out. Unlike the values they hardly depend on each other, and a
+    rare long one does not count."""
     size = len(values) // blocks
     starts = range(0, size * blocks, size)
     return [sorted(values[start : start + size])[int(quantile * size)] for start in starts]

@@ -1,7 +1,8 @@
 """Where a step's time goes: the kernels of a torch.profiler trace, in groups by their names.
 
-On a GPU kernels are what ran on the device. On CPU they are operators, each with the time that is its own, not that of
-operators it called; a fused kernel of the compiler has one name there as on a GPU.
+On a GPU kernels are what ran on the device. On CPU they are operators, each with the time that is
+its own, not that of operators it called; a fused kernel of the compiler has one name there as on a
+GPU.
 """
 
 import json
@@ -26,25 +27,32 @@ GROUPS = (
     "other",
     "idle",
 )
-"""As they are listed. Communication holds FSDP's copies into and out of its buffers, also on one device; the optimizer
-holds clipping. A cast that the compiler fused into a norm, an activation or an addition is there. Idle is when no
-kernel runs; on CPU, when no operator does, and then `other` holds what autograd and Python do around operators."""
+"""As they are listed. Communication holds FSDP's copies into and out of its buffers, also on one
+device; the optimizer holds clipping. A cast that the compiler fused into a norm, an activation or
+an addition is there. Idle is when no kernel runs; on CPU, when no operator does, and then `other`
+holds what autograd and Python do around operators."""
 
 GEMM = re.compile(
     r"nvjet|gem[mv]|cutlass|xmma|cublas|wgmma|_mm_|mkldnn_linear|mkl_linear|^aten::(?:\w*mm|matmul|linear)\b"
 )
 FLOAT8 = re.compile(r"e4m3|e5m2|float8|fp8|f8f8|scaled_mm")
 NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z]+)_")
-"""cuBLAS's own kernels. The letters are the types of A, B, C, compute and D, three of them where A, B, C and D are of
-one type: `tst` is bf16 with float32 sums, `hsh` fp16, `qqtst` float8 E4M3 times E4M3."""
+"""cuBLAS's own kernels. The letters are the types of A, B, C, compute and D, three of them where A,
+B, C and D are of one type: `tst` is bf16 with float32 sums, `hsh` fp16, `qqtst` float8 E4M3 times
+E4M3."""
 EMULATED = re.compile(r"^aten::(?:\w*mm|matmul|linear)\(float\b")
 """A run computes in bf16: what multiplies float32 on CPU is emulated float8."""
 GENERATED = re.compile(r"^(?:graph_\d+_)?(?:triton|cpp)_(?:[a-z]+_)?fused_(\w+?)(?:_\d+)?$")
 """Inductor's kernels, named by the operators that they are made of."""
 LOSS_FUNCTION = re.compile(r"_Of(?:Linear|Logits)")
-"""What autograd calls the loss, with its gradient, in models/loss.py; eager, its operators are those of others too."""
-LOSS = re.compile(r"nll_loss|cross_entropy|log_?soft_?max|logsumexp|soft_?max_?(?:warp|forward|backward)")
-SOFTMAX_GRADIENT = re.compile(r"(?=.*(?<![a-z])exp(?![a-z]))(?=.*(?<![a-z])(?:eq|where|sub)(?![a-z]))")
+"""What autograd calls the loss, with its gradient, in models/loss.py; eager, its operators are
+those of others too."""
+LOSS = re.compile(
+    r"nll_loss|cross_entropy|log_?soft_?max|logsumexp|soft_?max_?(?:warp|forward|backward)"
+)
+SOFTMAX_GRADIENT = re.compile(
+    r"(?=.*(?<![a-z])exp(?![a-z]))(?=.*(?<![a-z])(?:eq|where|sub)(?![a-z]))"
+)
 OPTIMIZER = re.compile(r"foreach|adam|lerp.*sqrt")
 """The last is AdamW's update with moments in few bits, in optim.py."""
 AMAX = re.compile(r"(?<![a-z])(?:abs|amax|max|clamp|reciprocal)(?![a-z])")
@@ -54,14 +62,19 @@ MERE_COPY = re.compile(
 )
 
 RULES = (
-    ("communication", re.compile(r"nccl|c10d|gloo|fsdp|all_?gather|reduce_?scatter|all_?reduce|chunk_cat")),
+    (
+        "communication",
+        re.compile(r"nccl|c10d|gloo|fsdp|all_?gather|reduce_?scatter|all_?reduce|chunk_cat"),
+    ),
     ("communication", re.compile(r"split_with_sizes_copy|foreach_copy|multi_tensor_apply.*copy")),
     ("optimizer", re.compile(r"multi_tensor_apply|adam|foreach|lpnorm|vector_norm|found_inf")),
     ("attention", re.compile(r"flash|fmha|sdpa|attention|attn|dot_do_o|cudnn::fusion")),
     ("loss", LOSS),
 )
 """The first that a name in lower case matches decides; then come GEMMs and the rest."""
-COPIES = re.compile(r"copy_kernel|^aten::(?:copy_|_to_copy|to)\b|absfunctor|maxnanfunctor|max_functor|clamp|reciprocal")
+COPIES = re.compile(
+    r"copy_kernel|^aten::(?:copy_|_to_copy|to)\b|absfunctor|maxnanfunctor|max_functor|clamp|reciprocal"
+)
 AMAX_OPERATORS = re.compile(r"^aten::(?:abs|amax|max|clamp\w*|reciprocal)\b|maxops|minmax")
 POINTWISE = re.compile(
     r"elementwise_kernel|reduce_kernel|rms_?norm|layer_?norm|gammabeta|cucomputegrad|silu|sigmoid|catarray|"
@@ -70,8 +83,8 @@ POINTWISE = re.compile(
 
 
 def group_of(name: str) -> str:
-    """The group, one of GROUPS but idle, of the kernel or CPU operator called `name`; an operator's may end in the type
-    of its first input, in parentheses."""
+    """The group, one of GROUPS but idle, of the kernel or CPU operator called `name`; an operator's
+    may end in the type of its first input, in parentheses."""
     low = name.lower()
     if (generated := GENERATED.match(low)) and "_tem_" not in low:
         return _group_of_generated(generated[1])
@@ -113,8 +126,8 @@ class Breakdown:
     wall_s: float
     """From its first kernel to the end of its last one; on CPU all of it."""
     group_s: Mapping[str, float]
-    """Seconds of each of GROUPS. Those of kernels that ran at the same time count twice, and then the sum is above
-    wall_s."""
+    """Seconds of each of GROUPS. Those of kernels that ran at the same time count twice, and then
+    the sum is above wall_s."""
 
     @property
     def share_pct(self) -> dict[str, float]:
@@ -123,14 +136,18 @@ class Breakdown:
 
 
 def break_down(trace: Path, *, on_cpu: bool) -> Breakdown:
-    """The step of a trace that torch.profiler exported, which holds one step, of a CPU's operators or a GPU's kernels.
-    Raises RunError where there are none."""
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    """The step of a trace that torch.profiler exported, which holds one step, of a CPU's operators
+    or a GPU's kernels. Raises RunError where there are none."""
+    events = [
+        event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
     wanted = ("cpu_op",) if on_cpu else ("kernel", "gpu_memcpy", "gpu_memset")
     found = [event for event in events if event.get("cat") in wanted]
     if not found:
         raise RunError(f"the profiler saw no events of the kind {' or '.join(wanted)}")
-    began, ended = _step_span(events, "user_annotation" if on_cpu else "gpu_user_annotation") or _span(found)
+    began, ended = _step_span(
+        events, "user_annotation" if on_cpu else "gpu_user_annotation"
+    ) or _span(found)
     parts: Iterable[tuple[str, float]]
     if on_cpu:
         operators = [event for event in found if began <= event["ts"] < ended]
@@ -168,8 +185,11 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _step_span(events: Iterable[Mapping[str, Any]], category: str) -> tuple[float, float] | None:
-    """From when to when the profiler says that the step lasted, in its microseconds; None if it does not say."""
-    steps = [e for e in events if e.get("cat") == category and str(e["name"]).startswith("ProfilerStep")]
+    """From when to when the profiler says that the step lasted, in its microseconds; None if it
+    does not say."""
+    steps = [
+        e for e in events if e.get("cat") == category and str(e["name"]).startswith("ProfilerStep")
+    ]
     return _span(steps) if steps else None
 
 
@@ -179,18 +199,21 @@ def _span(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _clip(event: Mapping[str, Any], began: float, ended: float) -> tuple[float, float]:
-    """The part of an event that is between two moments; its stop is not after its start if there is none."""
+    """The part of an event that is between two moments; its stop is not after its start if there is
+    none."""
     return max(began, float(event["ts"])), min(ended, float(event["ts"]) + float(event["dur"]))
 
 
 def _own_times(operators: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Each operator, with the type of its first input if it multiplies, or what it is called by if that is the loss,
-    and its time less that of those it called."""
+    """Each operator, with the type of its first input if it multiplies, or what it is called by if
+    that is the loss, and its time less that of those it called."""
     threads: dict[Any, list[Mapping[str, Any]]] = {}
     for event in operators:
         threads.setdefault(event["tid"], []).append(event)
     for events in threads.values():
-        callers: list[tuple[float, list[Any]]] = []  # the stop of each open operator, and its name and own time
+        callers: list[
+            tuple[float, list[Any]]
+        ] = []  # the stop of each open operator, and its name and own time
         done: list[list[Any]] = []
         for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
             while callers and callers[-1][0] <= event["ts"]:

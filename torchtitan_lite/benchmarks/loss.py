@@ -1,4 +1,5 @@
-"""What the loss and its backward take of memory and time, beside PyTorch's own: each in a process of its own. A hub."""
+"""What the loss and its backward take of memory and time, beside PyTorch's own: each in a process
+of its own. A hub."""
 
 import multiprocessing
 import time
@@ -23,8 +24,8 @@ class LossCost:
 
     kind: str
     mib: float
-    """Peak memory, above what the process held before; with the loss's gradients. Resident on a CPU, allocated on a
-    GPU."""
+    """Peak memory, above what the process held before; with the loss's gradients. Resident on a
+    CPU, allocated on a GPU."""
     seconds: float
     """Of forward and backward, the second time."""
     loss: float
@@ -33,7 +34,8 @@ class LossCost:
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nat of `labels` [B, S] under `logits` [B, S, V], as anyone would write it."""
+    """Mean cross-entropy in nat of `labels` [B, S] under `logits` [B, S, V], as anyone would write
+    it."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
@@ -42,8 +44,8 @@ def _plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def measure_loss(kind: str, *, tokens: int, vocab_size: int, dim: int) -> LossCost:
-    """The cost of the loss of `tokens` random tokens in bf16, on the GPU at hand or else the CPU. Memory is the most
-    that this process has ever held, so that it measures once."""
+    """The cost of the loss of `tokens` random tokens in bf16, on the GPU at hand or else the CPU.
+    Memory is the most that this process has ever held, so that it measures once."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     x = torch.randn(1, tokens, dim, device=device).bfloat16().requires_grad_()
@@ -82,7 +84,9 @@ def measure_losses(*, tokens: int, vocab_size: int, dim: int) -> list[LossCost]:
 def format_costs(costs: list[LossCost]) -> str:
     """A table, with ratios to the first."""
     plain = costs[0]
-    lines = [f"{'loss':<16}{'MiB':>10}{'ratio':>8}{'s':>9}{'ratio':>8}{'nat':>12}{'grad norms':>24}"]
+    lines = [
+        f"{'loss':<16}{'MiB':>10}{'ratio':>8}{'s':>9}{'ratio':>8}{'nat':>12}{'grad norms':>24}"
+    ]
     for cost in costs:
         norms = "{:.6g}, {:.6g}".format(*cost.grad_norms)
         lines.append(

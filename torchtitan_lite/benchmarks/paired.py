@@ -33,7 +33,8 @@ def pairs_parser(script: str, usage: str | None, *, pairs: int) -> ArgumentParse
 
 
 def read_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The options, and the overrides of the config. Raises ConfigError for numbers that measure nothing."""
+    """The options, and the overrides of the config. Raises ConfigError for numbers that measure
+    nothing."""
     options, overrides = parser.parse_known_args(argv)
     if options.pairs < 2 or options.block_steps < 1:
         raise ConfigError(
@@ -44,9 +45,12 @@ def read_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
 
 @contextmanager
 def started_trainer(config: Config) -> Iterator[Trainer]:
-    """A trainer whose steps are the caller's to take, and which logs them as a run does. A collective call."""
+    """A trainer whose steps are the caller's to take, and which logs them as a run does. A
+    collective call."""
     rank, world_size = read_rank()
-    watchdog = Watchdog(rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning)
+    watchdog = Watchdog(
+        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
+    )
     device = init_distributed(config.comm)
     run_folder, _ = open_folder(config)
     trainer = Trainer(config, device=device, run_folder=run_folder, resume=None, watchdog=watchdog)
@@ -56,7 +60,8 @@ def started_trainer(config: Config) -> Iterator[Trainer]:
 
 
 def time_steps(step: Callable[[], None], count: int, *, device: torch.device) -> float:
-    """Seconds of `count` calls of `step`, from idle devices of all ranks to idle devices. A collective call."""
+    """Seconds of `count` calls of `step`, from idle devices of all ranks to idle devices. A
+    collective call."""
     synchronize(device)
     dist.barrier()
     began = time.perf_counter()

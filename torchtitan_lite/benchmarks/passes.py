@@ -1,8 +1,8 @@
-"""What the compiler makes of a block besides matmuls and attention: kernels, the bytes that they move, and the float8
-that they write, beside the least that the matmuls need. A hub.
+"""What the compiler makes of a block besides matmuls and attention: kernels, the bytes that they
+move, and the float8 that they write, beside the least that the matmuls need. A hub.
 
-Counted are the kernels of Inductor's scheduler as it has fused them, before code is generated: on CPU by nearly the
-same rules as on a GPU. Shapes: N tokens, D dim, F ffn_dim.
+Counted are the kernels of Inductor's scheduler as it has fused them, before code is generated: on
+CPU by nearly the same rules as on a GPU. Shapes: N tokens, D dim, F ffn_dim.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,17 @@ from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shap
 from torchtitan_lite.models.llama3 import Transformer
 
 SCALE = 16
-"""By which the dimensions of Llama 3 8B, and its 8192 tokens, are divided: all traffic in proportion."""
+"""By which the dimensions of Llama 3 8B, and its 8192 tokens, are divided: all traffic in
+proportion."""
 ARGS = replace(
-    FLAVORS["8B"], dim=256, n_heads=2, n_kv_heads=1, ffn_dim=896, n_layers=1, vocab_size=16, max_seq_len=8192 // SCALE
+    FLAVORS["8B"],
+    dim=256,
+    n_heads=2,
+    n_kv_heads=1,
+    ffn_dim=896,
+    n_layers=1,
+    vocab_size=16,
+    max_seq_len=8192 // SCALE,
 )
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 LARGE = 4096
@@ -32,7 +40,8 @@ LARGE = 4096
 
 @dataclass(frozen=True)
 class Passes:
-    """The kernels of a pass through a block, its forward or its backward, but for matmuls and attention."""
+    """The kernels of a pass through a block, its forward or its backward, but for matmuls and
+    attention."""
 
     kernels: int
     """That read or write something large."""
@@ -54,10 +63,18 @@ def count_passes() -> Iterator[list[Passes]]:
         for node in nodes:
             if node.is_extern():
                 continue
-            moved_here = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True).values())
+            moved_here = sum(
+                node.get_read_write_buffer_accesses(
+                    include_reads=True, include_writes=True
+                ).values()
+            )
             kernels += moved_here >= 2 * LARGE
             moved += moved_here
-            sizes = [int(out.node.get_numel()) for out in node.get_outputs() if out.node.get_dtype() in FLOAT8_TYPES]
+            sizes = [
+                int(out.node.get_numel())
+                for out in node.get_outputs()
+                if out.node.get_dtype() in FLOAT8_TYPES
+            ]
             written += sum(sizes)
         found.append(Passes(kernels, moved / 2**20, written))
         return nodes
@@ -67,9 +84,11 @@ def count_passes() -> Iterator[list[Passes]]:
         yield found
 
 
-def measure_passes(recipe: str | None, *, shared: bool, args: ModelArgs = ARGS) -> tuple[Passes, Passes]:
-    """The forward and the backward of a block under a float8 `recipe`, in bf16 if that is None; with casts `shared`
-    between matmuls as in training, or as Inductor has it."""
+def measure_passes(
+    recipe: str | None, *, shared: bool, args: ModelArgs = ARGS
+) -> tuple[Passes, Passes]:
+    """The forward and the backward of a block under a float8 `recipe`, in bf16 if that is None;
+    with casts `shared` between matmuls as in training, or as Inductor has it."""
     from torch._inductor import config
 
     block = build_block(recipe, args=args)
@@ -85,11 +104,14 @@ def measure_passes(recipe: str | None, *, shared: bool, args: ModelArgs = ARGS) 
 
 
 def build_block(recipe: str | None, *, args: ModelArgs) -> nn.Module:
-    """A block on CPU with real float8 matmuls, which PyTorch has there too: not the emulation of training."""
+    """A block on CPU with real float8 matmuls, which PyTorch has there too: not the emulation of
+    training."""
     with torch.device("meta"):
         model = Transformer(args)
     if recipe is not None:
-        choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=args.max_seq_len)
+        choices = select_linears(
+            model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=args.max_seq_len
+        )
         float8 = Float8Config.model_validate({"recipe_name": recipe})
         convert_linears(model, choices, float8=float8, emulate=False)
     block = model.layers[0].to_empty(device="cpu").bfloat16()
@@ -99,9 +121,10 @@ def build_block(recipe: str | None, *, args: ModelArgs) -> nn.Module:
 
 
 def least_float8(args: ModelArgs = ARGS) -> tuple[int, int]:
-    """Elements that float8 matmuls of a block need written, forward and backward, if all three of a linear are in
-    float8. Hopper's take both operands with the dimension that they sum over last: forward each input and weight once;
-    backward the weight and the input transposed, and the gradient of each output as it is and transposed."""
+    """Elements that float8 matmuls of a block need written, forward and backward, if all three of a
+    linear are in float8. Hopper's take both operands with the dimension that they sum over last:
+    forward each input and weight once; backward the weight and the input transposed, and the
+    gradient of each output as it is and transposed."""
     shapes, tokens = block_linear_shapes(args), args.max_seq_len
     weights = sum(rows * columns for rows, columns in shapes.values())
     inputs = tokens * (3 * args.dim + args.ffn_dim)  # of wq, wk and wv; of wo; of w1 and w3; of w2

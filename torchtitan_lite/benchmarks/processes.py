@@ -1,4 +1,5 @@
-"""A command run to its end, watched from outside: when it printed what, its memory, and what it logged. Linux."""
+"""A command run to its end, watched from outside: when it printed what, its memory, and what it
+logged. Linux."""
 
 import json
 import os
@@ -24,10 +25,12 @@ class Watched:
     lines: tuple[tuple[float, str], ...]
     """What it printed, each line with the seconds from its launch to its arrival."""
     peak_mib: float
-    """Resident memory at its peak of the largest process, of the command and of all that it started and waited for."""
+    """Resident memory at its peak of the largest process, of the command and of all that it started
+    and waited for."""
 
     def find(self, pattern: str) -> str:
-        """The first group of the first match of `pattern` in a line. Raises RunError where there is none."""
+        """The first group of the first match of `pattern` in a line. Raises RunError where there is
+        none."""
         for _, line in self.lines:
             if match := re.search(pattern, line):
                 return match[1]
@@ -36,11 +39,20 @@ class Watched:
 
 def torchrun(python: str, *words: str, processes: int) -> list[str]:
     """The command by which `python` runs `words` in that many processes."""
-    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *words]
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *words,
+    ]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with `changes`, one thread a process unless it says otherwise, and no GPU."""
+    """This process's environment with `changes`, one thread a process unless it says otherwise, and
+    no GPU."""
     return {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", **changes}
 
 
@@ -51,11 +63,16 @@ def watch(
     timeout_s: float,
     on_line: Callable[[int, str], None] = lambda pid, line: None,
 ) -> Watched:
-    """`command`, run to its end. `on_line` is called with its process id and each line when that arrives.
-    Raises RunError where it fails, or is ended after `timeout_s`."""
+    """`command`, run to its end. `on_line` is called with its process id and each line when that
+    arrives. Raises RunError where it fails, or is ended after `timeout_s`."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=dict(env),
     )
     assert process.stdout is not None, "it is a pipe"
     timer = threading.Timer(timeout_s, process.terminate)

@@ -1,4 +1,5 @@
-"""What the benchmark found, from its JSON alone: ratios, the table, and what got worse since a baseline."""
+"""What the benchmark found, from its JSON alone: ratios, the table, and what got worse since a
+baseline."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ Result = dict[str, Any]
 
 
 def check_out(path: Path | None) -> None:
-    """Raise ConfigError, before any work is done, if the file of --out, where one is asked for, is in no folder."""
+    """Raise ConfigError, before any work is done, if the file of --out, where one is asked for, is
+    in no folder."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"--out {path}: there is no folder {path.parent}; make it first.")
 
@@ -43,12 +45,15 @@ def measure(records: Sequence[Mapping[str, Any]], *, warmup_steps: int) -> Resul
 
 
 def add_ratios(rows: Sequence[Result]) -> None:
-    """Set the RATIOS of each of `rows` that is done, None where what it is to be held against is not."""
+    """Set the RATIOS of each of `rows` that is done, None where what it is to be held against is
+    not."""
     by_run = {_run(row): row["tps"] for row in rows if row["status"] == DONE}
     for row in rows:
         own = row.get("tps") if row["status"] == DONE else None
         others = {
-            "bf16_ratio": by_run.get(_run(row | {"recipe": "bf16"})) if row["recipe"] != "bf16" else None,
+            "bf16_ratio": by_run.get(_run(row | {"recipe": "bf16"}))
+            if row["recipe"] != "bf16"
+            else None,
             "compile_ratio": by_run.get(_run(row | {"compile": False})) if row["compile"] else None,
         }
         row |= {name: own / other if own and other else None for name, other in others.items()}
@@ -56,13 +61,24 @@ def add_ratios(rows: Sequence[Result]) -> None:
 
 def _run(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells a row from the others."""
-    keys = ("shape", "layers", "seq_len", "local_batch_size", "activation_checkpoint", "compile", "recipe")
+    keys = (
+        "shape",
+        "layers",
+        "seq_len",
+        "local_batch_size",
+        "activation_checkpoint",
+        "compile",
+        "recipe",
+    )
     return tuple(row[key] for key in keys)
 
 
-def find_regressions(now: Mapping[str, Any], baseline: Mapping[str, Any], *, tolerance_pct: float) -> list[str]:
-    """What got worse since `baseline` by more than `tolerance_pct` percent, a line each: a ratio, or a row that is no
-    longer done. Rows that are in one of the two alone are not compared. Raises ConfigError where that leaves none."""
+def find_regressions(
+    now: Mapping[str, Any], baseline: Mapping[str, Any], *, tolerance_pct: float
+) -> list[str]:
+    """What got worse since `baseline` by more than `tolerance_pct` percent, a line each: a ratio,
+    or a row that is no longer done. Rows that are in one of the two alone are not compared. Raises
+    ConfigError where that leaves none."""
     before = {row["name"]: row for row in baseline["rows"] if row["status"] == DONE}
     found: list[str] = []
     compared = 0
@@ -70,7 +86,9 @@ def find_regressions(now: Mapping[str, Any], baseline: Mapping[str, Any], *, tol
         if (old := before.get(row["name"])) is None:
             continue
         if row["status"] != DONE:
-            found.append(f"{row['name']}: {row['status']}, and done in the baseline: {row['reason']}")
+            found.append(
+                f"{row['name']}: {row['status']}, and done in the baseline: {row['reason']}"
+            )
             compared += 1
             continue
         for name, what in RATIOS.items():
@@ -117,12 +135,19 @@ FIGURES = (
     ("step s", "step_time_s", ".4f"),
     ("iqr%", "spread_pct", ".1f"),
 )
-PLANNED = (("tps", "predicted_tps", ",.0f"), ("GiB", "predicted_memory_gib", ".1f"), ("run s", "expected_s", ".0f"))
+PLANNED = (
+    ("tps", "predicted_tps", ",.0f"),
+    ("GiB", "predicted_memory_gib", ".1f"),
+    ("run s", "expected_s", ".0f"),
+)
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """The report as text: the device, its ceilings, the rows as a table, what was not run, and where time went."""
-    ceilings = ", ".join(f"{name} {tflops:.4g}" for name, tflops in report["ceilings_tflops"].items())
+    """The report as text: the device, its ceilings, the rows as a table, what was not run, and
+    where time went."""
+    ceilings = ", ".join(
+        f"{name} {tflops:.4g}" for name, tflops in report["ceilings_tflops"].items()
+    )
     done = [row for row in report["rows"] if row["status"] == DONE]
     head = [f"{report['device']}: matmuls reach {ceilings} TFLOPS", report["layers_policy"]]
     if report["emulated"]:
@@ -131,12 +156,19 @@ def format_report(report: Mapping[str, Any]) -> str:
     if done:
         parts.append(_table(done, FIGURES))
     if failed := [row for row in report["rows"] if row["status"] != DONE]:
-        parts.append("\n".join(f"{row['name']}: {row['status']}: {row['reason']}" for row in failed))
+        parts.append(
+            "\n".join(f"{row['name']}: {row['status']}: {row['reason']}" for row in failed)
+        )
     if report["skipped"]:
         parts.append(_format_skipped(report["skipped"]))
     if report["profiles"]:
         parts.append(_format_profiles(report["profiles"]))
-    return "\n\n".join([*parts, f"{report['ended_by']} after {report['seconds']:.0f} s of {report['budget_s']:.0f} s"])
+    return "\n\n".join(
+        [
+            *parts,
+            f"{report['ended_by']} after {report['seconds']:.0f} s of {report['budget_s']:.0f} s",
+        ]
+    )
 
 
 def format_plan(plan: Mapping[str, Any]) -> str:
@@ -145,7 +177,9 @@ def format_plan(plan: Mapping[str, Any]) -> str:
     parts = [f"plan for {plan['device']}\n{plan['layers_policy']}", _table(plan["rows"], PLANNED)]
     if plan["skipped"]:
         parts.append(_format_skipped(plan["skipped"]))
-    return "\n\n".join([*parts, f"{len(plan['rows'])} rows, {total:.0f} s of {plan['budget_s']:.0f} s"])
+    return "\n\n".join(
+        [*parts, f"{len(plan['rows'])} rows, {total:.0f} s of {plan['budget_s']:.0f} s"]
+    )
 
 
 def _format_skipped(skipped: Sequence[Mapping[str, str]]) -> str:
@@ -154,15 +188,21 @@ def _format_skipped(skipped: Sequence[Mapping[str, str]]) -> str:
     for row in skipped:
         rest, _, recipe = row["name"].rpartition(" ")
         alike.setdefault((rest, row["reason"]), []).append(recipe)
-    lines = (f"  {rest} {', '.join(recipes)}: {reason}" for (rest, reason), recipes in alike.items())
+    lines = (
+        f"  {rest} {', '.join(recipes)}: {reason}" for (rest, reason), recipes in alike.items()
+    )
     return "not run:\n" + "\n".join(lines)
 
 
 def _format_profiles(profiles: Sequence[Mapping[str, Any]]) -> str:
     groups = list(profiles[0]["share_pct"])
     headings = ["% of the step", *(profile["recipe"] for profile in profiles)]
-    rows = [[group, *(f"{profile['share_pct'][group]:.1f}" for profile in profiles)] for group in groups]
-    rows.append(["step under the profiler, s", *(f"{profile['wall_s']:.4f}" for profile in profiles)])
+    rows = [
+        [group, *(f"{profile['share_pct'][group]:.1f}" for profile in profiles)] for group in groups
+    ]
+    rows.append(
+        ["step under the profiler, s", *(f"{profile['wall_s']:.4f}" for profile in profiles)]
+    )
     table = format_columns([headings, *rows], right=range(1, len(headings)))
     return f"where the time of {profiles[-1]['name']} goes:\n{table}"
 
@@ -170,7 +210,9 @@ def _format_profiles(profiles: Sequence[Mapping[str, Any]]) -> str:
 def _table(rows: Sequence[Mapping[str, Any]], figures: Sequence[tuple[str, str, str]]) -> str:
     headings = [name for name, _ in COLUMNS] + [heading for heading, _, _ in figures]
     cells = [
-        [cell(row) for _, cell in COLUMNS] + [_show(row.get(name), form) for _, name, form in figures] for row in rows
+        [cell(row) for _, cell in COLUMNS]
+        + [_show(row.get(name), form) for _, name, form in figures]
+        for row in rows
     ]
     return format_columns([headings, *cells], right=range(1, len(headings)))
 

@@ -1,5 +1,5 @@
-"""The rows of the benchmark: which runs, how many layers of each fit the device, what they should reach, how long they
-should take. Computed on meta, before anything runs. A hub."""
+"""The rows of the benchmark: which runs, how many layers of each fit the device, what they should
+reach, how long they should take. Computed on meta, before anything runs. A hub."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +26,13 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.roofline import DeviceRates
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import bf16_rates, build_meta_model, device_rates, estimate_memory, predict_step
+from torchtitan_lite.meta import (
+    bf16_rates,
+    build_meta_model,
+    device_rates,
+    estimate_memory,
+    predict_step,
+)
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import Precision
 from torchtitan_lite.metrics.memory import reserved_bytes
@@ -40,7 +46,8 @@ BF16_STATES: dict[str, Any] = {"state_dtype": "bfloat16"}
 USABLE_SHARE = 0.98
 """Of a data sheet's memory, what the driver leaves."""
 PROFILE_FREQ, PROFILE_STEPS = 3, 9
-"""A profiled run has nine steps and writes a trace of every third; the first of the three is left out, as warm-up."""
+"""A profiled run has nine steps and writes a trace of every third; the first of the three is left
+out, as warm-up."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ class Shape:
 
 
 LLAMA_8B = Shape("8B", FLAVORS["8B"], 8192, BF16_STATES)
-LLAMA_1B = Shape("1B", ModelArgs(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192), 8192)
+LLAMA_1B = Shape(
+    "1B", ModelArgs(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192), 8192
+)
 DEBUG = Shape("debug", FLAVORS["debugmodel"], 256)
 SMALL_DEBUG = Shape("debug", FLAVORS["debugmodel_4layers"], 128)
 
@@ -108,7 +117,9 @@ CPU_GROUPS = (
     Group(DEBUG, "op", 2, True, PAIR),
     Group(DEBUG, "full", 2, True, PAIR),
 )
-QUICK_CPU_GROUPS = tuple(Group(SMALL_DEBUG, "none", 1, compiled, PAIR) for compiled in (False, True))
+QUICK_CPU_GROUPS = tuple(
+    Group(SMALL_DEBUG, "none", 1, compiled, PAIR) for compiled in (False, True)
+)
 """By what is in a matrix, the most important first. A row that stands twice runs once."""
 
 
@@ -131,7 +142,8 @@ class Device:
 
     @cached_property
     def rates(self) -> DeviceRates | None:
-        """What the roofline needs, None where that is not known. A device without float8 has only bf16 rows."""
+        """What the roofline needs, None where that is not known. A device without float8 has only
+        bf16 rows."""
         spec = lookup_device(self.name)
         if spec is None:
             return None
@@ -187,13 +199,20 @@ class Row:
     def config(self, folder: str = "outputs", *, peak_tflops_bf16: float | None = None) -> Config:
         """The run's config. `peak_tflops_bf16` saves it from measuring that itself."""
         selective = self.checkpoint == "op"
-        float8 = {} if self.recipe == BF16 else {"enable_float8_linear": True, "recipe_name": self.recipe}
+        float8 = (
+            {}
+            if self.recipe == BF16
+            else {"enable_float8_linear": True, "recipe_name": self.recipe}
+        )
         return Config(
             job=JobConfig(dump_folder=folder),
             model=ModelConfig(flavor=self.flavor),
             optimizer=OptimizerConfig(**self.shape.optimizer),
             training=TrainingConfig(
-                local_batch_size=self.batch, seq_len=self.shape.seq_len, steps=self.steps, gc_freq=self.steps + 1
+                local_batch_size=self.batch,
+                seq_len=self.shape.seq_len,
+                steps=self.steps,
+                gc_freq=self.steps + 1,
             ),
             activation_checkpoint=ActivationCheckpointConfig.model_validate(
                 {"mode": "selective" if selective else self.checkpoint}
@@ -245,17 +264,31 @@ def forecast(row: Row, device: Device) -> Forecast:
     """What `row` should come to on `device`."""
     config, args, timing = row.config(), row.args, CPU_TIMING if device.on_cpu else GPU_TIMING
     args = dataclasses.replace(
-        args, vocab_size=args.vocab_size or build_tokenizer("").vocab_size, max_seq_len=row.shape.seq_len
+        args,
+        vocab_size=args.vocab_size or build_tokenizer("").vocab_size,
+        max_seq_len=row.shape.seq_len,
     )
     with mock.patch.object(logger, "disabled", True):  # for each row the same as for the one before
         meta = build_meta_model(
-            config, args, tp_degree=1, emulate=device.on_cpu, fused_attention=True, rates=device.rates
+            config,
+            args,
+            tp_degree=1,
+            emulate=device.on_cpu,
+            fused_attention=True,
+            rates=device.rates,
         )
     degrees, tps = resolve_degrees(config.parallelism, world_size=1), None
     if device.rates is not None:
-        tps = row.tokens / predict_step(config, args, meta, degrees=degrees, rates=device.rates).float8.seconds
+        tps = (
+            row.tokens
+            / predict_step(config, args, meta, degrees=degrees, rates=device.rates).float8.seconds
+        )
     slowest = min(device.ceilings.values(), default=100.0)
-    step_s = meta.ledger.total * row.tokens / (timing.utilisation * slowest * 1e12) if tps is None else row.tokens / tps
+    step_s = (
+        meta.ledger.total * row.tokens / (timing.utilisation * slowest * 1e12)
+        if tps is None
+        else row.tokens / tps
+    )
     memory_gib = None
     if not device.on_cpu:
         memory_gib = _reserved_gib(config, args, meta.choices)
@@ -274,23 +307,27 @@ def _reserved_gib(config: Config, args: ModelArgs, choices: Iterable[LinearChoic
     return reserved_bytes(estimate_memory(config, args, choices, degrees=degrees)) / 2**30
 
 
-def fitting_layers(shape: Shape, checkpoint: str, batch: int, modes: Collection[bool], device: Device) -> int:
-    """The most layers of `shape` with which bf16 fits the device in each of the `modes`, compiled or not; 0 if none do.
-    Float8's linears keep no more. One number for all rows of that checkpointing and batch, so that their ratios mean
-    something."""
+def fitting_layers(
+    shape: Shape, checkpoint: str, batch: int, modes: Collection[bool], device: Device
+) -> int:
+    """The most layers of `shape` with which bf16 fits the device in each of the `modes`, compiled
+    or not; 0 if none do. Float8's linears keep no more. One number for all rows of that
+    checkpointing and batch, so that their ratios mean something."""
     if device.memory_gib is None:
         return shape.args.n_layers
     for layers in range(shape.args.n_layers, 0, -1):
         rows = [Row(shape, layers, checkpoint, batch, compiled, BF16, 1, 1) for compiled in modes]
-        args = dataclasses.replace(rows[0].args, vocab_size=shape.args.vocab_size or build_tokenizer("").vocab_size)
+        args = dataclasses.replace(
+            rows[0].args, vocab_size=shape.args.vocab_size or build_tokenizer("").vocab_size
+        )
         if max(_reserved_gib(row.config(), args, ()) for row in rows) <= device.memory_gib:
             return layers
     return 0
 
 
 def plan_rows(device: Device, *, quick: bool, only: str = "") -> tuple[list[Row], dict[str, str]]:
-    """The rows to run on `device`, the most important first, and why others cannot, by what they are. Of those whose
-    names hold every word of `only`. Raises ConfigError if there are none."""
+    """The rows to run on `device`, the most important first, and why others cannot, by what they
+    are. Of those whose names hold every word of `only`. Raises ConfigError if there are none."""
     if device.on_cpu:
         groups, steps = (QUICK_CPU_GROUPS, (2, 20)) if quick else (CPU_GROUPS, (2, 10))
     else:
@@ -301,26 +338,34 @@ def plan_rows(device: Device, *, quick: bool, only: str = "") -> tuple[list[Row]
     rows: dict[str, Row] = {}
     skipped: dict[str, str] = {}
     for group in groups:
-        layers = fitting_layers(group.shape, group.checkpoint, group.batch, modes[group.settings], device)
+        layers = fitting_layers(
+            group.shape, group.checkpoint, group.batch, modes[group.settings], device
+        )
         for recipe in group.recipes:
-            row = Row(group.shape, layers, group.checkpoint, group.batch, group.compiled, recipe, *steps)
+            row = Row(
+                group.shape, layers, group.checkpoint, group.batch, group.compiled, recipe, *steps
+            )
             if recipe != BF16 and not (device.float8 or device.on_cpu):
                 skipped[row.name] = f"the {device.name} has no float8 matrix units"
             elif layers == 0:
-                skipped[row.name] = f"not one layer fits the {device.memory_gib:.0f} GiB of the {device.name}"
+                skipped[row.name] = (
+                    f"not one layer fits the {device.memory_gib:.0f} GiB of the {device.name}"
+                )
             else:
                 rows[row.name] = row
     words = only.split()
     chosen = [row for row in rows.values() if set(words) <= set(row.name.split())]
     if not chosen:
         raise ConfigError(
-            f'--only "{only}" leaves no row: no name has all these words; the names are\n' + "\n".join(rows or skipped)
+            f'--only "{only}" leaves no row: no name has all these words; the names are\n'
+            + "\n".join(rows or skipped)
         )
     return chosen, {name: why for name, why in skipped.items() if set(words) <= set(name.split())}
 
 
 def profiled_rows(rows: Iterable[Row]) -> list[Row]:
-    """Those to take apart by a profiler: the most important float8 row, after the bf16 row of its comparison."""
+    """Those to take apart by a profiler: the most important float8 row, after the bf16 row of its
+    comparison."""
     rows = list(rows)
     best = next((row for row in rows if row.recipe != BF16), None)
     if best is None:

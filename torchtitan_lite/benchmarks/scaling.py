@@ -1,5 +1,5 @@
-"""How the cost of training grows with the work, and that it does not grow with the number of steps: each point a run
-under torchrun, read from its metrics.jsonl. A hub."""
+"""How the cost of training grows with the work, and that it does not grow with the number of steps:
+each point a run under torchrun, read from its metrics.jsonl. A hub."""
 
 import json
 import os
@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.benchmarks.estimates import Line, Ratios, block_quantiles
-from torchtitan_lite.benchmarks.processes import environment, read_records, resident_kib, torchrun, watch
+from torchtitan_lite.benchmarks.processes import (
+    environment,
+    read_records,
+    resident_kib,
+    torchrun,
+    watch,
+)
 
 STEPS = 12
 """Of a run that is a point."""
@@ -22,7 +28,8 @@ WARM_UP_STEPS = 4
 BLOCKS = 10
 """Of steps, in each half of a long run."""
 FASTEST = 0.1
-"""Of a block's steps, that tell what a step costs: who else uses the machine makes one longer, and never shorter."""
+"""Of a block's steps, that tell what a step costs: who else uses the machine makes one longer, and
+never shorter."""
 TIMEOUT_S = 600.0
 """For one run."""
 TINY = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128}
@@ -69,7 +76,8 @@ Law = Callable[[Sequence[float], Sequence[Point]], list[float]]
 
 
 def affine(xs: Sequence[float], points: Sequence[Point]) -> list[float]:
-    """By the straight line that fits best: a fixed cost, and the same again for each unit of work."""
+    """By the straight line that fits best: a fixed cost, and the same again for each unit of
+    work."""
     line = Line.through(xs, [point.step_s for point in points])
     return [line.at(x) for x in xs]
 
@@ -80,13 +88,17 @@ def ranks_a_core(ranks: float) -> float:
 
 
 def shared_cores(xs: Sequence[float], points: Sequence[Point]) -> list[float]:
-    """As long as on the first number of ranks, while there is a core for each, and longer as more of them share one."""
+    """As long as on the first number of ranks, while there is a core for each, and longer as more
+    of them share one."""
     return [points[0].step_s * ranks_a_core(x) / ranks_a_core(xs[0]) for x in xs]
 
 
 def by_flops(settings: Sequence[Setting], points: Sequence[Point]) -> list[float]:
     """Seconds of a step at the rate in FLOPs a core of the last point, which has most of them."""
-    work = [point.flops * ranks_a_core(setting.ranks) for setting, point in zip(settings, points, strict=True)]
+    work = [
+        point.flops * ranks_a_core(setting.ranks)
+        for setting, point in zip(settings, points, strict=True)
+    ]
     return [points[-1].step_s * each / work[-1] for each in work]
 
 
@@ -140,7 +152,13 @@ class SweepResult:
     def rows(self) -> list[dict[str, float]]:
         """A row a point: what was measured, and what was expected of it."""
         xs, settings = list(self.sweep.settings), list(self.sweep.settings.values())
-        expected = zip(xs, self.points, self.sweep.law(xs, self.points), by_flops(settings, self.points), strict=True)
+        expected = zip(
+            xs,
+            self.points,
+            self.sweep.law(xs, self.points),
+            by_flops(settings, self.points),
+            strict=True,
+        )
         return [
             {
                 self.sweep.varies: x,
@@ -206,8 +224,8 @@ def point_of(records: Sequence[Mapping[str, Any]], *, tokens: int) -> Point:
 def train(
     dimensions: Mapping[str, int], words: Sequence[str], *, ranks: int = 1
 ) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """The records of a run of the debug model with other `dimensions`, and by step the resident memory in KiB of its
-    largest process as the step's line was printed."""
+    """The records of a run of the debug model with other `dimensions`, and by step the resident
+    memory in KiB of its largest process as the step's line was printed."""
     resident: dict[int, int] = {}
 
     def read_memory(pid: int, line: str) -> None:
@@ -269,7 +287,11 @@ class LongRun:
 
 def measure_long_run(*, steps: int) -> LongRun:
     """A run of that many steps of a tiny model, and as many to warm up as its kind needs."""
-    words = ["--training.seq_len=16", "--training.local_batch_size=1", f"--training.steps={steps + WARM_UP_STEPS}"]
+    words = [
+        "--training.seq_len=16",
+        "--training.local_batch_size=1",
+        f"--training.steps={steps + WARM_UP_STEPS}",
+    ]
     records, resident = train(TINY, words)
     return long_run([record["step_time_s"] for record in records[WARM_UP_STEPS:]], resident)
 
@@ -280,7 +302,8 @@ def long_run(seconds: Sequence[float], resident: Mapping[int, int]) -> LongRun:
     first, last = seconds[:half], seconds[-half:]
     counted = [step for step in sorted(resident) if step > max(resident) - half]
     growth = Line.through(
-        block_quantiles(counted, blocks=BLOCKS), block_quantiles([resident[step] for step in counted], blocks=BLOCKS)
+        block_quantiles(counted, blocks=BLOCKS),
+        block_quantiles([resident[step] for step in counted], blocks=BLOCKS),
     )
     return LongRun(
         len(seconds),

@@ -1,5 +1,6 @@
 """A training run of the debug model with dimensions of its own, for bench_scaling: torchrun -m
-torchtitan_lite.benchmarks.scaling_run DIMENSIONS, a JSON object, then the words of training. A hub."""
+torchtitan_lite.benchmarks.scaling_run DIMENSIONS, a JSON object, then the words of training. A
+hub."""
 
 import dataclasses
 import json
@@ -12,7 +13,9 @@ from torchtitan_lite.models.flavors import FLAVORS
 def main() -> None:
     """Train as the command line says."""
     dimensions = json.loads(sys.argv.pop(1))
-    FLAVORS["debugmodel"] = dataclasses.replace(FLAVORS["debugmodel"], **dimensions)  # in this process alone
+    FLAVORS["debugmodel"] = dataclasses.replace(
+        FLAVORS["debugmodel"], **dimensions
+    )  # in this process alone
     train.main()
 
 

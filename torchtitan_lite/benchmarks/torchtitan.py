@@ -1,5 +1,5 @@
-"""This framework against torchtitan 0.2.2, as a user meets both: each run under torchrun in turn, and timed from
-outside, by the moments at which its lines of the log arrive. A hub."""
+"""This framework against torchtitan 0.2.2, as a user meets both: each run under torchrun in turn,
+and timed from outside, by the moments at which its lines of the log arrive. A hub."""
 
 import json
 import re
@@ -57,15 +57,22 @@ TITLES = {
 
 
 def figures(run: Watched, *, tokens: int) -> Figures:
-    """Those of a run whose steps have `tokens` tokens a process. Raises RunError where its log does not show them."""
+    """Those of a run whose steps have `tokens` tokens a process. Raises RunError where its log does
+    not show them."""
     ends: dict[int, float] = {}
     for seconds, line in run.lines:
         if match := STEP_LINE.search(line):
-            ends.setdefault(int(match[1]), seconds)  # torchtitan's other ranks tell of the same step
+            ends.setdefault(
+                int(match[1]), seconds
+            )  # torchtitan's other ranks tell of the same step
     if sorted(ends) != list(range(1, len(ends) + 1)) or len(ends) < LEAST_STEPS:
-        raise RunError(f"the log tells of steps {sorted(ends)}; expected 1, 2, ... up to {LEAST_STEPS} at least")
+        raise RunError(
+            f"the log tells of steps {sorted(ends)}; expected 1, 2, ... up to {LEAST_STEPS} at least"
+        )
     last = max(ends)
-    return Figures(tokens * (last - WARM_UP_STEPS) / (ends[last] - ends[WARM_UP_STEPS]), ends[1], run.peak_mib)
+    return Figures(
+        tokens * (last - WARM_UP_STEPS) / (ends[last] - ends[WARM_UP_STEPS]), ends[1], run.peak_mib
+    )
 
 
 def check_comparable(config: Config) -> None:
@@ -79,8 +86,8 @@ def check_comparable(config: Config) -> None:
 
 
 def torchtitan_dimensions(config: Config) -> dict[str, float | int]:
-    """torchtitan's model arguments for the model of `config`. It derives the width of the feed-forward from a multiple
-    that it is rounded up to."""
+    """torchtitan's model arguments for the model of `config`. It derives the width of the
+    feed-forward from a multiple that it is rounded up to."""
     flavor = FLAVORS[config.model.flavor]
     return {
         "dim": flavor.dim,
@@ -95,22 +102,41 @@ def torchtitan_dimensions(config: Config) -> dict[str, float | int]:
 
 
 def torchtitan_options(config: Config) -> list[str]:
-    """torchtitan's command line for what `config` asks for, with a line of the log and points of curves every step."""
+    """torchtitan's command line for what `config` asks for, with a line of the log and points of
+    curves every step."""
     same = {
         "training": (
             *("local_batch_size", "global_batch_size", "seq_len", "max_norm", "steps", "gc_freq"),
             *("mixed_precision_param", "mixed_precision_reduce"),
         ),
         "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
-        "lr_scheduler": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
+        "lr_scheduler": (
+            "warmup_steps",
+            "total_steps",
+            "decay_ratio",
+            "decay_type",
+            "min_lr_factor",
+        ),
         "parallelism": ("fsdp_reshard_after_forward",),
         "activation_checkpoint": ("mode", "selective_ac_option"),
     }
-    values = {f"{table}.{key}": getattr(getattr(config, table), key) for table, keys in same.items() for key in keys}
+    values = {
+        f"{table}.{key}": getattr(getattr(config, table), key)
+        for table, keys in same.items()
+        for key in keys
+    }
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     if config.compile.enable:
-        options += ["--compile.enable", f"--compile.components={','.join(config.compile.components)}"]
-    return [*options, "--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.disable_color_printing"]
+        options += [
+            "--compile.enable",
+            f"--compile.components={','.join(config.compile.components)}",
+        ]
+    return [
+        *options,
+        "--metrics.log_freq=1",
+        "--metrics.enable_tensorboard",
+        "--metrics.disable_color_printing",
+    ]
 
 
 @dataclass(frozen=True)
@@ -124,7 +150,9 @@ class Versus:
 
     def ratios(self, name: str) -> Ratios:
         """Our figures over theirs, pair by pair."""
-        return Ratios.of(*([getattr(run, name) for run in runs] for runs in (self.ours, self.theirs)))
+        return Ratios.of(
+            *([getattr(run, name) for run in runs] for runs in (self.ours, self.theirs))
+        )
 
     def _median(self, whose: str, name: str) -> float:
         return statistics.median(getattr(run, name) for run in getattr(self, whose))
@@ -133,7 +161,9 @@ class Versus:
         """Every figure, the ratios of the medians, and the medians of the ratios pair by pair."""
         return {
             **asdict(self),
-            "ratio_of_medians": {name: self._median("ours", name) / self._median("theirs", name) for name in TITLES},
+            "ratio_of_medians": {
+                name: self._median("ours", name) / self._median("theirs", name) for name in TITLES
+            },
             "median_of_ratios": {name: self.ratios(name).median for name in TITLES},
         }
 
@@ -143,22 +173,30 @@ class Versus:
         rows = []
         for name, title in TITLES.items():
             ours, theirs = self._median("ours", name), self._median("theirs", name)
-            rows.append(f"{title:28}{ours:>17,.1f}{theirs:>12,.1f}{ours / theirs:>8.2f}   {self.ratios(name)}")
+            rows.append(
+                f"{title:28}{ours:>17,.1f}{theirs:>12,.1f}{ours / theirs:>8.2f}   {self.ratios(name)}"
+            )
         return "\n".join([head, *rows])
 
 
 class Rival:
     """Starts runs of both frameworks that do the same."""
 
-    def __init__(self, config: Config, *, python: str, adapter: Path, processes: int, shard_one: bool) -> None:
-        """`python` has torchtitan, and `adapter` is scripts/torchtitan_cpu.py. With `shard_one` torchtitan shards its
-        model on one process too, where by itself it trains under autocast."""
+    def __init__(
+        self, config: Config, *, python: str, adapter: Path, processes: int, shard_one: bool
+    ) -> None:
+        """`python` has torchtitan, and `adapter` is scripts/torchtitan_cpu.py. With `shard_one`
+        torchtitan shards its model on one process too, where by itself it trains under autocast."""
         check_comparable(config)
         self.config, self.processes = config, processes
         self.tokens = config.training.local_batch_size * config.training.seq_len
         if config.training.global_batch_size > 0:
             self.tokens = config.training.global_batch_size * config.training.seq_len // processes
-        self._theirs = [str(adapter), json.dumps(torchtitan_dimensions(config)), *["--shard-one"] * shard_one]
+        self._theirs = [
+            str(adapter),
+            json.dumps(torchtitan_dimensions(config)),
+            *["--shard-one"] * shard_one,
+        ]
         self._python = python
 
     def run_ours(self) -> Watched:
@@ -168,29 +206,40 @@ class Rival:
             (path / "config.toml").write_text(dump_config(self.config))
             words = ["-m", "torchtitan_lite.train", "--job.config_file", str(path / "config.toml")]
             words += ["--job.dump_folder", str(path / "run")]
-            return self._watch(torchrun(sys.executable, *words, processes=self.processes), path, environment())
+            return self._watch(
+                torchrun(sys.executable, *words, processes=self.processes), path, environment()
+            )
 
     def run_theirs(self) -> Watched:
         """A run of torchtitan, through the adapter."""
         with tempfile.TemporaryDirectory(prefix="versus-") as folder:
             path = Path(folder)
-            words = [*self._theirs, *torchtitan_options(self.config), f"--job.dump_folder={path / 'run'}"]
+            words = [
+                *self._theirs,
+                *torchtitan_options(self.config),
+                f"--job.dump_folder={path / 'run'}",
+            ]
             env = environment()
             env.pop("PYTHONPATH", None)  # it leads to what this Python has
             return self._watch(torchrun(self._python, *words, processes=self.processes), path, env)
 
     def _watch(self, command: list[str], path: Path, env: Mapping[str, str]) -> Watched:
-        # Each compiles anew: what one had compiled before would else decide how soon its first step ends.
+        # Each compiles anew: what one had compiled before would else decide how soon its first step
+        # ends.
         env = {**env, "TORCHINDUCTOR_CACHE_DIR": str(path / "compiled"), "NO_COLOR": "1"}
         return watch(command, env=env, timeout_s=TIMEOUT_S)
 
     def compare(self, *, pairs: int, tell: Callable[[str], None]) -> Versus:
-        """`pairs` runs of each in alternating order, after one of each that is not counted: it finds files not yet
-        read, and bytecode and token stores not yet made. Each run that ends is told of. Raises RunError where the
-        models differ in size."""
-        counts = [int(run().find(PARAMETERS).replace(",", "")) for run in (self.run_ours, self.run_theirs)]
+        """`pairs` runs of each in alternating order, after one of each that is not counted: it
+        finds files not yet read, and bytecode and token stores not yet made. Each run that ends is
+        told of. Raises RunError where the models differ in size."""
+        counts = [
+            int(run().find(PARAMETERS).replace(",", "")) for run in (self.run_ours, self.run_theirs)
+        ]
         if counts[0] != counts[1]:
-            raise RunError(f"the models differ: {counts[0]:,} parameters here, {counts[1]:,} in torchtitan")
+            raise RunError(
+                f"the models differ: {counts[0]:,} parameters here, {counts[1]:,} in torchtitan"
+            )
 
         def measured(name: str, run: Callable[[], Watched]) -> Figures:
             result = figures(run(), tokens=self.tokens)

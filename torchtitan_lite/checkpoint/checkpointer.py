@@ -1,8 +1,9 @@
 """Saving and resuming around torch.distributed.checkpoint (DCP).
 
-A save writes into a draft folder, in this order: the tensors and DCP's table of them; each rank's random state; the
-manifest, with the size and hash of each file as the rank that wrote it reads it back. Then the draft gets its step's
-name. With async_mode, all that is done on a thread, in a process group of its own, from a snapshot in CPU memory.
+A save writes into a draft folder, in this order: the tensors and DCP's table of them; each rank's
+random state; the manifest, with the size and hash of each file as the rank that wrote it reads it
+back. Then the draft gets its step's name. With async_mode, all that is done on a thread, in a
+process group of its own, from a snapshot in CPU memory.
 """
 
 import json
@@ -64,8 +65,8 @@ from torchtitan_lite.logger import logger
 
 
 class Checkpointer:
-    """Saves and loads the model, the optimizer, the progress and the random states in `folder`. `load`, `load_weights`
-    and `save` are collective calls."""
+    """Saves and loads the model, the optimizer, the progress and the random states in `folder`.
+    `load`, `load_weights` and `save` are collective calls."""
 
     def __init__(
         self,
@@ -79,14 +80,20 @@ class Checkpointer:
         model_args: Mapping[str, Any],
         config_toml: str,
     ) -> None:
-        """The last three go into the manifests. What killed saves left in `folder` is removed. Raises StorageError if
-        that fails."""
+        """The last three go into the manifests. What killed saves left in `folder` is removed.
+        Raises StorageError if that fails."""
         self._model, self._optimizer = model, optimizer
         self.folder, self._device = folder, device
-        self.enabled, self._interval, self._keep = checkpoint.enable, checkpoint.interval, checkpoint.keep_latest_k
+        self.enabled, self._interval, self._keep = (
+            checkpoint.enable,
+            checkpoint.interval,
+            checkpoint.keep_latest_k,
+        )
         self._stops_on_failure = checkpoint.on_failure == "stop"
         self._model_args = dict(model_args)
-        self._manifest = partial(Manifest, mesh=dict(mesh), model=self._model_args, config=config_toml)
+        self._manifest = partial(
+            Manifest, mesh=dict(mesh), model=self._model_args, config=config_toml
+        )
         self.last_saved: Path | None = None
         """The last checkpoint that is known to be complete."""
         self.last_failure: RunError | None = None
@@ -104,11 +111,14 @@ class Checkpointer:
             # A thread has a device of its own, the first GPU.
             use_device = partial(torch.cuda.set_device, device) if on_gpu else None
             self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=use_device)
-            self._snapshot = Snapshot(pinned=on_gpu and checkpoint.async_mode == "async_with_pinned_mem")
+            self._snapshot = Snapshot(
+                pinned=on_gpu and checkpoint.async_mode == "async_with_pinned_mem"
+            )
 
     def load(self, manifest: Manifest) -> None:
-        """Read the checkpoint of `manifest` into the model, the optimizer and the random generators. Later ones are
-        renamed, as their steps will be trained anew. Raises CheckpointError for one of another model."""
+        """Read the checkpoint of `manifest` into the model, the optimizer and the random
+        generators. Later ones are renamed, as their steps will be trained anew. Raises
+        CheckpointError for one of another model."""
         path = step_folder(self.folder, manifest.progress.step)
         state = training_state(self._model, self._optimizer)
         check_tensors(manifest.tensors, entries(state), path=path)
@@ -122,8 +132,8 @@ class Checkpointer:
         logger.info(f"resumed from {path}")
 
     def load_weights(self, path: Path, *, hashes: bool) -> None:
-        """Read the weights alone of the checkpoint at `path` into the model, of whatever data type they are there.
-        Raises CheckpointError for one that is broken, or of another model."""
+        """Read the weights alone of the checkpoint at `path` into the model, of whatever data type
+        they are there. Raises CheckpointError for one that is broken, or of another model."""
         manifest = verify(path, hashes=hashes)
         check_model(manifest.model, self._model_args, path=path)
         state = model_state(self._model)
@@ -138,28 +148,36 @@ class Checkpointer:
         logger.info(f"weights from {path}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
-        readers: list[SafeReader] = []  # not sent to other ranks: a table of many tensors and ranks is large
+        readers: list[
+            SafeReader
+        ] = []  # not sent to other ranks: a table of many tensors and ranks is large
         with naming(path):
             on_all_ranks(lambda: readers.append(SafeReader(path)))
         try:
-            dcp.load(state, storage_reader=readers[0], planner=SafePlanner(), process_group=self.group)
+            dcp.load(
+                state, storage_reader=readers[0], planner=SafePlanner(), process_group=self.group
+            )
         except CheckpointException as error:
-            raise CheckpointError(f"[checkpoint] {path} cannot be loaded: {load_failure(error)}.") from error
+            raise CheckpointError(
+                f"[checkpoint] {path} cannot be loaded: {load_failure(error)}."
+            ) from error
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether `step` ends with a save."""
         return self.enabled and (last or step % self._interval == 0)
 
     def save(self, progress: Progress, random_state: dict[str, Any]) -> None:
-        """Save the state after a step; with async_mode, begin to, once the save before has ended. A failure raises
-        StorageError, or is told of and kept in `last_failure`, as on_failure says; NumericError is raised for a state
-        that is not finite, which is not saved."""
+        """Save the state after a step; with async_mode, begin to, once the save before has ended. A
+        failure raises StorageError, or is told of and kept in `last_failure`, as on_failure says;
+        NumericError is raised for a state that is not finite, which is not saved."""
         self.wait()
         state = training_state(self._model, self._optimizer)
         if self._thread is None:
             self._settle(lambda: self._write(state, progress, random_state))
         else:
-            self._saving = self._thread.submit(self._write, self._snapshot.take(state), progress, random_state)
+            self._saving = self._thread.submit(
+                self._write, self._snapshot.take(state), progress, random_state
+            )
 
     def wait(self) -> None:
         """Return once a save that was begun has ended, raising what `save` does."""
@@ -168,8 +186,8 @@ class Checkpointer:
             self._settle(saving.result)
 
     def failure(self) -> RunError | None:
-        """Why the run must stop for a save that ended since the last call, as far as this rank knows. Not collective,
-        and does not wait."""
+        """Why the run must stop for a save that ended since the last call, as far as this rank
+        knows. Not collective, and does not wait."""
         if self._saving is None or not self._saving.done():
             return None
         try:
@@ -188,15 +206,19 @@ class Checkpointer:
                 raise
             logger.warning(f'{error} Training goes on, as [checkpoint] on_failure = "warn".')
 
-    def _write(self, state: dict[str, Tensor], progress: Progress, random_state: dict[str, Any]) -> Path:
-        """Path of the complete checkpoint of `state`. Raises StorageError, after removing what was written, or
-        NumericError."""
+    def _write(
+        self, state: dict[str, Tensor], progress: Progress, random_state: dict[str, Any]
+    ) -> Path:
+        """Path of the complete checkpoint of `state`. Raises StorageError, after removing what was
+        written, or NumericError."""
         target = step_folder(self.folder, progress.step)
         on_all_ranks(lambda: check_finite(state, step=progress.step), group=self.group)
         draft = on_rank0(lambda: start_draft(self.folder, progress.step), group=self.group)
         try:
             self._write_tensors(state, draft)
-            hashed = on_all_ranks(lambda: self._write_random_state(draft, random_state), group=self.group)
+            hashed = on_all_ranks(
+                lambda: self._write_random_state(draft, random_state), group=self.group
+            )
             manifest = self._manifest(
                 save_id=uuid.uuid4().hex,
                 progress=progress,
@@ -214,13 +236,17 @@ class Checkpointer:
         logger.info(f"saved {target}")
         return target
 
-    def _write_random_state(self, draft: Path, random_state: dict[str, Any]) -> dict[str, FileEntry]:
+    def _write_random_state(
+        self, draft: Path, random_state: dict[str, Any]
+    ) -> dict[str, FileEntry]:
         """Size and hash of each file of this rank's, after the last of them is written."""
         rank = dist.get_rank()
         with storage_errors(draft):
             replace_file(draft / random_file_name(rank), json.dumps(random_state))
             own = [random_file_name(rank), *(path.name for path in draft.glob(f"__{rank}_*"))]
-            return {name: hash_file(draft / name) for name in [*own, *([METADATA] if rank == 0 else [])]}
+            return {
+                name: hash_file(draft / name) for name in [*own, *([METADATA] if rank == 0 else [])]
+            }
 
     def _commit(self, draft: Path, target: Path, manifest: Manifest) -> None:
         """Complete the draft, give it its name, and delete what is too old by now; on rank 0."""
@@ -247,7 +273,9 @@ class Checkpointer:
         try:
             dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:
-            free_gib = shutil.disk_usage(self.folder).free / 2**30  # rank 0 may have removed the draft
+            free_gib = (
+                shutil.disk_usage(self.folder).free / 2**30
+            )  # rank 0 may have removed the draft
             raise StorageError(
                 f"[checkpoint] {draft} cannot be written: {load_failure(error)}; {free_gib:,.2f} GiB are free there. "
                 "Make room, or name another [job] dump_folder."
@@ -255,9 +283,12 @@ class Checkpointer:
 
 
 class _Writer(FileSystemWriter):
-    """Fails with the disk's error, which torch hides behind that of an archive that it could not complete."""
+    """Fails with the disk's error, which torch hides behind that of an archive that it could not
+    complete."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """As it is."""
         try:
             return super().write_data(plan, planner)
@@ -273,7 +304,8 @@ def random_file_name(rank: int) -> str:
 
 
 def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
-    """Raise NumericError if a tensor holds a value that is not finite, in this rank's part of it."""
+    """Raise NumericError if a tensor holds a value that is not finite, in this rank's part of
+    it."""
     if (name := first_non_finite(state)) is not None:
         raise NumericError(
             f"{name} is no longer finite after step {step}, so that step is not saved. Go on from an earlier "

@@ -1,4 +1,5 @@
-"""Checkpoints read through, every byte: whether one is as it was written, and what differs between two."""
+"""Checkpoints read through, every byte: whether one is as it was written, and what differs between
+two."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,9 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.changes import config_changes, progress_changes, tensor_changes, value_changes
+from torchtitan_lite.checkpoint.changes import (
+    config_changes,
+    progress_changes,
+    tensor_changes,
+    value_changes,
+)
 from torchtitan_lite.checkpoint.folders import find_problems
-from torchtitan_lite.checkpoint.manifest import TENSORS_SUFFIX, BrokenCheckpoint, broken_files, naming
+from torchtitan_lite.checkpoint.manifest import (
+    TENSORS_SUFFIX,
+    BrokenCheckpoint,
+    broken_files,
+    naming,
+)
 from torchtitan_lite.checkpoint.reading import SafeReader
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +64,8 @@ class Comparison:
 
 
 def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """What is wrong with the checkpoint at `path`, a line each: its files, or else its table of tensors."""
+    """What is wrong with the checkpoint at `path`, a line each: its files, or else its table of
+    tensors."""
     if problems := find_problems(path, hashes=hashes):
         return problems
     try:
@@ -64,7 +76,8 @@ def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
 
 
 def compare(old: Path, new: Path) -> Comparison:
-    """What differs between two checkpoints. Tensors are read one by one. Raises CheckpointError if one is broken."""
+    """What differs between two checkpoints. Tensors are read one by one. Raises CheckpointError if
+    one is broken."""
     old_reader, new_reader = _open(old), _open(new)
     a, b = old_reader.manifest, new_reader.manifest
     shared = [name for name, entry in a.tensors.items() if b.tensors.get(name) == entry]
@@ -90,7 +103,11 @@ def _open(path: Path) -> SafeReader:
     """Open the checkpoint at `path` after checking the sizes of its tensor files."""
     with naming(path):
         reader = SafeReader(path)
-        data = {name: entry for name, entry in reader.manifest.files.items() if name.endswith(TENSORS_SUFFIX)}
+        data = {
+            name: entry
+            for name, entry in reader.manifest.files.items()
+            if name.endswith(TENSORS_SUFFIX)
+        }
         if problems := broken_files(path, replace(reader.manifest, files=data), hashes=False):
             raise BrokenCheckpoint(problems[0])
         return reader
@@ -115,5 +132,10 @@ def format_comparison(comparison: Comparison) -> str:
         "tensors": comparison.tensors,
         "values": [str(change) for change in comparison.values],
     }
-    lines = [line for title, found in sections.items() if found for line in (f"{title}:", *(f"  {x}" for x in found))]
+    lines = [
+        line
+        for title, found in sections.items()
+        if found
+        for line in (f"{title}:", *(f"  {x}" for x in found))
+    ]
     return "\n".join([*lines, f"{comparison.equal_tensors} tensors are equal in every bit"])

@@ -1,13 +1,15 @@
-"""The folder of checkpoints: a folder a step, which gets its name once it is complete. Imports no torch.
+"""The folder of checkpoints: a folder a step, which gets its name once it is complete. Imports no
+torch.
 
   step-00000100                      a checkpoint: it has a manifest, written last
   .tmp-step-00000100                 one being written or deleted, or left so by a killed process
   broken-step-00000100-<ns>          one that did not verify when its step was saved again
   superseded-step-00000100-<ns>      one past the step that a run went on from
 
-Whatever else is in there is foreign, a folder with a file that no save makes too, and is never touched. Where one of
-these names is a link, only the link is renamed or deleted, and its target stays. At each moment a killed process leaves
-all checkpoints that were there, or those and the new one.
+Whatever else is in there is foreign, a folder with a file that no save makes too, and is never
+touched. Where one of these names is a link, only the link is renamed or deleted, and its target
+stays. At each moment a killed process leaves all checkpoints that were there, or those and the new
+one.
 """
 
 import os
@@ -32,7 +34,9 @@ from torchtitan_lite.logger import logger
 STEP = re.compile(r"step-(\d{8})")
 DRAFT_PREFIX = ".tmp-"
 # Besides the files themselves, those that DCP and replace_file write first and rename then.
-OURS = re.compile(rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.(?:{MANIFEST}|rank-\d{{5}}\.json)\..+")
+OURS = re.compile(
+    rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.(?:{MANIFEST}|rank-\d{{5}}\.json)\..+"
+)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -53,12 +57,14 @@ def named_steps(folder: Path) -> list[int]:
 
 def committed_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in `folder`, ascending."""
-    return [step for step in named_steps(folder) if (step_folder(folder, step) / MANIFEST).is_file()]
+    return [
+        step for step in named_steps(folder) if (step_folder(folder, step) / MANIFEST).is_file()
+    ]
 
 
 def read_step_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises BrokenCheckpoint as `read_manifest` does, and if the folder has
-    the name of another step."""
+    """The manifest of the checkpoint at `path`. Raises BrokenCheckpoint as `read_manifest` does,
+    and if the folder has the name of another step."""
     manifest = read_manifest(path)
     named = STEP.fullmatch(path.name)
     if named and int(named[1]) != manifest.progress.step:
@@ -67,7 +73,8 @@ def read_step_manifest(path: Path) -> Manifest:
 
 
 def find_problems(path: Path, *, hashes: bool) -> list[str]:
-    """What is wrong with the checkpoint at `path`, a line each; with `hashes`, all its bytes are read."""
+    """What is wrong with the checkpoint at `path`, a line each; with `hashes`, all its bytes are
+    read."""
     try:
         return broken_files(path, read_step_manifest(path), hashes=hashes)
     except BrokenCheckpoint as broken:
@@ -82,14 +89,17 @@ def start_draft(folder: Path, step: int) -> Path:
     with storage_errors(folder):
         if os.path.lexists(draft):
             if foreign := _foreign_file(draft):
-                raise StorageError(f"[checkpoint] {foreign} is in the way of a save; move it out of {folder}.")
+                raise StorageError(
+                    f"[checkpoint] {foreign} is in the way of a save; move it out of {folder}."
+                )
             _delete(draft)
         draft.mkdir(parents=True)
     return draft
 
 
 def remove_drafts(folder: Path) -> None:
-    """Delete what killed saves and killed deletions left in `folder`. Raises StorageError if the disk fails."""
+    """Delete what killed saves and killed deletions left in `folder`. Raises StorageError if the
+    disk fails."""
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
             ours = draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
@@ -100,8 +110,8 @@ def remove_drafts(folder: Path) -> None:
 def commit(draft: Path, target: Path) -> None:
     """Give a complete draft the name of its checkpoint, for good.
 
-    A checkpoint of that name that verifies, every byte read, is kept instead, and one that does not is renamed. Raises
-    StorageError if the disk fails, or if a foreign folder has the name."""
+    A checkpoint of that name that verifies, every byte read, is kept instead, and one that does not
+    is renamed. Raises StorageError if the disk fails, or if a foreign folder has the name."""
     with storage_errors(target.parent):
         fsync_folder(draft)
         if os.path.lexists(target):
@@ -116,15 +126,19 @@ def commit(draft: Path, target: Path) -> None:
                 _delete(draft)
                 return
             aside = target.rename(target.with_name(f"broken-{target.name}-{time.time_ns()}"))
-            logger.warning(f"{target} was there already, but broken: {problems[0]}; kept as {aside}")
+            logger.warning(
+                f"{target} was there already, but broken: {problems[0]}; kept as {aside}"
+            )
         draft.rename(target)
         fsync_folder(target.parent)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete the checkpoints in `folder` that are older than the newest `keep` whose sizes verify; 0 keeps all.
+    """Delete the checkpoints in `folder` that are older than the newest `keep` whose sizes verify;
+    0 keeps all.
 
-    One that a foreign file was put into is kept, and told of. Raises StorageError if the disk fails."""
+    One that a foreign file was put into is kept, and told of. Raises StorageError if the disk
+    fails."""
     steps = committed_steps(folder)
     sound = [step for step in steps if not find_problems(step_folder(folder, step), hashes=False)]
     oldest_kept = sound[-keep:][0] if keep and sound else 0
@@ -140,8 +154,8 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, broken ones too, as the run that goes on from `step` will train these
-    steps anew. Raises StorageError if the disk fails."""
+    """Rename the checkpoints of later steps, broken ones too, as the run that goes on from `step`
+    will train these steps anew. Raises StorageError if the disk fails."""
     with storage_errors(folder):
         for later in reversed(named_steps(folder)):
             old = step_folder(folder, later)
@@ -152,7 +166,8 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError within it into the StorageError that names the path, the reason and the fix."""
+    """Turns an OSError within it into the StorageError that names the path, the reason and the
+    fix."""
     try:
         yield
     except OSError as error:
@@ -163,15 +178,18 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 
 def _foreign_file(folder: Path) -> Path | None:
-    """Return a file in `folder` that no save writes, or None. A link counts as ours: only the link is changed."""
+    """Return a file in `folder` that no save writes, or None. A link counts as ours: only the link
+    is changed."""
     if folder.is_symlink():
         return None
-    return next((path for path in folder.iterdir() if not OURS.fullmatch(path.name) or path.is_dir()), None)
+    return next(
+        (path for path in folder.iterdir() if not OURS.fullmatch(path.name) or path.is_dir()), None
+    )
 
 
 def _delete(draft: Path) -> None:
-    """Delete a draft and its files, the manifest first: what a kill leaves of it is no checkpoint. Of a link, delete
-    the link alone."""
+    """Delete a draft and its files, the manifest first: what a kill leaves of it is no checkpoint.
+    Of a link, delete the link alone."""
     if draft.is_symlink():
         draft.unlink()
         return

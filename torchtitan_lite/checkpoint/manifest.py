@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: what it holds, and the size and hash of every file, so that damage is seen.
+"""The manifest of a checkpoint: what it holds, and the size and hash of every file, so that damage
+is seen.
 
 It is written last, and only a folder that has one is a checkpoint. Imports no torch.
 """
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
 from torchtitan_lite.errors import CheckpointError, StorageError
 from torchtitan_lite.files import replace_file
@@ -23,14 +31,16 @@ from torchtitan_lite.files import replace_file
 FORMAT = 1
 MANIFEST = "manifest.json"
 SAVED_FILES = r"\.metadata|__\d+_\d+\.distcp|rank-\d{5}\.json"
-"""What a save writes besides its manifest: DCP's table of tensors and its data, and the state of each rank."""
+"""What a save writes besides its manifest: DCP's table of tensors and its data, and the state of
+each rank."""
 TENSORS_SUFFIX = ".distcp"
 """Of the files that are large."""
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Ways of a file not to be there."""
 BLOCK_BYTES = 1 << 20
 MOST_JSON_BYTES = 16 << 20
-"""Of a file of JSON: a manifest of 16,000 ranks has about a third of that. Parsed, it takes some 25 times as much."""
+"""Of a file of JSON: a manifest of 16,000 ranks has about a third of that. Parsed, it takes some 25
+times as much."""
 
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
 """A name within the folder, which no path that leaves it is."""
@@ -53,12 +63,14 @@ def _check_tables(config: str) -> str:
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A checkpoint that is damaged, or not one of ours. Its message is the reason alone, on one line."""
+    """A checkpoint that is damaged, or not one of ours. Its message is the reason alone, on one
+    line."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: what one that goes on from there needs besides tensors and random states."""
+    """How far a run is: what one that goes on from there needs besides tensors and random
+    states."""
 
     step: Count
     samples: Count
@@ -105,7 +117,9 @@ class TensorEntry:
 class Manifest:
     """What a checkpoint holds, and what made it."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # of what is read from disk, nested classes included
+    __pydantic_config__ = ConfigDict(
+        strict=True, extra="forbid"
+    )  # of what is read from disk, nested classes included
 
     save_id: str
     """The same for everything of one save, and never again."""
@@ -133,15 +147,21 @@ _READER = TypeAdapter(Manifest)
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions for a manifest that is written now; this package has none where it is run from its folder."""
-    versions = {"torch": version("torch"), "torchao": version("torchao"), "python": platform.python_version()}
+    """Versions for a manifest that is written now; this package has none where it is run from its
+    folder."""
+    versions = {
+        "torch": version("torch"),
+        "torchao": version("torchao"),
+        "python": platform.python_version(),
+    }
     with suppress(PackageNotFoundError):
         versions["torchtitan_lite"] = version("torchtitan_lite")
     return versions
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put a manifest, with a hash of all its fields, into a checkpoint's folder. Raises OSError if the disk fails."""
+    """Put a manifest, with a hash of all its fields, into a checkpoint's folder. Raises OSError if
+    the disk fails."""
     fields = {"format": FORMAT, "config_sha256": manifest.config_sha256, **asdict(manifest)}
     replace_file(folder / MANIFEST, json.dumps(fields | {"sha256": _hash(fields)}, indent=1))
 
@@ -151,29 +171,35 @@ def _hash(fields: dict[str, Any]) -> str:
 
 
 def read_regular(path: Path, *, most: int) -> bytes:
-    """The contents of a file. Raises BrokenCheckpoint for one of more than `most` bytes, and for a pipe or a device,
-    which could be read for ever; OSError if it cannot be read."""
+    """The contents of a file. Raises BrokenCheckpoint for one of more than `most` bytes, and for a
+    pipe or a device, which could be read for ever; OSError if it cannot be read."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise BrokenCheckpoint(f"{path.name} is not a regular file")
     if found.st_size > most:
-        raise BrokenCheckpoint(f"{path.name} has {found.st_size} bytes, and such a file has {most} at most")
+        raise BrokenCheckpoint(
+            f"{path.name} has {found.st_size} bytes, and such a file has {most} at most"
+        )
     return path.read_bytes()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`. Raises BrokenCheckpoint for one that is missing, damaged, or of
-    another format."""
+    """The manifest of the checkpoint in `folder`. Raises BrokenCheckpoint for one that is missing,
+    damaged, or of another format."""
     try:
         fields = json.loads(read_regular(folder / MANIFEST, most=MOST_JSON_BYTES))
         if not isinstance(fields, dict) or "format" not in fields:
             raise BrokenCheckpoint(f"{MANIFEST}: not a checkpoint's")
         if fields["format"] != FORMAT:
-            raise BrokenCheckpoint(f"{MANIFEST}: its format is {fields['format']!r}, this version reads {FORMAT}")
+            raise BrokenCheckpoint(
+                f"{MANIFEST}: its format is {fields['format']!r}, this version reads {FORMAT}"
+            )
         if fields.pop("sha256", None) != _hash(fields):
             raise BrokenCheckpoint(f"{MANIFEST}: its contents have changed")
         own = {key: fields[key] for key in fields.keys() - {"format", "config_sha256"}}
-        return _READER.validate_json(json.dumps(own))  # from JSON, so that strictness lets a list be a tuple
+        return _READER.validate_json(
+            json.dumps(own)
+        )  # from JSON, so that strictness lets a list be a tuple
     except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
@@ -182,7 +208,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except ValidationError as error:
         first = error.errors()[0]
-        reason = " ".join(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".split())  # a key may hold line breaks
+        reason = " ".join(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}".split()
+        )  # a key may hold line breaks
         raise BrokenCheckpoint(f"{MANIFEST}: {reason}") from error
     except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise BrokenCheckpoint(f"{MANIFEST}: not JSON: {error}") from error
@@ -198,12 +226,15 @@ def hash_file(path: Path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def broken_files(folder: Path, manifest: Manifest, *, hashes: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
+def broken_files(
+    folder: Path, manifest: Manifest, *, hashes: bool, share: tuple[int, int] = (0, 1)
+) -> list[str]:
     """What is wrong with the files of the checkpoint in `folder`, a line each.
 
-    Sizes are those of all files. Contents are read of the small files alone, or with `hashes` of all; of every
-    `share[1]`-th, largest first, from number `share[0]` on, so that as many ranks read every file once. Other files in
-    the folder are not looked at. Raises StorageError if the disk fails."""
+    Sizes are those of all files. Contents are read of the small files alone, or with `hashes` of
+    all; of every `share[1]`-th, largest first, from number `share[0]` on, so that as many ranks
+    read every file once. Other files in the folder are not looked at. Raises StorageError if the
+    disk fails."""
     rank, world = share
     problems = []
     by_size = sorted(manifest.files.items(), key=lambda file: -file[1].size)
@@ -228,7 +259,9 @@ def broken_files(folder: Path, manifest: Manifest, *, hashes: bool, share: tuple
 
 def unreadable(path: Path, error: OSError) -> StorageError:
     """What a disk that fails is told as: it does not say that the checkpoint is broken."""
-    return StorageError(f"[checkpoint] {path} cannot be read: {error.strerror}; mend the disk or its permissions.")
+    return StorageError(
+        f"[checkpoint] {path} cannot be read: {error.strerror}; mend the disk or its permissions."
+    )
 
 
 @contextmanager

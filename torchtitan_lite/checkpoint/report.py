@@ -1,4 +1,5 @@
-"""The checkpoints of a run in a table, from their manifests and the sizes of their files. Imports no torch."""
+"""The checkpoints of a run in a table, from their manifests and the sizes of their files. Imports
+no torch."""
 
 import time
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torchtitan_lite.tables import format_columns
 
 @dataclass(frozen=True)
 class Row:
-    """A checkpoint, in figures. Those that only its manifest knows are None where that cannot be read."""
+    """A checkpoint, in figures. Those that only its manifest knows are None where that cannot be
+    read."""
 
     path: str
     step: int
@@ -32,15 +34,17 @@ class Row:
 
 
 def step_folders(path: Path) -> list[Path]:
-    """The checkpoint at `path` or else those in it, by step: it may be a run folder, or its folder of checkpoints.
-    Raises CheckpointError if there is none."""
+    """The checkpoint at `path` or else those in it, by step: it may be a run folder, or its folder
+    of checkpoints. Raises CheckpointError if there is none."""
     if STEP.fullmatch(path.name) or (path / MANIFEST).is_file():
         return [path]
     children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
     for folder in (path, *children):
         if steps := named_steps(folder):
             return [step_folder(folder, step) for step in steps]
-    raise CheckpointError(f"{path} has no checkpoints: name a run folder, its folder of checkpoints, or a step's.")
+    raise CheckpointError(
+        f"{path} has no checkpoints: name a run folder, its folder of checkpoints, or a step's."
+    )
 
 
 def describe(path: Path) -> Row:

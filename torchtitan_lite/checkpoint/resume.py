@@ -18,9 +18,9 @@ DISK_TIMEOUT = timedelta(hours=1)
 
 
 def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Manifest | None:
-    """The manifest of the checkpoint to resume from, None for a new run: the newest that verifies, or load_step's. A
-    broken one is told of. A collective call. Raises CheckpointError if load_step's is missing or broken, or if all
-    are, and StorageError if the disk fails."""
+    """The manifest of the checkpoint to resume from, None for a new run: the newest that verifies,
+    or load_step's. A broken one is told of. A collective call. Raises CheckpointError if
+    load_step's is missing or broken, or if all are, and StorageError if the disk fails."""
     if not checkpoint.enable or checkpoint.load_step == 0:
         return None
     there = on_rank0(lambda: named_steps(folder))
@@ -47,15 +47,17 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Manifest | Non
 
 
 def verify(path: Path, *, hashes: bool) -> Manifest:
-    """The manifest of the checkpoint at `path`, whose files are as they were written: all sizes, the contents of small
-    files, and with `hashes` of all, which the ranks share out. A collective call. Raises BrokenCheckpoint, with the
-    path."""
+    """The manifest of the checkpoint at `path`, whose files are as they were written: all sizes,
+    the contents of small files, and with `hashes` of all, which the ranks share out. A collective
+    call. Raises BrokenCheckpoint, with the path."""
     group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
     share = (dist.get_rank(), dist.get_world_size())
     try:
         with naming(path):
             manifest = on_rank0(lambda: open_checkpoint(path), group=group)
-            found = on_all_ranks(lambda: broken_files(path, manifest, hashes=hashes, share=share), group=group)
+            found = on_all_ranks(
+                lambda: broken_files(path, manifest, hashes=hashes, share=share), group=group
+            )
             if problems := [problem for of_rank in found for problem in of_rank]:
                 raise BrokenCheckpoint(problems[0])
     finally:
@@ -64,7 +66,8 @@ def verify(path: Path, *, hashes: bool) -> Manifest:
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, which agrees with its table of tensors. Raises BrokenCheckpoint."""
+    """The manifest of the checkpoint at `path`, which agrees with its table of tensors. Raises
+    BrokenCheckpoint."""
     manifest = read_step_manifest(path)
     SafeReader(path)
     return manifest

@@ -1,4 +1,5 @@
-"""The check before any process is spawned: `python -m torchtitan_lite.config --job.config_file X.toml ...`."""
+"""The check before any process is spawned: `python -m torchtitan_lite.config --job.config_file
+X.toml ...`."""
 
 import argparse
 
@@ -9,11 +10,16 @@ from torchtitan_lite.logger import init_logger
 
 
 def main(argv: list[str]) -> None:
-    """Print a line about the run that `argv` describes or, with --get, one value alone. Raises ConfigError."""
+    """Print a line about the run that `argv` describes or, with --get, one value alone. Raises
+    ConfigError."""
     if {"-h", "--help"} & set(argv):
-        print(f"{format_help()}\nof this check: --world-size N (default: 1), --get table.key prints its value alone")
+        print(
+            f"{format_help()}\nof this check: --world-size N (default: 1), --get table.key prints its value alone"
+        )
         return
-    parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.config", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.config", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--get", choices=KEYS, metavar="table.key")
     options, words = parser.parse_known_args(argv)

@@ -1,4 +1,5 @@
-"""Names that torchtitan's earlier releases used for a key: each still loads, with a notice of its name today."""
+"""Names that torchtitan's earlier releases used for a key: each still loads, with a notice of its
+name today."""
 
 from torchtitan_lite.config.keys import Layer, Setting, show_key
 from torchtitan_lite.logger import logger
@@ -29,7 +30,8 @@ def current_name(name: str) -> str:
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
-    """The settings of one source under their names of today, and what is wrong with those under old names."""
+    """The settings of one source under their names of today, and what is wrong with those under old
+    names."""
     resolved = {name: setting for name, setting in layer.items() if current_name(name) == name}
     problems = []
     for name, old in layer.items():
@@ -40,7 +42,9 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
         value = old.value
         if name == CONVERTERS:
             if value not in (*NO_CONVERTERS, *FLOAT8_CONVERTERS):
-                problems.append(f'{old.cite(name)}: must be ["float8"], ["quantize.linear.float8"] or []')
+                problems.append(
+                    f'{old.cite(name)}: must be ["float8"], ["quantize.linear.float8"] or []'
+                )
                 continue
             value = value in FLOAT8_CONVERTERS
         rival = resolved.setdefault(new, Setting(value, f"{old.source}, as {show_key(name)}"))

@@ -1,5 +1,5 @@
-"""Rules between tables, and the numbers that follow from them: pure arithmetic, so that a config is judged before any
-process starts."""
+"""Rules between tables, and the numbers that follow from them: pure arithmetic, so that a config is
+judged before any process starts."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -36,7 +36,8 @@ MAX_PERIOD = 100_000
 
 @dataclass(frozen=True)
 class ParallelDegrees:
-    """How the processes of a run are shared out: replicas, times shards, times tensor parallelism."""
+    """How the processes of a run are shared out: replicas, times shards, times tensor
+    parallelism."""
 
     dp_replicate: int
     dp_shard: int
@@ -55,7 +56,8 @@ class ParallelDegrees:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences in a forward pass of one rank and in an optimizer step, and the passes a rank makes in that step."""
+    """Sequences in a forward pass of one rank and in an optimizer step, and the passes a rank makes
+    in that step."""
 
     local_batch_size: int
     global_batch_size: int
@@ -63,8 +65,12 @@ class BatchSizes:
 
 
 def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:
-    """The degrees, -1 replaced by what is left. Raises ConfigError unless their product is the number of processes."""
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    """The degrees, -1 replaced by what is left. Raises ConfigError unless their product is the
+    number of processes."""
+    replicate, shard = (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+    )
     tp = parallelism.tensor_parallel_degree
     others = replicate * tp
     if world_size % others:
@@ -84,7 +90,8 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
 
 
 def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
-    """The batch sizes, -1 replaced. Raises ConfigError if gradient accumulation would not come out even."""
+    """The batch sizes, -1 replaced. Raises ConfigError if gradient accumulation would not come out
+    even."""
     local = training.local_batch_size
     one_pass = local * dp_degree
     total = one_pass if training.global_batch_size == -1 else training.global_batch_size
@@ -97,13 +104,14 @@ def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
 
 
 def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
-    """The weights of the datasets in the least whole numbers; (1,) where no datasets are listed, but one is trained on.
-    Raises ConfigError if their sum is above MAX_PERIOD."""
+    """The weights of the datasets in the least whole numbers; (1,) where no datasets are listed,
+    but one is trained on. Raises ConfigError if their sum is above MAX_PERIOD."""
     if not datasets:
         return (1,)
     weights = [Fraction(str(dataset.weight)) for dataset in datasets]  # as written: 0.3 is 3/10
     unit = Fraction(
-        math.gcd(*(weight.numerator for weight in weights)), math.lcm(*(weight.denominator for weight in weights))
+        math.gcd(*(weight.numerator for weight in weights)),
+        math.lcm(*(weight.denominator for weight in weights)),
     )
     shares = tuple(int(weight / unit) for weight in weights)
     if sum(shares) > MAX_PERIOD:
@@ -122,10 +130,14 @@ def _multiples_near(value: int, step: int) -> str:
 
 
 def check_config(config: Config, *, world_size: int, unsound: Collection[str] = ()) -> list[str]:
-    """Every rule between keys that the config breaks, a message each. Rules on a table in `unsound` are left out."""
+    """Every rule between keys that the config breaks, a message each. Rules on a table in `unsound`
+    are left out."""
     c = config
     rules = [
-        (("parallelism", "training"), _check_layout(c.parallelism, c.training, world_size=world_size)),
+        (
+            ("parallelism", "training"),
+            _check_layout(c.parallelism, c.training, world_size=world_size),
+        ),
         (("model",), _check_flavor(c.model)),
         (("model", "parallelism"), _check_widths(c.model, c.parallelism)),
         (("model", "training", "parallelism"), _check_seq_len(c.model, c.training, c.parallelism)),
@@ -133,7 +145,10 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("lr_scheduler", "training"), check_decay(c.lr_scheduler, steps=c.training.steps)),
         (("optimizer",), _check_optimizer(c.optimizer)),
         (("compile",), _check_compile(c.compile)),
-        (("compile", "activation_checkpoint"), _check_memory_budget(c.compile, c.activation_checkpoint)),
+        (
+            ("compile", "activation_checkpoint"),
+            _check_memory_budget(c.compile, c.activation_checkpoint),
+        ),
         (
             ("model", "parallelism", "activation_checkpoint"),
             _check_memory_budget_torch(c.model, c.parallelism, c.activation_checkpoint),
@@ -147,10 +162,17 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
         (("validation",), _check_validation(c.validation)),
         (("checkpoint", "metrics", "profiling"), _check_folders(c)),
     ]
-    return [message for tables, messages in rules if not set(tables) & set(unsound) for message in messages]
+    return [
+        message
+        for tables, messages in rules
+        if not set(tables) & set(unsound)
+        for message in messages
+    ]
 
 
-def _check_layout(parallelism: ParallelismConfig, training: TrainingConfig, *, world_size: int) -> Iterator[str]:
+def _check_layout(
+    parallelism: ParallelismConfig, training: TrainingConfig, *, world_size: int
+) -> Iterator[str]:
     for kind in ("context", "pipeline"):
         degree = getattr(parallelism, f"{kind}_parallel_degree")
         if degree != 1:
@@ -175,7 +197,9 @@ def _check_widths(model: ModelConfig, parallelism: ParallelismConfig) -> Iterato
     if args := FLAVORS.get(model.flavor):
         common = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim)
         if common % tp:
-            fitting = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
+            fitting = ", ".join(
+                str(degree) for degree in range(1, common + 1) if common % degree == 0
+            )
             yield (
                 f"[parallelism] tensor_parallel_degree = {tp} must divide n_heads = {args.n_heads}, "
                 f"n_kv_heads = {args.n_kv_heads}, dim = {args.dim} and ffn_dim = {args.ffn_dim} of [model] flavor = "
@@ -183,7 +207,9 @@ def _check_widths(model: ModelConfig, parallelism: ParallelismConfig) -> Iterato
             )
 
 
-def _check_seq_len(model: ModelConfig, training: TrainingConfig, parallelism: ParallelismConfig) -> Iterator[str]:
+def _check_seq_len(
+    model: ModelConfig, training: TrainingConfig, parallelism: ParallelismConfig
+) -> Iterator[str]:
     seq_len, tp = training.seq_len, parallelism.tensor_parallel_degree
     if seq_len % tp:
         yield (
@@ -198,7 +224,9 @@ def _check_seq_len(model: ModelConfig, training: TrainingConfig, parallelism: Pa
         )
 
 
-def _check_selective(model: ModelConfig, activation_checkpoint: ActivationCheckpointConfig) -> Iterator[str]:
+def _check_selective(
+    model: ModelConfig, activation_checkpoint: ActivationCheckpointConfig
+) -> Iterator[str]:
     option = activation_checkpoint.selective_ac_option
     args = FLAVORS.get(model.flavor)
     if args and activation_checkpoint.mode == "selective":
@@ -211,8 +239,8 @@ def _check_selective(model: ModelConfig, activation_checkpoint: ActivationCheckp
 
 
 def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
-    """What is wrong with the schedule of a run of `steps`. One cut short, below its warm-up, only warms up; that must
-    not need a change of the schedule."""
+    """What is wrong with the schedule of a run of `steps`. One cut short, below its warm-up, only
+    warms up; that must not need a change of the schedule."""
     total, warmup = schedule.total_steps or steps, schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0.0))
     if warmup < total < warmup + decay:
@@ -236,7 +264,9 @@ def _check_compile(compile: CompileConfig) -> Iterator[str]:
         yield '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set enable to false'
 
 
-def _check_memory_budget(compile: CompileConfig, activation_checkpoint: ActivationCheckpointConfig) -> Iterator[str]:
+def _check_memory_budget(
+    compile: CompileConfig, activation_checkpoint: ActivationCheckpointConfig
+) -> Iterator[str]:
     if activation_checkpoint.mode == "memory_budget" and not compile.covers("model"):
         yield (
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] enable = true, with '
@@ -245,10 +275,12 @@ def _check_memory_budget(compile: CompileConfig, activation_checkpoint: Activati
 
 
 def _check_memory_budget_torch(
-    model: ModelConfig, parallelism: ParallelismConfig, activation_checkpoint: ActivationCheckpointConfig
+    model: ModelConfig,
+    parallelism: ParallelismConfig,
+    activation_checkpoint: ActivationCheckpointConfig,
 ) -> Iterator[str]:
-    """The compiler of torch 2.11 cannot count the FLOPs of grouped-query attention on a GPU, and the compiler of torch
-    2.12 takes DTensor's mesh for an activation of unknown size."""
+    """The compiler of torch 2.11 cannot count the FLOPs of grouped-query attention on a GPU, and
+    the compiler of torch 2.12 takes DTensor's mesh for an activation of unknown size."""
     if activation_checkpoint.mode != "memory_budget":
         return
     torch_version = version("torch")
@@ -267,7 +299,9 @@ def _check_memory_budget_torch(
         )
 
 
-def _check_async_tensor_parallel(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[str]:
+def _check_async_tensor_parallel(
+    compile: CompileConfig, parallelism: ParallelismConfig
+) -> Iterator[str]:
     if not parallelism.enable_async_tensor_parallel:
         return
     if parallelism.tensor_parallel_degree == 1:
@@ -286,7 +320,11 @@ def _check_float8(float8: Float8Config) -> Iterator[str]:
     if not float8.enable_float8_linear:
         return
     if float8.pad_inner_dim and float8.recipe_name in ("rowwise_with_gw_hp", "mxfp8"):
-        why = "pads nothing" if float8.recipe_name == "rowwise_with_gw_hp" else "is not offered by torchao"
+        why = (
+            "pads nothing"
+            if float8.recipe_name == "rowwise_with_gw_hp"
+            else "is not offered by torchao"
+        )
         yield (
             f"[float8] pad_inner_dim = true {why} under recipe_name = {show(float8.recipe_name)}; set it to false, or "
             'the recipe to "tensorwise" or "rowwise"'

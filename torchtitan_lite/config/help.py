@@ -16,16 +16,22 @@ true, --table.key= unsets a key whose default is unset, and a list is written a,
 
 
 def format_help() -> str:
-    """The page that `--help` prints: how a run is configured, then each key with its type, default and meaning."""
+    """The page that `--help` prints: how a run is configured, then each key with its type, default
+    and meaning."""
     tables = (
-        f"[{table}]\n" + "".join(_format_key(key) for key in KEYS.values() if key.table == table) for table in TABLES
+        f"[{table}]\n" + "".join(_format_key(key) for key in KEYS.values() if key.table == table)
+        for table in TABLES
     )
     return "\n".join((INTRODUCTION, *tables))
 
 
 def _format_key(key: Key) -> str:
     head = f"  --{key.table}.{key.name} {key.type_text} (default: {show(key.default)})\n"
-    return head + textwrap.fill(key.doc, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6) + "\n"
+    return (
+        head
+        + textwrap.fill(key.doc, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        + "\n"
+    )
 
 
 def format_config_table() -> str:
@@ -33,4 +39,6 @@ def format_config_table() -> str:
     rows = [("key", "type", "default", "meaning"), ("---", "---", "---", "---")]
     for name, key in KEYS.items():
         rows.append((f"`{name}`", f"`{key.type_text}`", f"`{show(key.default)}`", key.doc))
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows
+    )

@@ -1,4 +1,5 @@
-"""The keys of the TOML surface as data, derived from the sections, and the words in which messages speak of them."""
+"""The keys of the TOML surface as data, derived from the sections, and the words in which messages
+speak of them."""
 
 import difflib
 import json
@@ -15,8 +16,8 @@ from torchtitan_lite.config.sections import Config, Section
 
 @dataclass(frozen=True)
 class Key:
-    """One key of one table. `kind` is bool, int, float, str or list; `item_keys` are those of each table in a list of
-    tables; `optional` keys may be unset (None)."""
+    """One key of one table. `kind` is bool, int, float, str or list; `item_keys` are those of each
+    table in a list of tables; `optional` keys may be unset (None)."""
 
     table: str
     name: str
@@ -53,10 +54,16 @@ def _build_key(table: str, name: str, field: FieldInfo) -> Key:
     is_list = typing.get_origin(bare) is tuple
     element = _unwrap(typing.get_args(bare)[0]) if is_list else bare
     choices = typing.get_args(element) if typing.get_origin(element) is Literal else ()
-    item_keys = tuple(element.model_fields) if isinstance(element, type) and issubclass(element, Section) else ()
+    item_keys = (
+        tuple(element.model_fields)
+        if isinstance(element, type) and issubclass(element, Section)
+        else ()
+    )
     kind = "list" if is_list else "str" if choices else bare.__name__
     optional = types.NoneType in typing.get_args(field.annotation)
-    return Key(table, name, kind, choices, item_keys, optional, field.default, field.description or "")
+    return Key(
+        table, name, kind, choices, item_keys, optional, field.default, field.description or ""
+    )
 
 
 KEYS: dict[str, Key] = {
@@ -81,7 +88,8 @@ def show_key(name: str) -> str:
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """The option nearest to a misspelt word, whatever the case of its letters; None when none is near."""
+    """The option nearest to a misspelt word, whatever the case of its letters; None when none is
+    near."""
     by_folded = {option.lower(): option for option in options}
     matches = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.68)
     return by_folded[matches[0]] if matches else None

@@ -15,14 +15,17 @@ COMMAND_LINE = "the command line"
 
 
 def read_files(path: Path) -> list[Layer]:
-    """The layers of a file and of the files that it inherits from through `base`, the furthest first."""
+    """The layers of a file and of the files that it inherits from through `base`, the furthest
+    first."""
     layers: list[Layer] = []
     chain: list[Path] = []
     while True:
         chain.append(path)
         content = _read_toml(path, chain)
         if path.resolve() in [seen.resolve() for seen in chain[:-1]]:
-            raise ConfigError(f"base files form a cycle: {_show_chain(chain)}; remove one of these `base` lines")
+            raise ConfigError(
+                f"base files form a cycle: {_show_chain(chain)}; remove one of these `base` lines"
+            )
         base = content.pop("base", None)
         layers.insert(0, {name: Setting(value, str(path)) for name, value in _flatten(content)})
         if base is None:
@@ -47,12 +50,17 @@ def _show_chain(chain: list[Path]) -> str:
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """(dotted name, value) of every value in a table its sub-tables. An empty table counts if its name is unknown."""
+    """(dotted name, value) of every value in a table its sub-tables. An empty table counts if its
+    name is unknown."""
     pairs: list[tuple[str, object]] = []
     for key, value in table.items():
         name = prefix + key
         if value != {} or current_name(name) not in TABLES:
-            pairs += _flatten(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
+            pairs += (
+                _flatten(value, f"{name}.")
+                if isinstance(value, dict) and value
+                else [(name, value)]
+            )
     return pairs
 
 
@@ -68,7 +76,11 @@ def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
             near = closest(name, KEYS)
-            hint = f"; did you mean --{near}?" if near else "; an option is --table.key value, a list is a,b"
+            hint = (
+                f"; did you mean --{near}?"
+                if near
+                else "; an option is --table.key value, a list is a,b"
+            )
             problems.append(f"unexpected {show(word)} on the command line{hint}")
             continue
         bare = not equals and (not words or words[0].startswith("--"))
@@ -77,7 +89,9 @@ def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
         if name == CONFIG_FILE:
             files.append(text)
         elif bare and key and key.kind != "bool":
-            problems.append(f"--{name} (from {COMMAND_LINE}): needs a value of type {key.type_text}")
+            problems.append(
+                f"--{name} (from {COMMAND_LINE}): needs a value of type {key.type_text}"
+            )
         else:
             layer[name] = Setting(True if bare else _parse(text, key), COMMAND_LINE)
     return _one_config_file(files), layer, problems
@@ -85,15 +99,20 @@ def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
 
 def _one_config_file(files: list[str]) -> Path:
     if len(files) > 1:
-        raise ConfigError(f"--{CONFIG_FILE} is given {len(files)} times: {', '.join(files)}; give it once")
+        raise ConfigError(
+            f"--{CONFIG_FILE} is given {len(files)} times: {', '.join(files)}; give it once"
+        )
     if not files or not files[0]:
-        raise ConfigError(f"no config file; name one: --{CONFIG_FILE} train_configs/debug_model.toml")
+        raise ConfigError(
+            f"no config file; name one: --{CONFIG_FILE} train_configs/debug_model.toml"
+        )
     return Path(files[0])
 
 
 def _parse(text: str, key: Key | None) -> object:
-    """The value that a word stands for: TOML, except that strings need no quotes, lists no brackets, and no text at all
-    unsets an optional key. What is not TOML stays text, for validation to refuse."""
+    """The value that a word stands for: TOML, except that strings need no quotes, lists no
+    brackets, and no text at all unsets an optional key. What is not TOML stays text, for validation
+    to refuse."""
     if key and key.optional and not text:
         return None
     if key and key.kind == "str" and not text.startswith(('"', "'")):

@@ -1,4 +1,5 @@
-"""A Config from a TOML file and the command line, with everything that is wrong in them said at once; and back."""
+"""A Config from a TOML file and the command line, with everything that is wrong in them said at
+once; and back."""
 
 import re
 
@@ -32,8 +33,8 @@ RULES = {
 
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
-    """The config that `--job.config_file FILE` and the overrides on a command line describe, for a run of `world_size`
-    processes. Raises one ConfigError with all that is wrong, a line each."""
+    """The config that `--job.config_file FILE` and the overrides on a command line describe, for a
+    run of `world_size` processes. Raises one ConfigError with all that is wrong, a line each."""
     path, overrides, problems = read_command_line(argv)
     settings: Layer = {}
     for layer in (*read_files(path), overrides):
@@ -49,9 +50,12 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     except ValidationError as error:
         problems += dict.fromkeys(_describe_invalid(detail, known) for detail in error.errors())
         unsound |= {str(detail["loc"][0]) for detail in error.errors()}
-        config = _validate({name: setting for name, setting in known.items() if KEYS[name].table not in unsound})
+        config = _validate(
+            {name: setting for name, setting in known.items() if KEYS[name].table not in unsound}
+        )
     problems += [
-        _name_sources(message, known) for message in check_config(config, world_size=world_size, unsound=unsound)
+        _name_sources(message, known)
+        for message in check_config(config, world_size=world_size, unsound=unsound)
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -59,8 +63,9 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
 
 
 def shared_settings(config: Config) -> dict[str, str]:
-    """The keys that all ranks must agree on, as `[table] key`, and their values as text. The paths of tokenizers and
-    data may differ between nodes, because their contents are compared by fingerprint."""
+    """The keys that all ranks must agree on, as `[table] key`, and their values as text. The paths
+    of tokenizers and data may differ between nodes, because their contents are compared by
+    fingerprint."""
     tables = config.model_dump(
         exclude={
             "model": {"tokenizer_path"},
@@ -68,7 +73,11 @@ def shared_settings(config: Config) -> dict[str, str]:
             "validation": {"dataset_path"},
         }
     )
-    return {f"[{table}] {key}": show(value) for table, section in tables.items() for key, value in section.items()}
+    return {
+        f"[{table}] {key}": show(value)
+        for table, section in tables.items()
+        for key, value in section.items()
+    }
 
 
 def dump_config(config: Config) -> str:
@@ -113,7 +122,9 @@ def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
     table, key, *place = detail["loc"]
     name, kind, value = f"{table}.{key}", detail["type"], detail["input"]
     subject = settings[name].cite(name)
-    if len(place) == 2:  # a key of one of a list of tables, which have no names but are counted from 1
+    if (
+        len(place) == 2
+    ):  # a key of one of a list of tables, which have no names but are counted from 1
         setting = Setting(None if kind == "missing" else value, settings[name].source)
         subject = f"[[{name}]] {int(place[0]) + 1}: {setting.cite(str(place[1]))}"
     if kind == "literal_error":
@@ -127,7 +138,8 @@ def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
 
 
 def _name_sources(message: str, settings: Layer) -> str:
-    """The message, followed by where each key that it names was set: `key` counts after its `[table]`."""
+    """The message, followed by where each key that it names was set: `key` counts after its
+    `[table]`."""
     table = ""
     sources = {}
     for word in re.findall(r"\[\w+\]|\w+", message):

@@ -1,4 +1,5 @@
-"""Rows of what has columns, one of them with text: parquet files and Hugging Face datasets. Positions count rows.
+"""Rows of what has columns, one of them with text: parquet files and Hugging Face datasets.
+Positions count rows.
 
 The libraries are heavy and optional, so they are imported when they are used.
 """
@@ -16,7 +17,8 @@ BATCH_ROWS = 64  # in memory at a time; few, because texts can be long
 
 
 def read_parquet(path: Path, start: Position, *, text_field: str) -> Iterator[Row]:
-    """The rows of a parquet file from `start` on. Raises DataError if it is broken or has no such column of text."""
+    """The rows of a parquet file from `start` on. Raises DataError if it is broken or has no such
+    column of text."""
     pyarrow = _import("pyarrow", wanted_by=path, extra="parquet")
     parquet = _import("pyarrow.parquet", wanted_by=path, extra="parquet")
     with (
@@ -32,7 +34,8 @@ def read_parquet(path: Path, start: Position, *, text_field: str) -> Iterator[Ro
 
 
 def _values(file: Any, column: str, *, first: int, dtype: Any) -> Iterator[bytes | None]:
-    """A column of a parquet file from row `first`, counted from 0; the row groups before it are not read."""
+    """A column of a parquet file from row `first`, counted from 0; the row groups before it are not
+    read."""
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if first >= rows:
@@ -44,9 +47,10 @@ def _values(file: Any, column: str, *, first: int, dtype: Any) -> Iterator[bytes
 
 
 def open_dataset(name: str, *, config: str | None, split: str, text_field: str) -> tuple[Any, str]:
-    """The column of text of a split of a Hugging Face dataset, to be read by `read_dataset`, and its fingerprint.
-    `name` is that of a folder written by `save_to_disk`, which is memory-mapped, of a folder of data files, or of a
-    dataset on the hub; these are streamed. Raises DataError if there is none."""
+    """The column of text of a split of a Hugging Face dataset, to be read by `read_dataset`, and
+    its fingerprint. `name` is that of a folder written by `save_to_disk`, which is memory-mapped,
+    of a folder of data files, or of a dataset on the hub; these are streamed. Raises DataError if
+    there is none."""
     datasets = _import("datasets", wanted_by=f"hf:{name}", extra="hf")
     folder = Path(name).expanduser()
     saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
@@ -55,19 +59,27 @@ def open_dataset(name: str, *, config: str | None, split: str, text_field: str) 
             table = datasets.load_from_disk(saved[0])
             dataset, fingerprint = table.to_iterable_dataset(), table._fingerprint
         else:
-            builder = datasets.load_dataset_builder(str(folder) if folder.exists() else name, config)
-            dataset, fingerprint = builder.as_streaming_dataset(split=split), f"{builder.hash} {builder.config_id}"
+            builder = datasets.load_dataset_builder(
+                str(folder) if folder.exists() else name, config
+            )
+            dataset, fingerprint = (
+                builder.as_streaming_dataset(split=split),
+                f"{builder.hash} {builder.config_id}",
+            )
         return dataset.select_columns([text_field]), f"{fingerprint} {split}"
 
 
 def read_dataset(dataset: Any, start: Position, *, name: str, text_field: str) -> Iterator[Row]:
-    """The rows of a dataset of `open_dataset` from `start` on. Raises DataError for what cannot be read."""
+    """The rows of a dataset of `open_dataset` from `start` on. Raises DataError for what cannot be
+    read."""
     with reading(name, Exception):  # as above
         values = (row[text_field] for row in dataset.skip(start.offset))
         yield from _rows(values, start, file=name, text_field=text_field, row_bytes=0)
 
 
-def _rows(values: Iterable[object], start: Position, *, file: str, text_field: str, row_bytes: float) -> Iterator[Row]:
+def _rows(
+    values: Iterable[object], start: Position, *, file: str, text_field: str, row_bytes: float
+) -> Iterator[Row]:
     for number, value in enumerate(values, start.line):
         data, problem = value.encode() if isinstance(value, str) else value, ""
         if not isinstance(data, bytes):
@@ -83,4 +95,6 @@ def _import(module: str, *, wanted_by: object, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise DataError(f'{wanted_by}: needs {package}; pip install "torchtitan-lite[{extra}]"') from error
+        raise DataError(
+            f'{wanted_by}: needs {package}; pip install "torchtitan-lite[{extra}]"'
+        ) from error

@@ -1,9 +1,11 @@
-"""Batches: which windows of the stores each rank sees at each step, a pure function without any state.
+"""Batches: which windows of the stores each rank sees at each step, a pure function without any
+state.
 
-Samples are numbered from 0 through the whole run, and a mixture gives each to a store, where it is a number through the
-store's epochs. Window w of a store is its tokens [w * S, w * S + S]; what is read is its first S tokens, what is to be
-predicted its last S. One permutation, always the same for a store, puts all its windows into places. The first places
-are held out for validation, the others are trained on, in an order that is new each epoch.
+Samples are numbered from 0 through the whole run, and a mixture gives each to a store, where it is
+a number through the store's epochs. Window w of a store is its tokens [w * S, w * S + S]; what is
+read is its first S tokens, what is to be predicted its last S. One permutation, always the same for
+a store, puts all its windows into places. The first places are held out for validation, the others
+are trained on, in an order that is new each epoch.
 
 Shapes: B local_batch_size, S seq_len.
 """
@@ -29,11 +31,20 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Windows:
-    """The windows of a store, by place. Raises DataError if the model lacks ids of the store, or if there are fewer
-    windows than `held_out` for validation and `trained`, which there must be beside them."""
+    """The windows of a store, by place. Raises DataError if the model lacks ids of the store, or if
+    there are fewer windows than `held_out` for validation and `trained`, which there must be beside
+    them."""
 
     def __init__(
-        self, store: TokenStore, *, name: str, seq_len: int, vocab_size: int, seed: int, held_out: int, trained: int
+        self,
+        store: TokenStore,
+        *,
+        name: str,
+        seq_len: int,
+        vocab_size: int,
+        seed: int,
+        held_out: int,
+        trained: int,
     ) -> None:
         if store.max_token_id >= vocab_size:
             raise DataError(
@@ -54,8 +65,8 @@ class Windows:
         self._order = Permutation(count, key="places of windows")
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The ids [len(places), S + 1], in the store's own type, of the windows at some places. Raises DataError for a
-        store that was damaged since it was opened."""
+        """The ids [len(places), S + 1], in the store's own type, of the windows at some places.
+        Raises DataError for a store that was damaged since it was opened."""
         return self.store.windows(self._order(places) * self._seq_len, self._seq_len + 1)
 
     def training_places(self, numbers: np.ndarray) -> np.ndarray:
@@ -81,7 +92,8 @@ class Corpus:
         held_out: Sequence[int],
         trained: int,
     ) -> None:
-        """`held_out` are windows of each store; the others are trained on, of which each must have `trained`."""
+        """`held_out` are windows of each store; the others are trained on, of which each must have
+        `trained`."""
         self.mixture, self.seq_len, self._seed = mixture, seq_len, seed
         shape = {"seq_len": seq_len, "vocab_size": vocab_size, "seed": seed, "trained": trained}
         self.windows = [
@@ -90,14 +102,17 @@ class Corpus:
         ]
 
     def held_out_batch(self, samples: np.ndarray) -> Batch:
-        """The batch of some of the samples that are held out, which are the first of the mixture."""
+        """The batch of some of the samples that are held out, which are the first of the
+        mixture."""
         return self._batch(samples, lambda windows, numbers: numbers)
 
     def training_batch(self, samples: np.ndarray) -> Batch:
         """The batch of some samples of the run."""
         return self._batch(samples, Windows.training_places)
 
-    def _batch(self, samples: np.ndarray, places: Callable[[Windows, np.ndarray], np.ndarray]) -> Batch:
+    def _batch(
+        self, samples: np.ndarray, places: Callable[[Windows, np.ndarray], np.ndarray]
+    ) -> Batch:
         stores, numbers = self.mixture(samples)
         ids = np.empty((len(samples), self.seq_len + 1), np.int64)
         for store in np.unique(stores):
@@ -108,7 +123,10 @@ class Corpus:
     def epochs(self, samples: int) -> dict[str, float]:
         """How often the first `samples` samples of the run pass each store, by its name."""
         counts = self.mixture.counts(samples).tolist()
-        return {windows.name: count / windows.epoch_size for windows, count in zip(self.windows, counts, strict=True)}
+        return {
+            windows.name: count / windows.epoch_size
+            for windows, count in zip(self.windows, counts, strict=True)
+        }
 
     def sample_limit(self, epochs: float) -> int:
         """The samples of a run that passes no store more than `epochs` times."""
@@ -119,7 +137,8 @@ class Corpus:
         )
 
     def unigram_entropy(self) -> float:
-        """Nats per token of a model that knows how often each id occurs in the samples, and no context."""
+        """Nats per token of a model that knows how often each id occurs in the samples, and no
+        context."""
         counts = [windows.store.token_counts() for windows in self.windows]
         shares = self.mixture.shares / self.mixture.period
         ids = sum(share * count / count.sum() for share, count in zip(shares, counts, strict=True))
@@ -129,7 +148,9 @@ class Corpus:
     def identity(self) -> dict[str, int | str]:
         """What decides which tokens a sample has, apart from its number."""
         facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self._seed}
-        for number, (windows, share) in enumerate(zip(self.windows, self.mixture.shares, strict=True), start=1):
+        for number, (windows, share) in enumerate(
+            zip(self.windows, self.mixture.shares, strict=True), start=1
+        ):
             facts |= {
                 f"store {number} name": windows.name,
                 f"store {number} fingerprint": windows.store.fingerprint[:16],
@@ -141,10 +162,10 @@ class Corpus:
 
 
 class TrainingBatches:
-    """What a data-parallel rank trains on: its microbatches, in order, from `first_step` on, which begins with
-    `first_sample`. Each step takes the next global batch of samples. Microbatch m of a step, from 0, is its m-th run of
-    local_batch_size samples and goes to rank m % dp_degree as accumulation step m // dp_degree, so a step's samples do
-    not depend on the number of ranks.
+    """What a data-parallel rank trains on: its microbatches, in order, from `first_step` on, which
+    begins with `first_sample`. Each step takes the next global batch of samples. Microbatch m of a
+    step, from 0, is its m-th run of local_batch_size samples and goes to rank m % dp_degree as
+    accumulation step m // dp_degree, so a step's samples do not depend on the number of ranks.
 
     Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
 
@@ -165,7 +186,8 @@ class TrainingBatches:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._first_step, self._first_sample = first_step, first_sample
         self.last_step = steps
-        """The run's last step: `steps`, or where `epochs` end the run before or then, the last with a full batch."""
+        """The run's last step: `steps`, or where `epochs` end the run before or then, the last with
+        a full batch."""
         self.left_over: int | None = None
         """The samples that are left where `epochs` end the run; None where `steps` does."""
         if epochs is not None:
@@ -196,20 +218,26 @@ class TrainingBatches:
 
 
 class ValidationBatches:
-    """What a data-parallel rank validates on: its share of the first `steps * local_batch_size` samples held out, the
-    same ones each time and, over all ranks, on any number of ranks."""
+    """What a data-parallel rank validates on: its share of the first `steps * local_batch_size`
+    samples held out, the same ones each time and, over all ranks, on any number of ranks."""
 
-    def __init__(self, corpus: Corpus, *, local_batch_size: int, steps: int, dp_rank: int, dp_degree: int) -> None:
+    def __init__(
+        self, corpus: Corpus, *, local_batch_size: int, steps: int, dp_rank: int, dp_degree: int
+    ) -> None:
         self._corpus = corpus
         self._local_batch_size = local_batch_size
         self._steps = steps
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
 
     def __iter__(self) -> Iterator[Batch]:
-        """Tokens and labels, int64 [B, S]. All ranks get equally many, because forwards are collective: a rank whose
-        share is smaller gets a last batch of which every label is IGNORED_LABEL."""
+        """Tokens and labels, int64 [B, S]. All ranks get equally many, because forwards are
+        collective: a rank whose share is smaller gets a last batch of which every label is
+        IGNORED_LABEL."""
         for first in range(0, self._steps, self._dp_degree):
             microbatch = first + self._dp_rank
             sample = microbatch % self._steps * self._local_batch_size
             tokens, labels = self._corpus.held_out_batch(sample + np.arange(self._local_batch_size))
-            yield tokens, labels if microbatch < self._steps else torch.full_like(labels, IGNORED_LABEL)
+            yield (
+                tokens,
+                labels if microbatch < self._steps else torch.full_like(labels, IGNORED_LABEL),
+            )

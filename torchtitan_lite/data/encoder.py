@@ -1,7 +1,9 @@
-"""Rows to ids on all cores: processes that parse and tokenize, each a batch at a time, for one that reads and writes.
+"""Rows to ids on all cores: processes that parse and tokenize, each a batch at a time, for one that
+reads and writes.
 
-The processes are started anew rather than forked, because a training process, whose threads a fork would break,
-tokenizes too. They end when their standard input does, so that none outlives the process that started it.
+The processes are started anew rather than forked, because a training process, whose threads a fork
+would break, tokenizes too. They end when their standard input does, so that none outlives the
+process that started it.
 """
 
 import os
@@ -26,7 +28,8 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a batch of rows became. The documents are one after the other in `ids` [sum of lengths]."""
+    """What a batch of rows became. The documents are one after the other in `ids` [sum of
+    lengths]."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -35,7 +38,9 @@ class Encoded:
     """Of each row that is no document: its file, its line and what is wrong."""
 
 
-def encode_rows(rows: Iterable[Row], *, parser: Callable[[Row], str], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
+def encode_rows(
+    rows: Iterable[Row], *, parser: Callable[[Row], str], tokenizer: Tokenizer, dtype: np.dtype
+) -> Encoded:
     """The documents of `rows`, in their order."""
     texts, bad_rows = [], []
     for row in rows:
@@ -52,10 +57,15 @@ def encode_rows(rows: Iterable[Row], *, parser: Callable[[Row], str], tokenizer:
 
 
 def encode_batches(
-    batches: Iterable[list[Row]], *, parser: Callable[[Row], str], tokenizer: Tokenizer, dtype: np.dtype, workers: int
+    batches: Iterable[list[Row]],
+    *,
+    parser: Callable[[Row], str],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    workers: int,
 ) -> Generator[tuple[list[Row], Encoded], None, None]:
-    """Each batch and what it became, in their order, computed by `workers` processes; AHEAD batches a process are held
-    in memory. Raises DataError if a process is killed."""
+    """Each batch and what it became, in their order, computed by `workers` processes; AHEAD batches
+    a process are held in memory. Raises DataError if a process is killed."""
     setup = {"parser": parser, "tokenizer_path": str(tokenizer.path), "dtype": dtype}
     started: list[subprocess.Popen[bytes]] = []
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
@@ -99,11 +109,14 @@ def encode_batches(
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    # It finds modules where this one does, and not in the current folder, whose files may be anyone's. In a session of
-    # its own, Ctrl-C does not reach it.
+    # It finds modules where this one does, and not in the current folder, whose files may be
+    # anyone's. In a session of its own, Ctrl-C does not reach it.
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
 
 

@@ -1,8 +1,9 @@
 """What a token store is on disk, and the manifest that says what it holds.
 
-A store is a folder. `tokens-00000.bin`, `tokens-00001.bin`, ... are its shards: one stream of ids, BOS, text, EOS of
-every document, one after the other, cut every `shard_tokens` ids, wherever that is. `documents-00000.bin`, ... tell
-where in its shard each document begins, uint32. All numbers are little endian.
+A store is a folder. `tokens-00000.bin`, `tokens-00001.bin`, ... are its shards: one stream of ids,
+BOS, text, EOS of every document, one after the other, cut every `shard_tokens` ids, wherever that
+is. `documents-00000.bin`, ... tell where in its shard each document begins, uint32. All numbers are
+little endian.
 """
 
 import hashlib
@@ -27,8 +28,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a store is made of. `source_fingerprint` changes with the text, `tokenizer_fingerprint` with the ids; two
-    recipes are equal whatever the names."""
+    """What a store is made of. `source_fingerprint` changes with the text, `tokenizer_fingerprint`
+    with the ids; two recipes are equal whatever the names."""
 
     format: int
     source: str = field(compare=False)
@@ -54,9 +55,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store holds. `fingerprint` changes with any of its ids, and with nothing else: shards are cut alike."""
+    """What a store holds. `fingerprint` changes with any of its ids, and with nothing else: shards
+    are cut alike."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # of what is read from disk, nested classes included
+    __pydantic_config__ = ConfigDict(
+        strict=True, extra="forbid"
+    )  # of what is read from disk, nested classes included
 
     recipe: Recipe
     tokens: Count
@@ -104,17 +108,21 @@ def _hash(fields: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the store in `folder`. Raises DataError for a folder without one, and for one that is damaged or
-    of another version."""
+    """The manifest of the store in `folder`. Raises DataError for a folder without one, and for one
+    that is damaged or of another version."""
     path = folder / MANIFEST_FILE
     try:
         fields = json.loads(path.read_text())
         recipe = fields["recipe"]
         if recipe["format"] != FORMAT:
-            raise ValueError(f"its format is {recipe['format']}, this version reads {FORMAT}; make it anew")
+            raise ValueError(
+                f"its format is {recipe['format']}, this version reads {FORMAT}; make it anew"
+            )
         if fields.pop("sha256") != _hash(fields):
             raise ValueError("its contents have changed")
-        manifest = _READER.validate_json(json.dumps(fields))  # from JSON, so that strictness lets a list be a tuple
+        manifest = _READER.validate_json(
+            json.dumps(fields)
+        )  # from JSON, so that strictness lets a list be a tuple
         _check_counts(manifest)
         return manifest
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -126,12 +134,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_counts(manifest: Manifest) -> None:
-    """Raise ValueError if vocabulary, shard sizes and totals are inconsistent; offsets are computed from them."""
+    """Raise ValueError if vocabulary, shard sizes and totals are inconsistent; offsets are computed
+    from them."""
     recipe, sizes = manifest.recipe, [shard.tokens for shard in manifest.shards]
     if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
-        raise ValueError(f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds")
-    if any(size != recipe.shard_tokens for size in sizes[:-1]) or max(sizes, default=0) > recipe.shard_tokens:
-        raise ValueError(f"its shards do not have {recipe.shard_tokens} tokens each, the last one at most as many")
+        raise ValueError(
+            f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds"
+        )
+    if (
+        any(size != recipe.shard_tokens for size in sizes[:-1])
+        or max(sizes, default=0) > recipe.shard_tokens
+    ):
+        raise ValueError(
+            f"its shards do not have {recipe.shard_tokens} tokens each, the last one at most as many"
+        )
     tokens, documents = sum(sizes), sum(shard.documents for shard in manifest.shards)
     if (tokens, documents) != (manifest.tokens, manifest.documents):
         raise ValueError(
@@ -140,14 +156,21 @@ def _check_counts(manifest: Manifest) -> None:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise DataError unless each file of a store has the size that its manifest says. Contents are not read."""
+    """Raise DataError unless each file of a store has the size that its manifest says. Contents are
+    not read."""
     if problems := wrong_sizes(folder, manifest.recipe, manifest.shards):
-        raise DataError(f"token store {folder} is damaged: {problems[0]}; copy it again, or make it anew")
+        raise DataError(
+            f"token store {folder} is damaged: {problems[0]}; copy it again, or make it anew"
+        )
 
 
 def wrong_sizes(folder: Path, recipe: Recipe, shards: tuple[Shard, ...]) -> list[str]:
     """What is wrong with the files of some shards, as far as sizes tell."""
-    return [problem for i, shard in enumerate(shards) for problem in wrong_shard_sizes(folder, recipe, i, shard)]
+    return [
+        problem
+        for i, shard in enumerate(shards)
+        for problem in wrong_shard_sizes(folder, recipe, i, shard)
+    ]
 
 
 def wrong_shard_sizes(folder: Path, recipe: Recipe, i: int, shard: Shard) -> list[str]:

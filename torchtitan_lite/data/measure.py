@@ -52,27 +52,44 @@ class Comparison:
         )
 
 
-def synthetic_store(folder: Path, *, shard_sizes: list[int], documents: list[int], sparse: bool) -> Path:
-    """The folder of a new store without meaning: of random ids, or of zeros that take no room on the disk."""
+def synthetic_store(
+    folder: Path, *, shard_sizes: list[int], documents: list[int], sparse: bool
+) -> Path:
+    """The folder of a new store without meaning: of random ids, or of zeros that take no room on
+    the disk."""
     folder.mkdir()
     dtype, rng = np.dtype("<u2"), np.random.default_rng(0)
     for i, (tokens, starts) in enumerate(zip(shard_sizes, documents, strict=True)):
         if sparse:
-            for path, size in ((tokens_file(folder, i), 2 * tokens), (documents_file(folder, i), 4 * starts)):
+            for path, size in (
+                (tokens_file(folder, i), 2 * tokens),
+                (documents_file(folder, i), 4 * starts),
+            ):
                 with path.open("wb") as file:
                     file.truncate(size)
         else:
             rng.integers(0, 2**15, tokens, dtype).tofile(tokens_file(folder, i))
             np.linspace(0, tokens - 1, starts).astype(START_DTYPE).tofile(documents_file(folder, i))
     recipe = Recipe(FORMAT, "synthetic", "", "none", "", 2**15, 1, 2, dtype.str, shard_sizes[0])
-    shards = tuple(Shard(tokens, count, "", "") for tokens, count in zip(shard_sizes, documents, strict=True))
-    manifest = Manifest(recipe, sum(shard_sizes), sum(documents), 2**15 - 1, 0, fingerprint_of(recipe, shards), shards)
+    shards = tuple(
+        Shard(tokens, count, "", "") for tokens, count in zip(shard_sizes, documents, strict=True)
+    )
+    manifest = Manifest(
+        recipe,
+        sum(shard_sizes),
+        sum(documents),
+        2**15 - 1,
+        0,
+        fingerprint_of(recipe, shards),
+        shards,
+    )
     write_manifest(folder, manifest)
     return folder
 
 
 def compare_windows(folder: Path, *, seq_len: int, count: int) -> Iterator[Comparison]:
-    """Random windows of a store in page cache, against numpy slicing the same ids out of one memory map."""
+    """Random windows of a store in page cache, against numpy slicing the same ids out of one memory
+    map."""
     store = TokenStore(folder)
     flat = folder.with_suffix(".flat")
     store.read(0, store.tokens).tofile(flat)
@@ -80,7 +97,13 @@ def compare_windows(folder: Path, *, seq_len: int, count: int) -> Iterator[Compa
     int(tokens.max())  # into the page cache
     batch_size = 8
     corpus = Corpus(
-        {"store": store}, Mixture((1,)), seq_len=seq_len, vocab_size=store.vocab_size, seed=0, held_out=[0], trained=1
+        {"store": store},
+        Mixture((1,)),
+        seq_len=seq_len,
+        vocab_size=store.vocab_size,
+        seed=0,
+        held_out=[0],
+        trained=1,
     )
     starts = np.random.default_rng(0).integers(0, store.tokens - seq_len, count)
 
@@ -96,22 +119,39 @@ def compare_windows(folder: Path, *, seq_len: int, count: int) -> Iterator[Compa
         for samples in np.arange(count).reshape(-1, batch_size):
             corpus.training_batch(samples)
 
-    for what, ours in (("windows of a store", reading), ("batches, as int64 tensors in a random order", loading)):
+    for what, ours in (
+        ("windows of a store", reading),
+        ("batches, as int64 tensors in a random order", loading),
+    ):
         fast, slow = _paired(ours, slicing)
         total = count * seq_len
-        yield Comparison(what, f"tokens/s ({seq_len} a window)", total / fast, "numpy slices", total / slow)
+        yield Comparison(
+            what, f"tokens/s ({seq_len} a window)", total / fast, "numpy slices", total / slow
+        )
 
 
 def compare_permutation(*, n: int, count: int) -> Comparison:
     """Indices of a keyed bijection, against numpy shuffling a list as long as what is asked for."""
-    permutation, indices, rng = Permutation(n, key="bench"), np.arange(count), np.random.default_rng(0)
+    permutation, indices, rng = (
+        Permutation(n, key="bench"),
+        np.arange(count),
+        np.random.default_rng(0),
+    )
     fast, slow = _paired(lambda: permutation(indices), lambda: rng.permutation(count))
-    return Comparison(f"permutation of {n:,}", "indices/s", count / fast, f"numpy shuffle of {count:,}", count / slow)
+    return Comparison(
+        f"permutation of {n:,}",
+        "indices/s",
+        count / fast,
+        f"numpy shuffle of {count:,}",
+        count / slow,
+    )
 
 
-def compare_tokenizing(folder: Path, source: Source, tokenizer: Tokenizer, *, cores: int) -> Comparison:
-    """A store made by `cores` processes, start-up and disk included, against the tokenizer alone in this process, times
-    the cores. `source` must fit in memory."""
+def compare_tokenizing(
+    folder: Path, source: Source, tokenizer: Tokenizer, *, cores: int
+) -> Comparison:
+    """A store made by `cores` processes, start-up and disk included, against the tokenizer alone in
+    this process, times the cores. `source` must fit in memory."""
     texts = list(source.documents())
     tokens = sum(len(ids) for ids in tokenizer.encode_documents(texts))
     stores = iter(range(ROUNDS))
@@ -140,7 +180,9 @@ class Opening:
 def measure_opening(folder: Path) -> Opening:
     """What it costs a process of its own to open the store in `folder` and read a window of it."""
     code = f"from torchtitan_lite.data import measure; measure.print_opening({str(folder)!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     return Opening(**json.loads(result.stdout))
 
 
@@ -172,8 +214,9 @@ def _paired(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[f
 
 @dataclass(frozen=True)
 class Randomness:
-    """How a sequence of orders of 0 .. n-1 differs from uniformly random ones, in standard errors: 0 is expected, and
-    beyond 4 means that it is not random. The largest over all lags or bits counts."""
+    """How a sequence of orders of 0 .. n-1 differs from uniformly random ones, in standard errors:
+    0 is expected, and beyond 4 means that it is not random. The largest over all lags or bits
+    counts."""
 
     lag_correlation: float
     low_bits: float
@@ -185,24 +228,30 @@ class Randomness:
 
     def __str__(self) -> str:
         """The figures, in a line."""
-        return ", ".join(f"{name.replace('_', ' ')} {value:+.1f}" for name, value in asdict(self).items())
+        return ", ".join(
+            f"{name.replace('_', ' ')} {value:+.1f}" for name, value in asdict(self).items()
+        )
 
 
 def measure_randomness(orders: np.ndarray) -> Randomness:
-    """The randomness of `orders` [K, n], each a permutation of 0 .. n-1; of lags and bits 1 to 3."""
+    """The randomness of `orders` [K, n], each a permutation of 0 .. n-1; of lags and bits 1 to
+    3."""
     count, n = orders.shape
     centred = (orders - (n - 1) / 2) / orders[0].std()
     error = 1 / np.sqrt(count * n)
     lags = [(centred[:, :-lag] * centred[:, lag:]).mean() / error for lag in (1, 2, 3)]
-    flips = [((((orders[:, :-1] ^ orders[:, 1:]) >> bit) & 1).mean() - 0.5) / (0.5 * error) for bit in (0, 1, 2)]
+    flips = [
+        ((((orders[:, :-1] ^ orders[:, 1:]) >> bit) & 1).mean() - 0.5) / (0.5 * error)
+        for bit in (0, 1, 2)
+    ]
     ascents = ((orders[:, :-1] < orders[:, 1:]).mean() - 0.5) / (np.sqrt(1 / 12) * error)
     epochs = (centred[:-1] * centred[1:]).mean() * np.sqrt((count - 1) * n)
     return Randomness(max(lags, key=abs), max(flips, key=abs), ascents, epochs)
 
 
 def lcg_orders(n: int, *, multiplier: int, count: int) -> np.ndarray:
-    """`count` times the order of a linear congruential generator of period n, a power of two, [count, n]: what a known
-    loader replaced its lists of pointers by."""
+    """`count` times the order of a linear congruential generator of period n, a power of two,
+    [count, n]: what a known loader replaced its lists of pointers by."""
     order = np.empty(n, np.int64)
     value = 0
     for i in range(n):

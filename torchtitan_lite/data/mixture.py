@@ -1,10 +1,12 @@
-"""Which store each sample comes from: a mix of any number of stores, exact at every sample and without state.
+"""Which store each sample comes from: a mix of any number of stores, exact at every sample and
+without state.
 
-Weights are whole numbers, the shares, and a period is as many samples as their sum: each store then gives as many
-samples a period as its share is, and all periods are alike. Within one, the k-th sample of a store with a share of p in
-P may come from slot floor(k P / p) on and before slot ceil((k + 1) P / p). Such an order exists for any shares, and to
-take the store whose sample must come first gives one (Baruah et al., "Proportionate Progress", 1996). It follows that
-of the first i samples of a run, for any i, each store has its share of i, give or take less than one.
+Weights are whole numbers, the shares, and a period is as many samples as their sum: each store then
+gives as many samples a period as its share is, and all periods are alike. Within one, the k-th
+sample of a store with a share of p in P may come from slot floor(k P / p) on and before slot
+ceil((k + 1) P / p). Such an order exists for any shares, and to take the store whose sample must
+come first gives one (Baruah et al., "Proportionate Progress", 1996). It follows that of the first i
+samples of a run, for any i, each store has its share of i, give or take less than one.
 """
 
 import heapq
@@ -16,7 +18,8 @@ class Mixture:
     """The order in which stores take turns."""
 
     def __init__(self, shares: tuple[int, ...]) -> None:
-        """`shares` are above 0. Time here and memory grow with their sum, so they should have no common divisor."""
+        """`shares` are above 0. Time here and memory grow with their sum, so they should have no
+        common divisor."""
         self.shares = np.array(shares, np.int64)
         self.period = sum(shares)
         self._store_of_slot = _schedule(shares)
@@ -26,7 +29,8 @@ class Mixture:
             self._rank_of_slot[slots] = np.arange(len(slots))
 
     def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The store of each sample, and the sample's number within that store; all are int64 [any length], from 0."""
+        """The store of each sample, and the sample's number within that store; all are int64 [any
+        length], from 0."""
         periods, slots = np.divmod(samples, self.period)
         stores = self._store_of_slot[slots]
         return stores, periods * self.shares[stores] + self._rank_of_slot[slots]
@@ -44,10 +48,13 @@ class Mixture:
 
 
 def _schedule(shares: tuple[int, ...]) -> np.ndarray:
-    """The store of each slot of a period, int64 [period]: of those that may come, the one that must come first."""
+    """The store of each slot of a period, int64 [period]: of those that may come, the one that must
+    come first."""
     period = sum(shares)
     done = [0] * len(shares)
-    waiting = [(0, store) for store in range(len(shares))]  # heap: the first slot that a store's next sample may have
+    waiting = [
+        (0, store) for store in range(len(shares))
+    ]  # heap: the first slot that a store's next sample may have
     ready: list[tuple[int, int]] = []  # heap: the slot before which it must come
     order = np.empty(period, np.int64)
     for slot in range(period):

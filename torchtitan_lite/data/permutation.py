@@ -1,4 +1,5 @@
-"""Random order without a list: a keyed bijection on [0, n), which gives any place of the order by itself."""
+"""Random order without a list: a keyed bijection on [0, n), which gives any place of the order by
+itself."""
 
 import math
 from hashlib import shake_256
@@ -16,21 +17,26 @@ HALF = np.uint64(32)
 class Permutation:
     """A pseudo-random bijection on [0, n), chosen by the text `key`, in constant memory.
 
-    Up to SMALL indices it is the order of as many random numbers. Beyond, it is a Feistel network on a grid (Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is row and column of a grid of ceil(sqrt(n)) rows
-    that just holds n cells, and each round shifts one coordinate, around, by a keyed hash of the other. The few indices
-    that land on cells past n go through again until they do not.
+    Up to SMALL indices it is the order of as many random numbers. Beyond, it is a Feistel network
+    on a grid (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is row and
+    column of a grid of ceil(sqrt(n)) rows that just holds n cells, and each round shifts one
+    coordinate, around, by a keyed hash of the other. The few indices that land on cells past n go
+    through again until they do not.
     """
 
     def __init__(self, n: int, *, key: str) -> None:
         assert 1 <= n <= 2**62, f"no permutation of {n} indices"
         self.n = n
         if n <= SMALL:
-            self._order = np.frombuffer(shake_256(key.encode()).digest(8 * n), "<u8").argsort(kind="stable")
+            self._order = np.frombuffer(shake_256(key.encode()).digest(8 * n), "<u8").argsort(
+                kind="stable"
+            )
             return
         rows = math.isqrt(n - 1) + 1
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-n // rows))
-        self._round_keys = np.frombuffer(shake_256(key.encode()).digest(ROUNDS * 16), "<u8").reshape(ROUNDS, 2)
+        self._round_keys = np.frombuffer(
+            shake_256(key.encode()).digest(ROUNDS * 16), "<u8"
+        ).reshape(ROUNDS, 2)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         """The images of indices, both int64 [any length]."""
@@ -69,5 +75,6 @@ def _shift(coordinate: np.ndarray, size: np.uint64, bits: np.ndarray) -> None:
     bits *= size
     bits >>= HALF
     coordinate += bits
-    # Where there is nothing to take off, the unsigned difference wraps around to a number that is larger.
+    # Where there is nothing to take off, the unsigned difference wraps around to a number that is
+    # larger.
     np.minimum(coordinate, coordinate - size, out=coordinate)

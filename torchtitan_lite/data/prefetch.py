@@ -13,20 +13,24 @@ DEPTH = 4
 
 
 class Prefetcher:
-    """The same batches, in pinned memory where `device` is a GPU. An error in their making is raised by `next`, in its
-    turn."""
+    """The same batches, in pinned memory where `device` is a GPU. An error in their making is
+    raised by `next`, in its turn."""
 
     def __init__(self, batches: Iterable[Batch], *, device: torch.device) -> None:
         self._batches = iter(batches)
         self._device = device
         self._thread = ThreadPoolExecutor(1, "batches")
-        self._coming: deque[Future[Batch | None]] = deque(self._thread.submit(self._make) for _ in range(DEPTH))
+        self._coming: deque[Future[Batch | None]] = deque(
+            self._thread.submit(self._make) for _ in range(DEPTH)
+        )
 
     def _make(self) -> Batch | None:
         batch = next(self._batches, None)
         if batch is None or self._device.type == "cpu":
             return batch
-        torch.cuda.set_device(self._device)  # a thread has its own, and would pin memory through the first GPU
+        torch.cuda.set_device(
+            self._device
+        )  # a thread has its own, and would pin memory through the first GPU
         tokens, labels = batch
         return tokens.pin_memory(), labels.pin_memory()
 

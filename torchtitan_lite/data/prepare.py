@@ -1,8 +1,10 @@
-"""Token stores, made: rows in, shards out, on all cores, in constant memory, and safe to kill at any moment.
+"""Token stores, made: rows in, shards out, on all cores, in constant memory, and safe to kill at
+any moment.
 
-The store grows in a folder beside its own, `STORE.partial`, which takes the store's name once it is whole. Every
-COMMIT_SECONDS the files are on disk and `progress.json` tells how much of them counts and where in the source to read
-on, so that a killed run goes on there. The ids do not depend on when that was: a store is the same, byte by byte.
+The store grows in a folder beside its own, `STORE.partial`, which takes the store's name once it is
+whole. Every COMMIT_SECONDS the files are on disk and `progress.json` tells how much of them counts
+and where in the source to read on, so that a killed run goes on there. The ids do not depend on
+when that was: a store is the same, byte by byte.
 """
 
 import fcntl
@@ -67,18 +69,26 @@ def prepare_store(
     shard_tokens: int = SHARD_TOKENS,
     report: Callable[[Pace], None] | None = None,
 ) -> Manifest:
-    """The manifest of the store of `source` in `folder`: made, finished where an earlier run was killed, or there
-    already. Arguments are those of `make_store`. Raises DataError for a folder that is something else, and
-    StorageError where the store cannot be written."""
+    """The manifest of the store of `source` in `folder`: made, finished where an earlier run was
+    killed, or there already. Arguments are those of `make_store`. Raises DataError for a folder
+    that is something else, and StorageError where the store cannot be written."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(lock_of(folder)):
             if folder.exists():
-                return _made_before(folder, _recipe(source, tokenizer, shard_tokens), skip_bad=skip_bad)
+                return _made_before(
+                    folder, _recipe(source, tokenizer, shard_tokens), skip_bad=skip_bad
+                )
             return make_store(
-                folder, source, tokenizer, skip_bad=skip_bad, workers=workers, shard_tokens=shard_tokens, report=report
+                folder,
+                source,
+                tokenizer,
+                skip_bad=skip_bad,
+                workers=workers,
+                shard_tokens=shard_tokens,
+                report=report,
             )
     except OSError as error:
         raise StorageError(
@@ -97,9 +107,10 @@ def make_store(
     shard_tokens: int = SHARD_TOKENS,
     report: Callable[[Pace], None] | None = None,
 ) -> Manifest:
-    """The manifest of the store of `source` in `folder`, which is not there yet; the caller is alone there. Up to
-    `skip_bad` rows that are no documents are left out and counted. `workers` processes tokenize, by default one a
-    core. `report` is called with each batch. Raises DataError for more bad rows, and if there is no document."""
+    """The manifest of the store of `source` in `folder`, which is not there yet; the caller is
+    alone there. Up to `skip_bad` rows that are no documents are left out and counted. `workers`
+    processes tokenize, by default one a core. `report` is called with each batch. Raises DataError
+    for more bad rows, and if there is no document."""
     started = time.monotonic()
     partial = folder.with_name(folder.name + ".partial")
     recipe = _recipe(source, tokenizer, shard_tokens)
@@ -108,7 +119,14 @@ def make_store(
         _check_recipe(partial, manifest.recipe, recipe)
     else:
         with StoreWriter(partial, _unfinished(partial, recipe)) as writer:
-            _fill(writer, source, tokenizer, skip_bad=skip_bad, workers=workers or _cores(), report=report)
+            _fill(
+                writer,
+                source,
+                tokenizer,
+                skip_bad=skip_bad,
+                workers=workers or _cores(),
+                report=report,
+            )
             manifest = writer.finish()
         if source.fingerprint_now is not None and source.fingerprint_now() != source.fingerprint:
             remove_folder(partial)
@@ -151,7 +169,8 @@ def lock_of(folder: Path) -> Path:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """One process at a time, of all that name the same file; the others wait. The file is there only meanwhile."""
+    """One process at a time, of all that name the same file; the others wait. The file is there
+    only meanwhile."""
     while True:
         with path.open("a") as lock:
             try:
@@ -168,8 +187,8 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _is_open_as(path: Path, lock: IO[str]) -> bool:
-    """Whether a file is still there: who held it before may have removed it, and a lock on that would keep no one
-    out."""
+    """Whether a file is still there: who held it before may have removed it, and a lock on that
+    would keep no one out."""
     try:
         return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
     except FileNotFoundError:
@@ -188,15 +207,24 @@ def _made_before(folder: Path, recipe: Recipe, *, skip_bad: int) -> Manifest:
     check_sizes(folder, manifest)
     _check_recipe(folder, manifest.recipe, recipe)
     _check_skipped(folder, manifest.skipped_rows, skip_bad)
-    logger.info(f"{folder} is made already: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+    logger.info(
+        f"{folder} is made already: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+    )
     return manifest
 
 
 def _check_recipe(folder: Path, found: Recipe, asked: Recipe) -> None:
     """Raise DataError if what a folder holds was made of something else."""
     if found != asked:
-        pairs = {field.name: (getattr(found, field.name), getattr(asked, field.name)) for field in fields(found)}
-        differences = (f"{name} is {was}, asked for is {now}" for name, (was, now) in pairs.items() if was != now)
+        pairs = {
+            field.name: (getattr(found, field.name), getattr(asked, field.name))
+            for field in fields(found)
+        }
+        differences = (
+            f"{name} is {was}, asked for is {now}"
+            for name, (was, now) in pairs.items()
+            if was != now
+        )
         raise DataError(
             f"{folder} was made of other text or with another tokenizer ({'; '.join(differences)}); remove it, or name "
             "another folder"
@@ -212,8 +240,8 @@ def _check_skipped(folder: Path, skipped_rows: int, skip_bad: int) -> None:
 
 
 def _unfinished(partial: Path, recipe: Recipe) -> Progress:
-    """How far a killed run came in `partial`, which is made if it is not there. Raises DataError for a folder that is
-    something else, and for files that are not what was left."""
+    """How far a killed run came in `partial`, which is made if it is not there. Raises DataError
+    for a folder that is something else, and for files that are not what was left."""
     partial.mkdir(exist_ok=True)
     for name in (PROGRESS_FILE, MANIFEST_FILE):
         for draft in partial.glob(f".{name}.*"):  # of a run that was killed while it wrote the file
@@ -231,12 +259,16 @@ def _unfinished(partial: Path, recipe: Recipe) -> Progress:
             shards=tuple(Shard(**shard) for shard in saved["shards"]),
         )
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{partial} is in the way, and no unfinished token store: {error}; remove it") from error
+        raise DataError(
+            f"{partial} is in the way, and no unfinished token store: {error}; remove it"
+        ) from error
     _check_recipe(partial, progress.recipe, recipe)
     if problems := wrong_sizes(partial, recipe, progress.shards):
         raise DataError(f"{partial}: {problems[0]}; remove it, to start anew")
     if progress.tokens:
-        logger.info(f"{partial}: going on after {progress.documents:,} documents, {progress.tokens:,} tokens")
+        logger.info(
+            f"{partial}: going on after {progress.documents:,} documents, {progress.tokens:,} tokens"
+        )
     return replace(progress, recipe=recipe)
 
 
@@ -260,7 +292,9 @@ def _fill(
     with closing(encoded_batches):
         for rows, encoded in encoded_batches:
             _name_bad_rows(encoded.bad_rows, before=writer.progress.skipped_rows, skip_bad=skip_bad)
-            writer.append(encoded.ids, encoded.lengths, skipped=len(encoded.bad_rows), position=rows[-1].end)
+            writer.append(
+                encoded.ids, encoded.lengths, skipped=len(encoded.bad_rows), position=rows[-1].end
+            )
             if time.monotonic() - committed >= COMMIT_SECONDS:
                 writer.commit()
                 committed = time.monotonic()
@@ -295,8 +329,8 @@ def batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 class ShareRead:
-    """The share of a source that is read up to a row, from 0 to 1, of rows in their order; None where there are no
-    files."""
+    """The share of a source that is read up to a row, from 0 to 1, of rows in their order; None
+    where there are no files."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -305,7 +339,9 @@ class ShareRead:
 
     @cached_property
     def _all(self) -> int:
-        return sum(self._source.sizes())  # asks for the size of every file, which is not needed unless it is reported
+        return sum(
+            self._source.sizes()
+        )  # asks for the size of every file, which is not needed unless it is reported
 
     def __call__(self, row: Row) -> float | None:
         while self._all and self._file < row.end.file:

@@ -1,5 +1,6 @@
-"""Rows, the pieces of a source that hold one document each, as raw bytes, and the text in them. To read rows is cheap
-and to parse them is not, so they are parsed in other processes: those import this file, which imports little."""
+"""Rows, the pieces of a source that hold one document each, as raw bytes, and the text in them. To
+read rows is cheap and to parse them is not, so they are parsed in other processes: those import
+this file, which imports little."""
 
 import json
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ MAX_ROW_BYTES = 2**24
 
 
 class Position(NamedTuple):
-    """A place between two rows of a source, where reading can go on: the number of files before it, of the bytes (in
-    their decompressed form) or, where a file has columns, rows before it in its file, and of the line that follows."""
+    """A place between two rows of a source, where reading can go on: the number of files before it,
+    of the bytes (in their decompressed form) or, where a file has columns, rows before it in its
+    file, and of the line that follows."""
 
     file: int
     offset: int
@@ -27,8 +29,8 @@ START = Position(0, 0, 1)
 
 
 class Row(NamedTuple):
-    """The piece of a source from a line of a file to a position. `data` is UTF-8 text or, in the form jsonl, a JSON
-    object with a field of text; it is empty if there is a `problem`."""
+    """The piece of a source from a line of a file to a position. `data` is UTF-8 text or, in the
+    form jsonl, a JSON object with a field of text; it is empty if there is a `problem`."""
 
     file: str
     line: int
@@ -37,7 +39,8 @@ class Row(NamedTuple):
     problem: str
     end: Position
     disk: int
-    """Bytes of its file, as it is on disk, that were read to get to the end: nearly so, as reading is in chunks."""
+    """Bytes of its file, as it is on disk, that were read to get to the end: nearly so, as reading
+    is in chunks."""
 
 
 class BadRow(ValueError):
@@ -46,7 +49,8 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class Parser:
-    """The text of any row of a source, never empty; in form jsonl, it is in the field `text_field`. Raises BadRow."""
+    """The text of any row of a source, never empty; in form jsonl, it is in the field `text_field`.
+    Raises BadRow."""
 
     text_field: str
     decode_errors: Literal["strict", "ignore"] = "strict"
@@ -94,4 +98,6 @@ def reading(name: object, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        raise DataError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(
+            f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error

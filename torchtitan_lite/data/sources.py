@@ -1,4 +1,5 @@
-"""Text in: the documents of a folder, a file, a Hugging Face dataset, or the running Python's own standard library."""
+"""Text in: the documents of a folder, a file, a Hugging Face dataset, or the running Python's own
+standard library."""
 
 import hashlib
 import os
@@ -23,8 +24,8 @@ NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 @dataclass(frozen=True)
 class Source:
-    """Text that is read as it is asked for, always in the same order. `fingerprint` changes when the text does, as far
-    as names, sizes and times of modification tell."""
+    """Text that is read as it is asked for, always in the same order. `fingerprint` changes when
+    the text does, as far as names, sizes and times of modification tell."""
 
     name: str
     fingerprint: str
@@ -39,7 +40,8 @@ class Source:
         return self.read(start)
 
     def documents(self) -> Iterator[str]:
-        """The text of every row. Raises DataError also for the first row without text, and if there is no row."""
+        """The text of every row. Raises DataError also for the first row without text, and if there
+        is no row."""
         row = None
         for row in self.rows():
             try:
@@ -50,27 +52,40 @@ class Source:
             raise DataError(f"{self.name}: holds no text")
 
     def sizes(self) -> Iterator[int]:
-        """Bytes on disk of each of the files, by their numbers in positions; of none where there are no files."""
+        """Bytes on disk of each of the files, by their numbers in positions; of none where there
+        are no files."""
         return (path.stat().st_size for path in self.files())
 
 
 def build_source(
-    path: str | None, *, text_field: str = "text", hf_name: str | None = None, hf_split: str = "train"
+    path: str | None,
+    *,
+    text_field: str = "text",
+    hf_name: str | None = None,
+    hf_split: str = "train",
 ) -> Source:
-    """The text at a path: of all files of a folder and its sub-folders that are of a readable kind, or of one file;
-    the source text of the running Python's library for None; and after `hf:` that of a Hugging Face dataset, by folder
-    or by name, of which `hf_name` is the configuration and `hf_split` the split. .jsonl files, parquet files and
-    datasets have the text in `text_field` of each row. Raises DataError if there is nothing to read."""
+    """The text at a path: of all files of a folder and its sub-folders that are of a readable kind,
+    or of one file; the source text of the running Python's library for None; and after `hf:` that
+    of a Hugging Face dataset, by folder or by name, of which `hf_name` is the configuration and
+    `hf_split` the split. .jsonl files, parquet files and datasets have the text in `text_field` of
+    each row. Raises DataError if there is nothing to read."""
     if path is None:
         library = Path(sysconfig.get_path("stdlib"))
         modules = partial(_walk, library, endings=(".py",), passed_over=NOT_THE_LIBRARY)
-        return _of_files("pystdlib", modules, root=library, parser=Parser("text", decode_errors="ignore"))
+        return _of_files(
+            "pystdlib", modules, root=library, parser=Parser("text", decode_errors="ignore")
+        )
     parser = Parser(text_field)
     if path.startswith(HF_PREFIX):
         name = path.removeprefix(HF_PREFIX)
         dataset, state = open_dataset(name, config=hf_name, split=hf_split, text_field=text_field)
         fingerprint = hashlib.sha256(f"{path}\n{state}\n{text_field}".encode()).hexdigest()
-        return Source(path, fingerprint, parser, partial(read_dataset, dataset, name=path, text_field=text_field))
+        return Source(
+            path,
+            fingerprint,
+            parser,
+            partial(read_dataset, dataset, name=path, text_field=text_field),
+        )
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
@@ -81,7 +96,9 @@ def build_source(
     return _of_files(path, lambda: [root], root=root.parent, parser=parser)
 
 
-def _of_files(name: str, files: Callable[[], Iterable[Path]], *, root: Path, parser: Parser) -> Source:
+def _of_files(
+    name: str, files: Callable[[], Iterable[Path]], *, root: Path, parser: Parser
+) -> Source:
     fingerprint_now = partial(_fingerprint, files, root=root, text_field=parser.text_field)
     read = partial(_read_files, files, text_field=parser.text_field)
     return Source(name, fingerprint_now(), parser, read, files, fingerprint_now)
@@ -100,7 +117,9 @@ def _fingerprint(files: Callable[[], Iterable[Path]], *, root: Path, text_field:
     return digest.hexdigest()
 
 
-def _read_files(files: Callable[[], Iterable[Path]], start: Position, *, text_field: str) -> Iterator[Row]:
+def _read_files(
+    files: Callable[[], Iterable[Path]], start: Position, *, text_field: str
+) -> Iterator[Row]:
     for number, path in enumerate(files()):
         if number >= start.file:
             begin = start if number == start.file else Position(number, START.offset, START.line)
@@ -117,8 +136,9 @@ def _walk(
     passed_over: Set[str] = frozenset(),
     above: tuple[tuple[int, int], ...] = (),
 ) -> Iterator[Path]:
-    """The files with such endings in a folder and those below it, in the order of their paths as strings; only one
-    folder's names are in memory for each level. Links are followed, but not back into a folder `above`."""
+    """The files with such endings in a folder and those below it, in the order of their paths as
+    strings; only one folder's names are in memory for each level. Links are followed, but not back
+    into a folder `above`."""
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
@@ -132,7 +152,9 @@ def _walk(
         path = folder / name
         if name.endswith("/"):
             if path.name not in passed_over:
-                yield from _walk(path, endings=endings, passed_over=passed_over, above=(*above, here))
+                yield from _walk(
+                    path, endings=endings, passed_over=passed_over, above=(*above, here)
+                )
         elif name.lower().endswith(endings):
             if not path.is_file():
                 raise DataError(f"{path}: is a broken link, or no regular file; remove it")

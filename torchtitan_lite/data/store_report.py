@@ -1,4 +1,5 @@
-"""A token store in words: what it holds, a window of it as text, and how far one that is being made is."""
+"""A token store in words: what it holds, a window of it as text, and how far one that is being made
+is."""
 
 import shutil
 import sys
@@ -33,8 +34,9 @@ def format_store(store: TokenStore) -> str:
 
 
 def format_window(store: TokenStore, tokenizer: Tokenizer, *, window: int, seq_len: int) -> str:
-    """The text of a window, the `seq_len` tokens from place `window * seq_len` on, a line a document. Raises DataError
-    for a window that the store does not have, and for another tokenizer than the store's."""
+    """The text of a window, the `seq_len` tokens from place `window * seq_len` on, a line a
+    document. Raises DataError for a window that the store does not have, and for another tokenizer
+    than the store's."""
     recipe = store.manifest.recipe
     if tokenizer.fingerprint != recipe.tokenizer_fingerprint:
         raise DataError(
@@ -43,7 +45,9 @@ def format_window(store: TokenStore, tokenizer: Tokenizer, *, window: int, seq_l
         )
     windows = -(-store.tokens // seq_len)
     if not 0 <= window < windows:
-        raise DataError(f"--window {window}: {store.folder} has windows 0 to {windows - 1} of {seq_len} tokens")
+        raise DataError(
+            f"--window {window}: {store.folder} has windows 0 to {windows - 1} of {seq_len} tokens"
+        )
     start = window * seq_len
     stop = min(start + seq_len, store.tokens)
     lines = [f"window {window}, tokens {start:,} to {stop - 1:,}:"]
@@ -53,8 +57,8 @@ def format_window(store: TokenStore, tokenizer: Tokenizer, *, window: int, seq_l
 
 
 class ProgressLine:
-    """A line that tells how far a store is, how fast it grows and when it will be whole: on a terminal one that is
-    rewritten, elsewhere a new one every LINE_SECONDS."""
+    """A line that tells how far a store is, how fast it grows and when it will be whole: on a
+    terminal one that is rewritten, elsewhere a new one every LINE_SECONDS."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
@@ -73,7 +77,11 @@ class ProgressLine:
         read = pace.read or 0.0
         done = read - self._share_before
         share = f"{read:6.1%}  " if read else ""
-        eta = f"{_clock((1 - read) * (now - self._began) / done)} left" if done else "time left unknown"
+        eta = (
+            f"{_clock((1 - read) * (now - self._began) / done)} left"
+            if done
+            else "time left unknown"
+        )
         line = (
             f"{share}{pace.progress.documents:,} documents  {pace.progress.tokens:,} tokens  "
             f"{pace.tokens_per_s:,.0f} tokens/s  {eta}"

@@ -1,4 +1,5 @@
-"""Shards, written: documents appended to the files of a store that is being made, and what survives a crash of it."""
+"""Shards, written: documents appended to the files of a store that is being made, and what survives
+a crash of it."""
 
 import hashlib
 import json
@@ -27,7 +28,8 @@ PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an unfinished store is: what counts of its files, and where in the source to read on."""
+    """How far an unfinished store is: what counts of its files, and where in the source to read
+    on."""
 
     recipe: Recipe
     position: Position = START
@@ -45,8 +47,8 @@ def write_progress(folder: Path, progress: Progress) -> None:
 
 
 class StoreWriter:
-    """Appends documents to the shards in `folder`, from where `progress` says on; what the files hold beyond that is
-    cut off. A context manager, which closes the files."""
+    """Appends documents to the shards in `folder`, from where `progress` says on; what the files
+    hold beyond that is cut off. A context manager, which closes the files."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self.progress = progress
@@ -65,8 +67,11 @@ class StoreWriter:
         for part in self._parts:
             part.file.close()
 
-    def append(self, ids: np.ndarray, lengths: np.ndarray, *, skipped: int, position: Position) -> None:
-        """Add the documents of a batch, after `skipped` rows of which reading goes on at `position`."""
+    def append(
+        self, ids: np.ndarray, lengths: np.ndarray, *, skipped: int, position: Position
+    ) -> None:
+        """Add the documents of a batch, after `skipped` rows of which reading goes on at
+        `position`."""
         start = self.progress.tokens
         starts = start + np.cumsum(lengths) - lengths  # of the documents, in the whole stream
         written = 0
@@ -114,7 +119,9 @@ class StoreWriter:
         """Go on in the shard after the full ones, which has so many of each so far."""
         shard = len(self.progress.shards)
         self._tokens = _ShardFile(tokens_file(self.folder, shard), self.dtype, count=tokens)
-        self._documents = _ShardFile(documents_file(self.folder, shard), START_DTYPE, count=documents)
+        self._documents = _ShardFile(
+            documents_file(self.folder, shard), START_DTYPE, count=documents
+        )
         self._parts = (self._tokens, self._documents)
 
     def _close_shard(self) -> None:
@@ -139,7 +146,9 @@ class _ShardFile:
         path.touch()
         size = count * dtype.itemsize
         if path.stat().st_size < size:
-            raise DataError(f"{path.parent}: {path.name} has less than {size} bytes; remove it, to start anew")
+            raise DataError(
+                f"{path.parent}: {path.name} has less than {size} bytes; remove it, to start anew"
+            )
         os.truncate(path, size)
         self.file: IO[Any] = path.open("r+b")
         while chunk := self.file.read(2**24):

@@ -1,4 +1,5 @@
-"""Rows of text and .jsonl files, compressed or not, in memory that does not grow with a file or a line."""
+"""Rows of text and .jsonl files, compressed or not, in memory that does not grow with a file or a
+line."""
 
 import gzip
 import io
@@ -11,7 +12,9 @@ from typing import Any, BinaryIO
 from .rows import MAX_ROW_BYTES, Form, Position, Row, reading
 
 COMPRESSIONS = ("", ".gz", ".zst")
-TEXT_ENDINGS = tuple(kind + compression for kind in (".txt", ".md", ".rst", ".py") for compression in COMPRESSIONS)
+TEXT_ENDINGS = tuple(
+    kind + compression for kind in (".txt", ".md", ".rst", ".py") for compression in COMPRESSIONS
+)
 JSONL_ENDINGS = tuple(".jsonl" + compression for compression in COMPRESSIONS)
 PART_BYTES = 2**22
 """A text that is longer is cut at the first end of a line past it."""
@@ -20,11 +23,16 @@ ZSTD_CHUNK_BYTES = 2**10  # decompressed, these can be 32 MiB
 
 
 def read_text_file(path: Path, start: Position) -> Iterator[Row]:
-    """The rows of a file from `start` on: the lines of a .jsonl file that are not blank, the parts of any other. A byte
-    order mark is left out at the start of a file and of a .jsonl row. Raises DataError for what cannot be read."""
+    """The rows of a file from `start` on: the lines of a .jsonl file that are not blank, the parts
+    of any other. A byte order mark is left out at the start of a file and of a .jsonl row. Raises
+    DataError for what cannot be read."""
     form: Form = "jsonl" if path.name.lower().endswith(JSONL_ENDINGS) else "text"
     end = start
-    with reading(path, OSError, EOFError, zlib.error), path.open("rb") as raw, _decompress(raw, path.suffix) as file:
+    with (
+        reading(path, OSError, EOFError, zlib.error),
+        path.open("rb") as raw,
+        _decompress(raw, path.suffix) as file,
+    ):
         if file is not raw and not raw.peek(1):
             raise EOFError("Compressed file ended before its start")
         _pass_over(file, start.offset)
@@ -40,8 +48,9 @@ def read_text_file(path: Path, start: Position) -> Iterator[Row]:
 
 
 def _pieces(file: io.BufferedIOBase, *, part_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """The fewest lines that are more than `part_bytes` bytes together, again and again, and how many bytes they are.
-    A line longer than MAX_ROW_BYTES is a piece by itself, passed over and given as b""."""
+    """The fewest lines that are more than `part_bytes` bytes together, again and again, and how
+    many bytes they are. A line longer than MAX_ROW_BYTES is a piece by itself, passed over and
+    given as b""."""
     while True:
         head = file.read(part_bytes)
         begun = head.rfind(b"\n") + 1  # where the head's last line begins, which the tail ends
@@ -97,8 +106,8 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """What the frames of a zstd file hold, in pieces that are not empty. Raises EOFError for one that is cut off, which
-    zstandard's own reader takes for one that ends."""
+    """What the frames of a zstd file hold, in pieces that are not empty. Raises EOFError for one
+    that is cut off, which zstandard's own reader takes for one that ends."""
     import zstandard  # few sources need it
 
     data = file.read(ZSTD_CHUNK_BYTES)

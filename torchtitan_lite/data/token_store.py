@@ -1,7 +1,7 @@
 """Token stores, opened: ids read from any place, and the data that a config names.
 
-Files are read, not mapped into memory: if a file is truncated during a run, a read reports the end of the file, and a
-memory map kills the process with SIGBUS.
+Files are read, not mapped into memory: if a file is truncated during a run, a read reports the end
+of the file, and a memory map kills the process with SIGBUS.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ COUNTED_CHUNKS = 64
 
 
 class _OpenFile:
-    """A file that is open until its last reference is gone: a thread may read what the cache has dropped."""
+    """A file that is open until its last reference is gone: a thread may read what the cache has
+    dropped."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self.descriptor = path, descriptor
@@ -43,12 +44,13 @@ class _OpenFile:
 
 
 class TokenStore:
-    """The store in a folder, ready to read from. What it costs to open and to hold grows with the number of shards
-    only. `tokens` and `documents` are counts; `fingerprint` changes with any id. Raises DataError for a folder that is
-    no store, or one of another version or whose files do not have their sizes.
+    """The store in a folder, ready to read from. What it costs to open and to hold grows with the
+    number of shards only. `tokens` and `documents` are counts; `fingerprint` changes with any id.
+    Raises DataError for a folder that is no store, or one of another version or whose files do not
+    have their sizes.
 
-    What reads raises DataError too, for a file that was cut off or cannot be read, and for an id above the highest that
-    the manifest gives."""
+    What reads raises DataError too, for a file that was cut off or cannot be read, and for an id
+    above the highest that the manifest gives."""
 
     def __init__(self, folder: Path) -> None:
         self.manifest = read_manifest(folder)
@@ -65,7 +67,9 @@ class TokenStore:
         self._shard_tokens = recipe.shard_tokens
         self._shard = lru_cache(OPEN_SHARDS)(lambda shard: self._open(tokens_file(folder, shard)))
         if self.max_token_id >= self.vocab_size:
-            raise self._damaged(f"its highest id is {self.max_token_id}, and its tokenizer has {self.vocab_size} ids")
+            raise self._damaged(
+                f"its highest id is {self.max_token_id}, and its tokenizer has {self.vocab_size} ids"
+            )
 
     def _damaged(self, reason: str) -> DataError:
         return DataError(
@@ -88,7 +92,9 @@ class TokenStore:
             except OSError as error:
                 raise self._damaged(f"{file.path.name}: {error.strerror}") from error
             if not count:
-                raise self._damaged(f"{file.path.name} ends at byte {offset}; it was cut off while in use")
+                raise self._damaged(
+                    f"{file.path.name} ends at byte {offset}; it was cut off while in use"
+                )
             left, offset = left[count:], offset + count
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -96,10 +102,13 @@ class TokenStore:
         return self.windows(np.array([start]), count)[0]
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` ids from each of `starts` on, in the store's own type, [len(starts), length]."""
+        """The `length` ids from each of `starts` on, in the store's own type, [len(starts),
+        length]."""
         windows = np.empty((len(starts), length), self.dtype)
         for window, start in zip(windows, starts.tolist(), strict=True):
-            assert 0 <= start <= start + length <= self.tokens, f"no {length} tokens at {start} of {self.tokens}"
+            assert 0 <= start <= start + length <= self.tokens, (
+                f"no {length} tokens at {start} of {self.tokens}"
+            )
             shard, place = divmod(start, self._shard_tokens)
             while len(window):
                 part = window[: self._shard_tokens - place]
@@ -132,8 +141,8 @@ class TokenStore:
         ]
 
     def token_counts(self) -> np.ndarray:
-        """How often each id occurs, int64 [vocab_size]; in a larger store, in COUNTED_CHUNKS chunks of CHUNK_TOKENS,
-        evenly spaced."""
+        """How often each id occurs, int64 [vocab_size]; in a larger store, in COUNTED_CHUNKS chunks
+        of CHUNK_TOKENS, evenly spaced."""
         counts = np.zeros(self.vocab_size, np.int64)
         chunks = range(0, self.tokens, CHUNK_TOKENS)
         for start in chunks[:: -(-len(chunks) // COUNTED_CHUNKS)]:
@@ -142,10 +151,13 @@ class TokenStore:
         return counts
 
 
-def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, setting: str) -> TokenStore:
-    """The tokens at `path`: a token store, or text, of pystdlib if None, whose tokens are made where they are not in
-    the cache yet. `setting` leads every message. Raises DataError for a path that is neither, and for a store of
-    another tokenizer, and StorageError if the cache's disk is full."""
+def open_data(
+    path: str | None, *, text_field: str, tokenizer: Tokenizer, setting: str
+) -> TokenStore:
+    """The tokens at `path`: a token store, or text, of pystdlib if None, whose tokens are made
+    where they are not in the cache yet. `setting` leads every message. Raises DataError for a path
+    that is neither, and for a store of another tokenizer, and StorageError if the cache's disk is
+    full."""
     try:
         if path is not None and is_store(folder := Path(path).expanduser()):
             store = TokenStore(folder)
@@ -162,7 +174,10 @@ def open_data(path: str | None, *, text_field: str, tokenizer: Tokenizer, settin
 
 def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
     recipe = store.manifest.recipe
-    if (recipe.tokenizer_fingerprint, recipe.vocab_size) != (tokenizer.fingerprint, tokenizer.vocab_size):
+    if (recipe.tokenizer_fingerprint, recipe.vocab_size) != (
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+    ):
         raise DataError(
             f"token store {store.folder} was made with tokenizer {recipe.tokenizer} ({recipe.vocab_size} ids, "
             f"fingerprint {recipe.tokenizer_fingerprint[:12]}), and [model] tokenizer_path names {tokenizer.name} "
@@ -170,11 +185,13 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
         )
 
 
-def open_cached(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None) -> TokenStore:
-    """The tokens of a source, from the cache. The first process to ask makes them while the others wait, each machine
-    or shared file system once; a damaged store is made anew. `cache_dir` is `torchtitan_lite/tokens` in
-    $XDG_CACHE_HOME or ~/.cache if not given. Raises StorageError if its disk is full, DataError if it cannot be written
-    otherwise."""
+def open_cached(
+    source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None
+) -> TokenStore:
+    """The tokens of a source, from the cache. The first process to ask makes them while the others
+    wait, each machine or shared file system once; a damaged store is made anew. `cache_dir` is
+    `torchtitan_lite/tokens` in $XDG_CACHE_HOME or ~/.cache if not given. Raises StorageError if its
+    disk is full, DataError if it cannot be written otherwise."""
     key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
     folder = (cache_dir or _user_cache()) / key
     try:
@@ -192,7 +209,11 @@ def open_cached(source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None 
 
 
 def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan_lite" / "tokens"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        / "torchtitan_lite"
+        / "tokens"
+    )
 
 
 def _opened(folder: Path) -> TokenStore | None:

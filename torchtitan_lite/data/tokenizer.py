@@ -11,9 +11,10 @@ FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.mo
 
 
 class Tokenizer:
-    """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has. `vocab_size` is above every id;
-    `fingerprint` changes with the file and with the ids of BOS and EOS. Raises DataError for a path
-    without a whole vocabulary that has both, and where the package that reads it is missing."""
+    """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has.
+    `vocab_size` is above every id; `fingerprint` changes with the file and with the ids of BOS and
+    EOS. Raises DataError for a path without a whole vocabulary that has both, and where the package
+    that reads it is missing."""
 
     def __init__(self, given: Path) -> None:
         setting = f'[model] tokenizer_path = "{given}"'
@@ -22,10 +23,14 @@ class Tokenizer:
             content = self.path.read_bytes()
             self._vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
-            raise DataError(f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder") from error
+            raise DataError(
+                f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder"
+            ) from error
         except ModuleNotFoundError as error:
             fix = 'pip install "torchtitan-lite[llama]"'
-            raise DataError(f"{setting} is read with the package {error.name}, which is missing; {fix}") from error
+            raise DataError(
+                f"{setting} is read with the package {error.name}, which is missing; {fix}"
+            ) from error
         except ValueError as error:
             raise DataError(f"{setting} {error}") from error
         self.name = str(self.path.relative_to(given.parent))
@@ -37,7 +42,9 @@ class Tokenizer:
                 f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; documents need both, "
                 "so train the model with both, or name them in a tokenizer_config.json beside a tokenizer.json"
             )
-        self.fingerprint = hashlib.sha256(content + b" %d %d" % (self.bos_id, self.eos_id)).hexdigest()
+        self.fingerprint = hashlib.sha256(
+            content + b" %d %d" % (self.bos_id, self.eos_id)
+        ).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS: what looks like a special token is text too."""
@@ -48,8 +55,9 @@ class Tokenizer:
         return [[self.bos_id, *ids, self.eos_id] for ids in self._vocabulary.encode(texts)]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; BOS and EOS have none. It is the encoded text again where a vocabulary loses nothing, as
-        Llama 3's; one of `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
+        """The text of ids; BOS and EOS have none. It is the encoded text again where a vocabulary
+        loses nothing, as Llama 3's; one of `train_tokenizer` turns U+2581, sentencepiece's own mark
+        for a space, into a space."""
         return self._vocabulary.decode(ids)
 
 
@@ -62,4 +70,6 @@ def _vocabulary_file(folder: Path) -> Path:
     for name in FILES_OF_A_FOLDER:
         if (folder / name).is_file():
             return folder / name
-    raise ValueError(f"is a folder with none of {', '.join(FILES_OF_A_FOLDER)}; name a tokenizer's file")
+    raise ValueError(
+        f"is a folder with none of {', '.join(FILES_OF_A_FOLDER)}; name a tokenizer's file"
+    )

@@ -9,16 +9,23 @@ import sentencepiece
 from torchtitan_lite.errors import DataError
 
 
-def train_tokenizer(documents: Iterable[str], *, vocab_size: int, output: Path, overwrite: bool = False) -> None:
-    """Write a sentencepiece BPE model of exactly `vocab_size` ids: UNK 0, BOS 1, EOS 2, the 256 bytes, then pieces.
+def train_tokenizer(
+    documents: Iterable[str], *, vocab_size: int, output: Path, overwrite: bool = False
+) -> None:
+    """Write a sentencepiece BPE model of exactly `vocab_size` ids: UNK 0, BOS 1, EOS 2, the 256
+    bytes, then pieces.
 
-    Lossless: whitespace is kept, and what is not in the vocabulary (newlines and tabs too) is spelled in bytes. The
-    same documents make the same file. All of them are held in memory. Raises DataError for an output that exists,
-    unless told to overwrite it, or cannot be written, and for a vocabulary that the text cannot fill or fit in.
+    Lossless: whitespace is kept, and what is not in the vocabulary (newlines and tabs too) is
+    spelled in bytes. The same documents make the same file. All of them are held in memory. Raises
+    DataError for an output that exists, unless told to overwrite it, or cannot be written, and for
+    a vocabulary that the text cannot fill or fit in.
     """
     if output.exists() and not overwrite:
-        raise DataError(f"--output = {output} exists; choose another name, or overwrite it with --force")
-    # A list, because sentencepiece would turn an error that the documents raise into a RuntimeError of its own.
+        raise DataError(
+            f"--output = {output} exists; choose another name, or overwrite it with --force"
+        )
+    # A list, because sentencepiece would turn an error that the documents raise into a RuntimeError
+    # of its own.
     lines = [line for text in documents for line in text.splitlines()]
     model = io.BytesIO()
     try:

@@ -23,8 +23,8 @@ CHUNK_TOKENS = 2**22
 
 
 def verify_store(folder: Path) -> list[str]:
-    """All that is wrong with the store in `folder`, a line each; nothing, if it is as it was made. Shards are read in
-    chunks, one on each core at a time."""
+    """All that is wrong with the store in `folder`, a line each; nothing, if it is as it was made.
+    Shards are read in chunks, one on each core at a time."""
     try:
         manifest = read_manifest(folder)
     except DataError as error:
@@ -33,10 +33,16 @@ def verify_store(folder: Path) -> list[str]:
     problems: list[str] = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         shards = range(len(manifest.shards))
-        for found in threads.map(lambda shard: list(_shard_problems(folder, manifest, shard, hashes)), shards):
+        for found in threads.map(
+            lambda shard: list(_shard_problems(folder, manifest, shard, hashes)), shards
+        ):
             problems += found
     own = {MANIFEST_FILE, *hashes}
-    problems += [f"{path.name} is no file of the store" for path in sorted(folder.iterdir()) if path.name not in own]
+    problems += [
+        f"{path.name} is no file of the store"
+        for path in sorted(folder.iterdir())
+        if path.name not in own
+    ]
     return problems
 
 
@@ -49,7 +55,9 @@ def _hashes(folder: Path, manifest: Manifest) -> dict[str, str]:
     return hashes
 
 
-def _shard_problems(folder: Path, manifest: Manifest, shard: int, hashes: dict[str, str]) -> Iterator[str]:
+def _shard_problems(
+    folder: Path, manifest: Manifest, shard: int, hashes: dict[str, str]
+) -> Iterator[str]:
     recipe = manifest.recipe
     if wrong := wrong_shard_sizes(folder, recipe, shard, manifest.shards[shard]):
         yield from wrong  # places in such files mean nothing

@@ -1,4 +1,5 @@
-"""The swap from nn.Linear to its float8 kind, and the scale hook that follows each optimizer step."""
+"""The swap from nn.Linear to its float8 kind, and the scale hook that follows each optimizer
+step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
-"""Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada; as ROCm counts, AMD's MI300."""
+"""Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada; as ROCm counts,
+AMD's MI300."""
 
 
 def has_float8_units(device: torch.device) -> bool:
@@ -30,7 +32,8 @@ def has_float8_units(device: torch.device) -> bool:
 def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     """Whether float8 matmuls are emulated: on CPU always, on a GPU only if asked for.
 
-    Raises ConfigError on a GPU without the matrix units that the recipe needs and without `emulate`."""
+    Raises ConfigError on a GPU without the matrix units that the recipe needs and without
+    `emulate`."""
     if device.type == "cpu" or float8.emulate:
         return True
     major, minor = torch.cuda.get_device_capability(device)
@@ -55,7 +58,8 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def float8_linear_config(float8: Float8Config, *, emulate: bool) -> "Float8LinearConfig":
-    """torchao's config of the recipe asked for, with emulation and the float8 all-gather as asked for."""
+    """torchao's config of the recipe asked for, with emulation and the float8 all-gather as asked
+    for."""
     from torchao.float8 import Float8LinearConfig
 
     recipe = Float8LinearConfig.from_recipe_name(float8.recipe_name)
@@ -67,11 +71,14 @@ def float8_linear_config(float8: Float8Config, *, emulate: bool) -> "Float8Linea
     )
 
 
-def convert_linears(model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool) -> None:
-    """Swap the chosen linears of `model`, which is on meta, for Float8Linear or MXFP8Linear, in place.
+def convert_linears(
+    model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool
+) -> None:
+    """Swap the chosen linears of `model`, which is on meta, for Float8Linear or MXFP8Linear, in
+    place.
 
-    Every choice is checked afterwards: what was chosen is converted, and nothing else is. Raises ConfigError where the
-    installed torchao does not offer the recipe."""
+    Every choice is checked afterwards: what was chosen is converted, and nothing else is. Raises
+    ConfigError where the installed torchao does not offer the recipe."""
     chosen = {choice.name for choice in choices if choice.converted}
     if float8.recipe_name == "mxfp8":
         convert_to_mxfp8(model, chosen, emulate=emulate)
@@ -84,14 +91,16 @@ def convert_linears(model: nn.Module, choices: list[LinearChoice], *, float8: Fl
             module_filter_fn=lambda module, name: name in chosen,
         )
     converted = {name for name, module in model.named_modules() if is_float8(module)}
-    assert converted == chosen, f"other linears were converted than chosen: {sorted(converted ^ chosen)}"
+    assert converted == chosen, (
+        f"other linears were converted than chosen: {sorted(converted ^ chosen)}"
+    )
     if emulate:
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
 
 
 def build_scale_hook(model: nn.Module, *, float8: Float8Config) -> Callable[[], None]:
-    """What is called after each optimizer step: computes all weight scales of the next float8 all-gathers in one
-    all-reduce where that was asked for, and does nothing otherwise."""
+    """What is called after each optimizer step: computes all weight scales of the next float8
+    all-gathers in one all-reduce where that was asked for, and does nothing otherwise."""
     if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -1,6 +1,6 @@
-"""MXFP8 for training, by torchao's prototype: e4m3 with a power-of-two scale for each 32 elements of the dimension that
-a matmul sums over (OCP Microscaling Formats 1.0). All three matmuls of a linear have both operands so, and round the
-scale up: nothing saturates.
+"""MXFP8 for training, by torchao's prototype: e4m3 with a power-of-two scale for each 32 elements
+of the dimension that a matmul sums over (OCP Microscaling Formats 1.0). All three matmuls of a
+linear have both operands so, and round the scale up: nothing saturates.
 """
 
 from collections.abc import Callable, Collection
@@ -11,14 +11,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan_lite.errors import ConfigError
 
 MXFP8_MAJOR = 10
-"""Of the compute capability of the GPUs that torchao's kernels are built for: Blackwell of data centres."""
+"""Of the compute capability of the GPUs that torchao's kernels are built for: Blackwell of data
+centres."""
 
 
 class MXFP8Linear(nn.Linear):
-    """`linear` with its weight as it is, of which `multiply`, given an input [..., K] and the weight [N, K], computes
-    the output [..., N]."""
+    """`linear` with its weight as it is, of which `multiply`, given an input [..., K] and the
+    weight [N, K], computes the output [..., N]."""
 
-    def __init__(self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], *, emulate: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], *, emulate: bool
+    ) -> None:
         assert linear.bias is None, "no linear of the model has a bias"
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
@@ -26,17 +29,24 @@ class MXFP8Linear(nn.Linear):
         self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
 
     def forward(self, input: Tensor) -> Tensor:
-        """The output for `input`; a DTensor for a DTensor, under tensor parallelism. Each rank then multiplies what it
-        has, as torchao's casts of DTensors would gather the scales of every matmul."""
+        """The output for `input`; a DTensor for a DTensor, under tensor parallelism. Each rank then
+        multiplies what it has, as torchao's casts of DTensors would gather the scales of every
+        matmul."""
         weight = self.weight
         if not isinstance(weight, DTensor):
             return self._multiply(input, weight)
-        assert isinstance(input, DTensor), "styles of tensor parallelism make a DTensor of the input"
+        assert isinstance(input, DTensor), (
+            "styles of tensor parallelism make a DTensor of the input"
+        )
         last = Shard(input.ndim - 1)
         by_column = weight.placements == (Shard(0),)
-        given, input_grad, output = (Replicate(), Partial(), last) if by_column else (last, last, Partial())
+        given, input_grad, output = (
+            (Replicate(), Partial(), last) if by_column else (last, last, Partial())
+        )
         assert input.placements == (given,), f"an input split as {input.placements}, not {given}"
-        local_output = self._multiply(input.to_local(grad_placements=[input_grad]), weight.to_local())
+        local_output = self._multiply(
+            input.to_local(grad_placements=[input_grad]), weight.to_local()
+        )
         return DTensor.from_local(local_output, weight.device_mesh, [output], run_check=False)
 
 

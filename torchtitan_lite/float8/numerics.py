@@ -1,8 +1,9 @@
 """What the casts to float8 lose, measured on the casts that a training step makes.
 
-torchao makes every cast of a Float8Linear through one function, wherever that is: before a matmul, before FSDP gathers
-a weight, before tensor parallelism gathers an input. While casts are observed, a function that also looks on is in its
-place. Each cast carries the config object that its linear made for itself, which tells whose it is.
+torchao makes every cast of a Float8Linear through one function, wherever that is: before a matmul,
+before FSDP gathers a weight, before tensor parallelism gathers an input. While casts are observed,
+a function that also looks on is in its place. Each cast carries the config object that its linear
+made for itself, which tells whose it is.
 
 Shapes: L Float8Linears of the model, R roles of what is cast.
 """
@@ -31,30 +32,39 @@ _LAYER = re.compile(r"layers\.(\d+)\.(?:_checkpoint_wrapped_module\.)?")
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
-    """The least magnitude that is cut off to the largest number of a float8 type, and not merely rounded to it: half
-    their spacing above it."""
+    """The least magnitude that is cut off to the largest number of a float8 type, and not merely
+    rounded to it: half their spacing above it."""
     largest = torch.tensor(torch.finfo(dtype).max).to(dtype)
     below = (largest.view(torch.uint8) - 1).view(dtype)
     return 1.5 * largest.item() - 0.5 * below.item()
 
 
 def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the cast of `tensor` to the float8 `data` [same shape], which is `tensor` times `scale`: the sum of squares,
-    that of the squared errors, how many values became 0, how many were cut off, and how many there are, [5] float64;
-    and the largest magnitude, [] float32."""
+    """Of the cast of `tensor` to the float8 `data` [same shape], which is `tensor` times `scale`:
+    the sum of squares, that of the squared errors, how many values became 0, how many were cut off,
+    and how many there are, [5] float64; and the largest magnitude, [] float32."""
     values, rounded = tensor.float(), data.float()
-    signal, noise = (torch.linalg.vector_norm(x).double().square() for x in (values, values - rounded / scale))
+    signal, noise = (
+        torch.linalg.vector_norm(x).double().square() for x in (values, values - rounded / scale)
+    )
     underflows = ((values != 0) & (rounded == 0)).sum()
     saturated = ((values * scale).abs() >= saturation_limit(data.dtype)).sum()
-    sums = torch.stack([signal, noise, underflows, saturated, torch.full_like(signal, tensor.numel())])
+    sums = torch.stack(
+        [signal, noise, underflows, saturated, torch.full_like(signal, tensor.numel())]
+    )
     return sums, torch.linalg.vector_norm(values, ord=math.inf)
 
 
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
-    """Run the modules of `model` that are compiled without their compiled code, which is kept. Unlike under the
-    compiler's "force_eager", what else is compiled stays so: FlexAttention, which eager computes every score."""
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    """Run the modules of `model` that are compiled without their compiled code, which is kept.
+    Unlike under the compiler's "force_eager", what else is compiled stays so: FlexAttention, which
+    eager computes every score."""
+    compiled = {
+        module: module._compiled_call_impl
+        for module in model.modules()
+        if module._compiled_call_impl
+    }
     try:
         for module in compiled:
             module._compiled_call_impl = None
@@ -71,7 +81,9 @@ class NumericsMonitor:
         """`freq` 0: never. `device` is that of the casts."""
         self._model = model
         self._freq = freq
-        linears = [(name, module) for name, module in model.named_modules() if is_float8_linear(module)]
+        linears = [
+            (name, module) for name, module in model.named_modules() if is_float8_linear(module)
+        ]
         self._rows = {id(linear.linear_mm_config): row for row, (_, linear) in enumerate(linears)}
         assert len(self._rows) == len(linears), "each Float8Linear makes a config object of its own"
         self._kinds: dict[str, dict[int | None, int]] = {}  # rows by the layer's number
@@ -79,7 +91,9 @@ class NumericsMonitor:
             layer = _LAYER.match(name)
             self._kinds.setdefault(_LAYER.sub("", name), {})[int(layer[1]) if layer else None] = row
         # FSDP casts weights on a stream of its own. No other cast adds to the same elements.
-        self._sums = torch.zeros(len(linears), len(ROLES), 5, dtype=torch.float64, device=device)  # [L, R, 5]
+        self._sums = torch.zeros(
+            len(linears), len(ROLES), 5, dtype=torch.float64, device=device
+        )  # [L, R, 5]
         self._amax = torch.zeros(len(linears), len(ROLES), device=device)  # [L, R]
 
     def due(self, step: int) -> bool:
@@ -88,8 +102,8 @@ class NumericsMonitor:
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Measure the casts that are made until the end, and no others. Compiled blocks run eagerly meanwhile: a
-        compiled cast cannot be looked at."""
+        """Measure the casts that are made until the end, and no others. Compiled blocks run eagerly
+        meanwhile: a compiled cast cannot be looked at."""
         from torchao.float8 import float8_training_tensor as torchao_casts
 
         self._sums.zero_()
@@ -110,7 +124,8 @@ class NumericsMonitor:
 
     @torch.no_grad()
     def _add(self, tensor: Tensor, cast: Any) -> None:
-        """Count a cast of this rank. Uses no operator whose results activation checkpointing keeps."""
+        """Count a cast of this rank. Uses no operator whose results activation checkpointing
+        keeps."""
         tensor, cast = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, cast))
         row = self._rows.get(id(cast._linear_mm_config))
         assert row is not None, "a cast carries the config object of its linear"
@@ -120,12 +135,13 @@ class NumericsMonitor:
         self._amax[row, role] = torch.maximum(self._amax[row, role], amax)
 
     def figures(self) -> Numerics:
-        """What the observed casts of all ranks lost, by kind of linear, which is its name without the layer, by role,
-        and by name; of a kind's layers the worst each, and its number as NAME_layer, but for `output`:
+        """What the observed casts of all ranks lost, by kind of linear, which is its name without
+        the layer, by role, and by name; of a kind's layers the worst each, and its number as
+        NAME_layer, but for `output`:
 
-        sqnr_db: ratio of signal to quantisation noise, in decibels; inf without noise, -inf if not finite
-        amax: largest magnitude; inf if not finite
-        underflow, saturation: share of values that became 0, and that were cut off to the largest number
+        sqnr_db: ratio of signal to quantisation noise, in decibels; inf without noise, -inf if not
+        finite amax: largest magnitude; inf if not finite underflow, saturation: share of values
+        that became 0, and that were cut off to the largest number
 
         A role that nothing was cast in is left out. Waits for the device. A collective call."""
         dist.all_reduce(self._sums)
@@ -142,7 +158,9 @@ class NumericsMonitor:
         for kind, rows in self._kinds.items():
             kinds[kind] = {}
             for role, name in enumerate(ROLES):
-                layers = {layer: table[row][role] for layer, row in rows.items() if count[row, role]}
+                layers = {
+                    layer: table[row][role] for layer, row in rows.items() if count[row, role]
+                }
                 if layers:
                     kinds[kind][name] = _worst(layers)
         return kinds
@@ -151,7 +169,9 @@ class NumericsMonitor:
 def _worst(layers: Mapping[int | None, Sequence[float]]) -> dict[str, float]:
     """The worst of each of FIGURES, by layer in this order, and which layer's it is."""
     worst: dict[str, float] = {}
-    for (name, choose), values in zip(FIGURES.items(), zip(*layers.values(), strict=True), strict=True):
+    for (name, choose), values in zip(
+        FIGURES.items(), zip(*layers.values(), strict=True), strict=True
+    ):
         worst[name] = choose(values)
         layer = list(layers)[values.index(worst[name])]
         if layer is not None:

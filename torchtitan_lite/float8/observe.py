@@ -1,5 +1,6 @@
-"""What really ran in a step: its matmuls and gathers, counted where they are issued, eager or compiled, and held
-against what the config asks for. A switch that no longer matches anything shows here, and nowhere else."""
+"""What really ran in a step: its matmuls and gathers, counted where they are issued, eager or
+compiled, and held against what the config asks for. A switch that no longer matches anything shows
+here, and nowhere else."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class Asked:
 
 
 class StepObserver(TorchDispatchMode):
-    """Counts, while it is entered, this rank's matmuls and gathers; changes nothing of what they compute."""
+    """Counts, while it is entered, this rank's matmuls and gathers; changes nothing of what they
+    compute."""
 
     supports_higher_order_operators = True
 
@@ -92,8 +94,9 @@ class StepObserver(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def report(self, model: nn.Module, asked: Asked, *, step: int, deterministic: bool) -> None:
-        """Say what of float8 ran in `step` of `model`, and what on any rank ran otherwise than `asked`, which is a
-        NumericError if the run is to be `deterministic`, else a warning. A collective call."""
+        """Say what of float8 ran in `step` of `model`, and what on any rank ran otherwise than
+        `asked`, which is a NumericError if the run is to be `deterministic`, else a warning. A
+        collective call."""
         for line in self.lines(model, asked):
             logger.info(f"step {step} ran: {line}")
         of_ranks = on_all_ranks(lambda: "; ".join(self.mismatches(model, asked)))
@@ -104,13 +107,19 @@ class StepObserver(TorchDispatchMode):
             f"ranks, on rank {differing[0]}: {of_ranks[differing[0]]}"
         )
         if deterministic:
-            raise NumericError(f"{message}. Set [debug] deterministic = false to train on with a warning.")
+            raise NumericError(
+                f"{message}. Set [debug] deterministic = false to train on with a warning."
+            )
         on_rank0(lambda: logger.warning(message))
 
     def lines(self, model: nn.Module, asked: Asked) -> list[str]:
         """What ran in `model`, in words."""
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        emulation = "" if asked.matmuls_run_in == "float8" else f" (float8 is emulated in {asked.matmuls_run_in})"
+        emulation = (
+            ""
+            if asked.matmuls_run_in == "float8"
+            else f" (float8 is emulated in {asked.matmuls_run_in})"
+        )
         lines = [
             f"{sum(map(is_float8, linears))} of {len(linears)} linears are of float8; matmuls: "
             f"{_show(self.matmuls)}{emulation}"
@@ -119,13 +128,19 @@ class StepObserver(TorchDispatchMode):
             lines.append(f"gathers of weights by FSDP: {_show(self.fsdp_gathers)}")
         if self.tp_gathers:
             fused = f", {self.fused} collectives fused with matmuls" if asked.fused else ""
-            lines.append(f"gathers of activations by tensor parallelism: {_show(self.tp_gathers)}{fused}")
+            lines.append(
+                f"gathers of activations by tensor parallelism: {_show(self.tp_gathers)}{fused}"
+            )
         return lines
 
     def mismatches(self, model: nn.Module, asked: Asked) -> list[str]:
         """What ran otherwise than `asked`."""
         converted = sum(is_float8(module) for module in model.modules())
-        found = [f"{converted} linears are of float8, not {asked.linears}"] if converted != asked.linears else []
+        found = (
+            [f"{converted} linears are of float8, not {asked.linears}"]
+            if converted != asked.linears
+            else []
+        )
         counts = (
             ("matmuls in float8", self.matmuls[asked.matmuls_run_in], asked.matmuls),
             ("gathers of weights in float8", self.fsdp_gathers["float8"], asked.fsdp_gathers),
@@ -141,7 +156,8 @@ class StepObserver(TorchDispatchMode):
 
 
 def _type_name(tensor: torch.Tensor) -> str:
-    """The type of what is sent or multiplied. A DTensor, which the observer does not see taken apart, is asked."""
+    """The type of what is sent or multiplied. A DTensor, which the observer does not see taken
+    apart, is asked."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     if is_float8_tensor(tensor):

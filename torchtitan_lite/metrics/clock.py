@@ -42,8 +42,9 @@ class HostClock:
 
 
 class CudaClock:
-    """Of the current CUDA stream, which is behind the host: a moment is an event in it. Work that the device did while
-    the host waited for something else, such as data, is in no interval twice, and where it idled it is seen."""
+    """Of the current CUDA stream, which is behind the host: a moment is an event in it. Work that
+    the device did while the host waited for something else, such as data, is in no interval twice,
+    and where it idled it is seen."""
 
     def now(self) -> torch.cuda.Event:
         """An event behind all work queued so far."""

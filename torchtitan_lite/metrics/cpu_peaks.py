@@ -1,4 +1,5 @@
-"""Peaks of a CPU: measured by all ranks together, kept in the run folder, and measured again at the end of the run.
+"""Peaks of a CPU: measured by all ranks together, kept in the run folder, and measured again at the
+end of the run.
 
 A CPU has no data sheet of matmul peaks, and other processes may hold its cores at any time. So the
 peak of a rank is the best of many short matmuls on one thread, times the threads that the rank can
@@ -26,7 +27,8 @@ from .flops import Precision
 
 MOVED = 0.2
 """Relative change of a peak during the run that is reported."""
-# Large enough to reach the peak, within half a millisecond on a fast core: fp32 takes longer than bf16.
+# Large enough to reach the peak, within half a millisecond on a fast core: fp32 takes longer than
+# bf16.
 _MATMUL_SIZES: dict[Precision, int] = {"bf16": 384, "fp32": 256}
 _MEASURE_SECONDS = 0.25
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -44,8 +46,8 @@ class CpuPeaks:
 
 
 def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
-    """Peaks of the fastest rank in TFLOPS: those kept in `file` if they are of the same CPU and number
-    of threads; the others are measured, and kept there. A collective call."""
+    """Peaks of the fastest rank in TFLOPS: those kept in `file` if they are of the same CPU and
+    number of threads; the others are measured, and kept there. A collective call."""
     threads = _rank_threads()
     kept = on_rank0(lambda: _read(file, cpu=cpu_name(), threads=threads))
     missing = sorted(set(precisions) - kept.keys())
@@ -58,8 +60,8 @@ def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[
 
 
 def report_moved_peaks(before: Mapping[Precision, float]) -> None:
-    """Measure the peaks `before` again, and log those that have moved by MOVED or more. A collective
-    call."""
+    """Measure the peaks `before` again, and log those that have moved by MOVED or more. A
+    collective call."""
     now = _measure(before, threads=_rank_threads())
     moved = [
         f"{precision} from {before[precision]:.4g} to {tflops:.4g} TFLOPS ({tflops / before[precision] - 1:+.0%})"
@@ -67,14 +69,18 @@ def report_moved_peaks(before: Mapping[Precision, float]) -> None:
         if abs(tflops / before[precision] - 1) >= MOVED
     ]
     if moved:
-        logger.info(f"the CPU's peak has moved since it was measured: {', '.join(moved)}; mfu is of the first")
+        logger.info(
+            f"the CPU's peak has moved since it was measured: {', '.join(moved)}; mfu is of the first"
+        )
 
 
 def one_thread_tflops(precision: Precision) -> float:
     """TFLOPS of the best of many matmuls on one thread of this process."""
     threads = torch.get_num_threads()
     size = _MATMUL_SIZES[precision]
-    generator = torch.Generator().manual_seed(0)  # of its own: the run's random state stays as it is
+    generator = torch.Generator().manual_seed(
+        0
+    )  # of its own: the run's random state stays as it is
     a, b = torch.randn(2, size, size, generator=generator).to(_DTYPES[precision])
     best_s = math.inf
     torch.set_num_threads(1)
@@ -124,13 +130,15 @@ def _measure(precisions: Collection[Precision], *, threads: float) -> dict[Preci
 
 
 def _read(file: Path, *, cpu: str, threads: float) -> dict[Precision, float]:
-    """The peaks kept in `file`; none if there is no such file, or if it is damaged or of another CPU
-    or number of threads."""
+    """The peaks kept in `file`; none if there is no such file, or if it is damaged or of another
+    CPU or number of threads."""
     if not file.is_file():  # also a pipe, which would be waited for
         return {}
     try:
         kept = CpuPeaks(**json.loads(file.read_text()))
-        whole = all(name in _DTYPES and 0 < float(peak) < math.inf for name, peak in kept.tflops.items())
+        whole = all(
+            name in _DTYPES and 0 < float(peak) < math.inf for name, peak in kept.tflops.items()
+        )
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         whole = False
     if not whole:

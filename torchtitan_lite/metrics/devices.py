@@ -14,14 +14,15 @@ class DeviceSpec:
     fp8_tflops: float | None
     """None where the device has no float8 matrix units."""
     memory_gib: float
-    """2^30 bytes: what the sheets call GB. A driver keeps 1 to 2 % of them, and ECC, which is on by default where the
-    memory is GDDR6, a sixteenth: 48 and 24 GB are 45 and 22.5 there."""
+    """2^30 bytes: what the sheets call GB. A driver keeps 1 to 2 % of them, and ECC, which is on by
+    default where the memory is GDDR6, a sixteenth: 48 and 24 GB are 45 and 22.5 there."""
     bandwidth_tb_s: float
     """Of that memory, 10^12 bytes a second."""
     aliases: tuple[str, ...] = ()
     """Other names that torch or the vendor gives the device."""
     mxfp8: bool = False
-    """Whether torchao trains in MXFP8 on it: Blackwell of data centres, of compute capability 10.x."""
+    """Whether torchao trains in MXFP8 on it: Blackwell of data centres, of compute capability
+    10.x."""
 
 
 DEVICES = (
@@ -51,8 +52,13 @@ DEVICES = (
 
 
 def lookup_device(name: str) -> DeviceSpec | None:
-    """The data sheet of the device that torch, or its vendor, calls `name`; None if there is none here.
+    """The data sheet of the device that torch, or its vendor, calls `name`; None if there is none
+    here.
 
-    A name must match in full: "MIG", "Laptop GPU", "D" or an unlisted memory behind a known name is another device."""
+    A name must match in full: "MIG", "Laptop GPU", "D" or an unlisted memory behind a known name is
+    another device."""
     bare = re.sub(r"^(NVIDIA (GeForce )?|AMD Instinct )", "", name, flags=re.IGNORECASE).casefold()
-    return next((device for device in DEVICES if bare in map(str.casefold, (device.name, *device.aliases))), None)
+    return next(
+        (device for device in DEVICES if bare in map(str.casefold, (device.name, *device.aliases))),
+        None,
+    )

@@ -1,7 +1,8 @@
 """The FLOPs of training one token, counted matmul by matmul from the converted model.
 
-Counted are the three matmuls of every linear and the two of attention with their gradients. The embedding look-up,
-norms, rotary embeddings, softmax and the loss are not. What activation checkpointing computes again is counted apart.
+Counted are the three matmuls of every linear and the two of attention with their gradients. The
+embedding look-up, norms, rotary embeddings, softmax and the loss are not. What activation
+checkpointing computes again is counted apart.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,7 +23,8 @@ _PRECISION_OF: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.flo
 
 @dataclass(frozen=True)
 class LinearFlops:
-    """One linear's matmuls: its global shape, and the precision that its recipe gives each of the three."""
+    """One linear's matmuls: its global shape, and the precision that its recipe gives each of the
+    three."""
 
     name: str
     in_features: int
@@ -53,7 +55,8 @@ class FlopsLedger:
     recompute_is_known: bool = True
     """Whether `recompute` is all that is computed again."""
     fp8_runs_in: Precision = "fp8"
-    """What the fp8 matmuls are computed in, and count as in `by_precision` and `recompute`: another where emulated."""
+    """What the fp8 matmuls are computed in, and count as in `by_precision` and `recompute`: another
+    where emulated."""
 
     @property
     def emulated(self) -> bool:
@@ -68,7 +71,9 @@ class FlopsLedger:
     @property
     def output(self) -> int:
         """FLOPs per token of the `output` linear, the projection to the vocabulary."""
-        return sum(3 * linear.flops_per_matmul for linear in self.linears if linear.name == "output")
+        return sum(
+            3 * linear.flops_per_matmul for linear in self.linears if linear.name == "output"
+        )
 
     @cached_property
     def by_precision(self) -> dict[Precision, int]:
@@ -87,10 +92,16 @@ class FlopsLedger:
         """FLOPs per token on top of `total` that the backward pass computes again, by precision."""
         return self._sum(
             self.recomputed_attention,
-            ((linear.output, linear.flops_per_matmul) for linear in self.linears if linear.recomputed),
+            (
+                (linear.output, linear.flops_per_matmul)
+                for linear in self.linears
+                if linear.recomputed
+            ),
         )
 
-    def _sum(self, attention: int, matmuls: Iterable[tuple[Precision, int]]) -> dict[Precision, int]:
+    def _sum(
+        self, attention: int, matmuls: Iterable[tuple[Precision, int]]
+    ) -> dict[Precision, int]:
         flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
         flops[self.high_precision] += attention
         for precision, count in matmuls:
@@ -110,13 +121,16 @@ def count_flops(
     recomputed: Collection[str] = (),
     recompute_is_known: bool = True,
 ) -> FlopsLedger:
-    """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes, not how much.
+    """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes,
+    not how much.
 
-    Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token (PaLM, arXiv
-    2204.02311, appendix B): two matmuls forward and four backward; or by the causal convention as half of that.
-    `recomputed` names the linears and the `attention` modules whose forward the backward pass runs again; there are
-    others unless `recompute_is_known`."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token
+    (PaLM, arXiv 2204.02311, appendix B): two matmuls forward and four backward; or by the causal
+    convention as half of that. `recomputed` names the linears and the `attention` modules whose
+    forward the backward pass runs again; there are others unless `recompute_is_known`."""
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     precision = _PRECISION_OF[high_precision]
     layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
     return FlopsLedger(
@@ -125,7 +139,9 @@ def count_flops(
             for name, linear in linears.items()
         ),
         attention=6 * n_layers * layer_matmul,
-        recomputed_attention=2 * layer_matmul * sum(name.endswith(".attention") for name in recomputed),
+        recomputed_attention=2
+        * layer_matmul
+        * sum(name.endswith(".attention") for name in recomputed),
         high_precision=precision,
         recompute_is_known=recompute_is_known,
         fp8_runs_in=_fp8_runs_in(linears.values(), high_precision=precision),
@@ -133,7 +149,8 @@ def count_flops(
 
 
 def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> Precision:
-    """Emulated, torchao's Float8Linear multiplies in float32, and MXFP8 in what its operands were cast from."""
+    """Emulated, torchao's Float8Linear multiplies in float32, and MXFP8 in what its operands were
+    cast from."""
     for linear in linears:
         if is_float8_linear(linear) and linear.config.emulate:
             return "fp32"
@@ -143,12 +160,16 @@ def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> 
 
 
 def _is_mxfp8(linear: nn.Linear) -> bool:
-    """Whether a linear is one of MXFP8, which is not torchao's: it casts for all matmuls, and knows if it emulates."""
+    """Whether a linear is one of MXFP8, which is not torchao's: it casts for all matmuls, and knows
+    if it emulates."""
     return not is_float8_linear(linear) and hasattr(linear, "emulate")
 
 
-def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool) -> LinearFlops:
-    """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or neither."""
+def _linear_flops(
+    name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool
+) -> LinearFlops:
+    """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or
+    neither."""
     output = grad_input = grad_weight = "fp8" if _is_mxfp8(linear) else high_precision
     if is_float8_linear(linear):
         from torchao.float8.config import ScalingType
@@ -161,4 +182,6 @@ def _linear_flops(name: str, linear: nn.Linear, *, high_precision: Precision, re
                 linear.config.cast_config_input_for_grad_weight,
             )
         )
-    return LinearFlops(name, linear.in_features, linear.out_features, output, grad_input, grad_weight, recomputed)
+    return LinearFlops(
+        name, linear.in_features, linear.out_features, output, grad_input, grad_weight, recomputed
+    )

@@ -1,4 +1,5 @@
-"""What others count as the FLOPs of training one token of a Llama model, forward and backward, for comparison only."""
+"""What others count as the FLOPs of training one token of a Llama model, forward and backward, for
+comparison only."""
 
 from dataclasses import dataclass
 
@@ -17,16 +18,19 @@ class Formula:
 
 
 def list_formulas(d: Dimensions, *, parameters: int, seq_len: int) -> list[Formula]:
-    """The formulas in use elsewhere, on the same model of so many `parameters`, with its input embedding. Formulas for
-    a batch are divided by its tokens."""
+    """The formulas in use elsewhere, on the same model of so many `parameters`, with its input
+    embedding. Formulas for a batch are divided by its tokens."""
     full_attention = 12 * d.n_layers * d.n_heads * d.head_dim * seq_len
     attention_weights = d.dim * d.head_dim * (2 * d.n_heads + 2 * d.n_kv_heads)
     block_weights = attention_weights + 3 * d.dim * d.ffn_dim
     # 96 B s l h^2 (1 + s / 6h + V / 16 l h) per batch, arXiv 2104.04473 (SC21), equation 3.
-    megatron_paper = 96 * d.n_layers * d.dim**2 + 16 * d.n_layers * d.dim * seq_len + 6 * d.dim * d.vocab_size
+    megatron_paper = (
+        96 * d.n_layers * d.dim**2 + 16 * d.n_layers * d.dim * seq_len + 6 * d.dim * d.vocab_size
+    )
 
     def xtuner(*, recompute: bool) -> int:
-        # (3 + AC) L (8 B s h^2 + 4 B s^2 h / (1 + causal) + 4 r B s h^2) + 6 B s h V per batch, r = 1.5 ffn / h.
+        # (3 + AC) L (8 B s h^2 + 4 B s^2 h / (1 + causal) + 4 r B s h^2) + 6 B s h V per batch, r =
+        # 1.5 ffn / h.
         layer = 8 * d.dim**2 + 2 * seq_len * d.dim + 6 * d.ffn_dim * d.dim
         return (4 if recompute else 3) * d.n_layers * layer + 6 * d.dim * d.vocab_size
 

@@ -26,8 +26,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense matmul peaks of one device in TFLOPS by precision, by where they come from. What is not known is left out,
-    never guessed."""
+    """Dense matmul peaks of one device in TFLOPS by precision, by where they come from. What is not
+    known is left out, never guessed."""
 
     device_name: str
     published: Mapping[Precision, float] = field(default_factory=dict)
@@ -48,7 +48,11 @@ class Peaks:
         if not self.tflops:
             return f"{self.device_name}: peaks unknown, so mfu is n/a"
         origins = {"measured": self.measured, "published": self.published, "given": self.given}
-        peaks = [f"{name} {tflops:.4g} ({o})" for o, known in origins.items() for name, tflops in known.items()]
+        peaks = [
+            f"{name} {tflops:.4g} ({o})"
+            for o, known in origins.items()
+            for name, tflops in known.items()
+        ]
         approximate = "approximate " if self.approximate else ""
         return f"{self.device_name}: {approximate}peaks in TFLOPS: {', '.join(peaks)}"
 
@@ -72,9 +76,9 @@ def _known(peaks: Mapping[Precision, float | None]) -> dict[Precision, float]:
 def resolve_peaks(
     device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision], file: Path
 ) -> Peaks:
-    """The peaks of `device`. Those of `precisions` are measured where [metrics] measure_peak asks for it, and on CPU
-    where they are not given: there they are kept in `file`. A collective call, which all ranks should begin at the same
-    time, as they will train at the same time."""
+    """The peaks of `device`. Those of `precisions` are measured where [metrics] measure_peak asks
+    for it, and on CPU where they are not given: there they are kept in `file`. A collective call,
+    which all ranks should begin at the same time, as they will train at the same time."""
     given = given_peaks(metrics)
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()
@@ -88,8 +92,8 @@ def resolve_peaks(
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
-    """TFLOPS that large square matmuls reach on the GPU `device` now, in half a second or so: of random matrices,
-    because a GPU runs faster on constant ones."""
+    """TFLOPS that large square matmuls reach on the GPU `device` now, in half a second or so: of
+    random matrices, because a GPU runs faster on constant ones."""
     shape = (2, _MATMUL_SIZE, _MATMUL_SIZE)
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(shape, generator=generator, device=device)
@@ -98,7 +102,8 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
 
         a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
         return _matmul_tflops(
-            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True), device
+            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+            device,
         )
     if precision == "bf16":
         a, b = a.bfloat16(), b.bfloat16()
@@ -106,7 +111,8 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
 
 
 def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
-    """TFLOPS of the median matmul: the best one would tell of a moment when other processes paused."""
+    """TFLOPS of the median matmul: the best one would tell of a moment when other processes
+    paused."""
     seconds: list[float] = []
     matmul()  # the first call builds the kernel
     synchronize(device)
@@ -126,7 +132,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far, GiB: reserved by torch on a GPU, resident in this process on CPU."""
+    """The most memory held so far, GiB: reserved by torch on a GPU, resident in this process on
+    CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # Linux reports KiB
     return torch.cuda.max_memory_reserved(device) / _GIB

@@ -1,7 +1,8 @@
 """A step's rates, and the clock and the book-keeping around them.
 
-Nothing here waits for the device only to log. What a step leaves is copied to the host behind the step's own work, and
-becomes a record once the copy has arrived, which is later than the call that asked for it: one step, as a rule."""
+Nothing here waits for the device only to log. What a step leaves is copied to the host behind the
+step's own work, and becomes a record once the copy has arrived, which is later than the call that
+asked for it: one step, as a rule."""
 
 import math
 import statistics
@@ -26,7 +27,8 @@ from .records import Numerics, Record, Summary, Writer, format_mfu
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast each device trained; the utilisations in percent, None where a peak that one needs is unknown."""
+    """How fast each device trained; the utilisations in percent, None where a peak that one needs
+    is unknown."""
 
     tps: float
     """Tokens per second per device."""
@@ -37,9 +39,11 @@ class Rates:
     mfu_bf16_peak: float | None
     """All FLOPs over the bf16 peak: torchtitan's figure. Under float8 it can pass 100."""
     mfu_fp8_peak: float | None
-    """All FLOPs over the fp8 peak, a lower bound; None under emulation, which never touches that peak."""
+    """All FLOPs over the fp8 peak, a lower bound; None under emulation, which never touches that
+    peak."""
     mfu_achievable: float | None
-    """As mfu, of the rates that matmuls reached on this device; None where they were not measured."""
+    """As mfu, of the rates that matmuls reached on this device; None where they were not
+    measured."""
     hfu: float | None
     """As mfu, with the matmuls that are computed again; None where the compiler decides which."""
 
@@ -47,45 +51,59 @@ class Rates:
 _UTILISATIONS = ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")
 
 
-def ideal_seconds(flops: Mapping[Precision, int], tflops: Mapping[Precision, float]) -> float | None:
-    """Seconds for `flops`, each precision at its own peak of `tflops`; None where one that is in use has no known peak.
-    The times add up, not the speeds."""
+def ideal_seconds(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """Seconds for `flops`, each precision at its own peak of `tflops`; None where one that is in
+    use has no known peak. The times add up, not the speeds."""
     used = {precision: count for precision, count in flops.items() if count}
     if not used.keys() <= tflops.keys():
         return None
     return sum(count / tflops[precision] for precision, count in used.items()) / 1e12
 
 
-def effective_peak(flops: Mapping[Precision, int], tflops: Mapping[Precision, float]) -> float | None:
-    """The peak of a mix of precisions, TFLOPS: the harmonic mean of `tflops` weighted by `flops`; None where one that
-    is in use has no known peak."""
+def effective_peak(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """The peak of a mix of precisions, TFLOPS: the harmonic mean of `tflops` weighted by `flops`;
+    None where one that is in use has no known peak."""
     ideal = ideal_seconds(flops, tflops)
     return None if ideal is None else sum(flops.values()) / ideal / 1e12
 
 
-def compute_rates(*, tokens: float, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks) -> Rates:
-    """The rates of `n_devices` devices that trained on `tokens` tokens between them in `seconds`."""
+def compute_rates(
+    *, tokens: float, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks
+) -> Rates:
+    """The rates of `n_devices` devices that trained on `tokens` tokens between them in
+    `seconds`."""
     tps = tokens / seconds / n_devices
 
     def utilisation(ideal: float | None) -> float | None:
         return None if ideal is None else 100 * tps * ideal
 
     known, flops = peaks.tflops, ledger.by_precision
-    with_recompute = {precision: count + ledger.recompute[precision] for precision, count in flops.items()}
+    with_recompute = {
+        precision: count + ledger.recompute[precision] for precision, count in flops.items()
+    }
     return Rates(
         tps=tps,
         tflops=ledger.total * tps / 1e12,
         mfu=utilisation(ideal_seconds(flops, known)),
         mfu_bf16_peak=utilisation(ideal_seconds({"bf16": ledger.total}, known)),
-        mfu_fp8_peak=None if ledger.emulated else utilisation(ideal_seconds({"fp8": ledger.total}, known)),
+        mfu_fp8_peak=None
+        if ledger.emulated
+        else utilisation(ideal_seconds({"fp8": ledger.total}, known)),
         mfu_achievable=utilisation(ideal_seconds(flops, peaks.measured)),
-        hfu=utilisation(ideal_seconds(with_recompute, known)) if ledger.recompute_is_known else None,
+        hfu=utilisation(ideal_seconds(with_recompute, known))
+        if ledger.recompute_is_known
+        else None,
     )
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a step produced. The tensors are float32 scalars on one device, already reduced over the ranks."""
+    """What a step produced. The tensors are float32 scalars on one device, already reduced over the
+    ranks."""
 
     tokens: int
     """Trained on by all ranks since step 1."""
@@ -155,8 +173,9 @@ class _Ended:
 class MetricsProcessor:
     """Keeps a run's clock, makes a record of each logged step, and hands it to the writers.
 
-    The clock starts with the processor. A step lasts from the end of the step before to its own end, less the time
-    spent under `outside_step`. Rates are of the training alone: waits for data and compilation are not in them."""
+    The clock starts with the processor. A step lasts from the end of the step before to its own
+    end, less the time spent under `outside_step`. Rates are of the training alone: waits for data
+    and compilation are not in them."""
 
     def __init__(
         self,
@@ -170,8 +189,8 @@ class MetricsProcessor:
         start_tokens: int,
         clock: Clock | None = None,
     ) -> None:
-        """`start_tokens` were trained on before, in the run that this one resumes; 0 in a new run. Ranks other than
-        the main one have no writers."""
+        """`start_tokens` were trained on before, in the run that this one resumes; 0 in a new run.
+        Ranks other than the main one have no writers."""
         self.log_freq = log_freq
         self._ledger = ledger
         self.peaks = peaks
@@ -184,7 +203,10 @@ class MetricsProcessor:
         self._last_record: Record | None = None
         self.skips = Skips()
         """The longest run of steps without an update, as far as the host knows."""
-        self._steady_tps, self._steady_mfu = array("d"), array("d")  # of each record, for the run's medians: 16 bytes
+        self._steady_tps, self._steady_mfu = (
+            array("d"),
+            array("d"),
+        )  # of each record, for the run's medians: 16 bytes
         self._times: dict[str, float] = {"training": 0.0, "data": 0.0, "compile": 0.0}
         self._tokens = start_tokens
         self._interval = _Interval()
@@ -231,8 +253,8 @@ class MetricsProcessor:
         self._write_scalars(step, {"validation_loss": loss})
 
     def log_numerics(self, step: int, numerics: Numerics) -> None:
-        """Hand the writers what the casts of `step`, the last that ended, lost. Waits for the device: the records up to
-        that step come first."""
+        """Hand the writers what the casts of `step`, the last that ended, lost. Waits for the
+        device: the records up to that step come first."""
         assert self._last_ended is not None, "a step has ended"
         self._clock.wait(self._last_ended.arrives)
         self._take_arrived()
@@ -242,10 +264,16 @@ class MetricsProcessor:
     def end_step(self, step: int, values: StepValues) -> bool:
         """Take what `step` produced; whether new records were made, of this step or earlier ones.
 
-        Logged are this process's first step, alone, since it holds compilation and warm-up, and each multiple of
-        log_freq."""
+        Logged are this process's first step, alone, since it holds compilation and warm-up, and
+        each multiple of log_freq."""
         logged = self._last_ended is None or step % self.log_freq == 0
-        on_device = (values.loss, values.loss_max, values.grad_norm, values.skipped_steps, values.consecutive_skips)
+        on_device = (
+            values.loss,
+            values.loss_max,
+            values.grad_norm,
+            values.skipped_steps,
+            values.consecutive_skips,
+        )
         copy = torch.stack(on_device).to("cpu", non_blocking=True)
         interval = self._interval.with_step((self._began, self._clock.now()))
         ended = self._last_ended = _Ended(step, values, copy, interval, time.time(), logged)
@@ -257,8 +285,8 @@ class MetricsProcessor:
         return self._take_arrived()
 
     def settle(self) -> None:
-        """Make the records of all steps that have ended, of the last one in any case, and have them on disk. Waits for
-        the device; for a step's end, before what comes between steps."""
+        """Make the records of all steps that have ended, of the last one in any case, and have them
+        on disk. Waits for the device; for a step's end, before what comes between steps."""
         if (last := self._last_ended) is None:
             return
         self._clock.wait(last.arrives)
@@ -275,7 +303,8 @@ class MetricsProcessor:
         self._began = ended.arrives
 
     def _take_arrived(self) -> bool:
-        """Take the values of the steps that the device has done, in order; whether there were records among them."""
+        """Take the values of the steps that the device has done, in order; whether there were
+        records among them."""
         before = self._last_record
         while self._pending and self._clock.passed(self._pending[0].arrives):
             ended = self._pending.popleft()
@@ -310,7 +339,10 @@ class MetricsProcessor:
             grad_norm=grad_norm,
             lr=values.lr,
             skipped_steps=int(skipped_steps),
-            **(asdict(rates) | {name: self._credible(getattr(rates, name)) for name in _UTILISATIONS}),
+            **(
+                asdict(rates)
+                | {name: self._credible(getattr(rates, name)) for name in _UTILISATIONS}
+            ),
             step_time_s=(training_s + data_s) / interval.steps,
             data_time_s=data_s / interval.steps,
             memory_gib=peak_memory_gib(self._device),
@@ -367,8 +399,8 @@ class MetricsProcessor:
 
 
 def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
-    """`summary` in words. `unigram_entropy` of the training tokens, nat, is the loss of a model that knows how often
-    each token occurs and nothing of its context; None if it is not known."""
+    """`summary` in words. `unigram_entropy` of the training tokens, nat, is the loss of a model
+    that knows how often each token occurs and nothing of its context; None if it is not known."""
     loss = f"final loss {summary.loss:.2f} nat"
     if unigram_entropy is not None:
         gain = unigram_entropy - summary.loss
@@ -377,7 +409,9 @@ def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[st
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
     mfu = format_mfu(summary.mfu, approximate=summary.approximate_mfu)
     total_s = sum(summary.times_s.values())
-    shares = ", ".join(f"{name} {seconds / total_s:.1%}" for name, seconds in summary.times_s.items() if seconds)
+    shares = ", ".join(
+        f"{name} {seconds / total_s:.1%}" for name, seconds in summary.times_s.items() if seconds
+    )
     return [
         f"{summary.step:,} steps, {summary.tokens:,} tokens",
         loss,

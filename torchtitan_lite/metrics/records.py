@@ -1,4 +1,5 @@
-"""What the metrics hand to the writers: a record a logged step, the summary at the end, and the writers' interface."""
+"""What the metrics hand to the writers: a record a logged step, the summary at the end, and the
+writers' interface."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +8,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Record:
-    """The figures of one logged step. Rates and times are averages over the steps since the record before."""
+    """The figures of one logged step. Rates and times are averages over the steps since the record
+    before."""
 
     step: int
     """1-based."""
@@ -23,13 +25,15 @@ class Record:
     """Before clipping."""
     lr: float
     skipped_steps: int
-    """Steps of the run that had no update, because their loss or gradient was not finite or a spike."""
+    """Steps of the run that had no update, because their loss or gradient was not finite or a
+    spike."""
     tps: float
     """Tokens per second per device, waits for data and compilation left out."""
     tflops: float
     """TFLOPS per device."""
     mfu: float | None
-    """Percent of every matmul at its own precision's peak; None, here and below, where a peak is unknown."""
+    """Percent of every matmul at its own precision's peak; None, here and below, where a peak is
+    unknown."""
     mfu_bf16_peak: float | None
     """Percent of the bf16 peak."""
     mfu_fp8_peak: float | None
@@ -62,7 +66,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's outcome: its last step, and the medians of this process's records without the first."""
+    """A run's outcome: its last step, and the medians of this process's records without the
+    first."""
 
     step: int
     tokens: int
@@ -75,7 +80,8 @@ class Summary:
     memory_gib: float
     """The peak."""
     times_s: Mapping[str, float]
-    """Seconds of this process by what they went to: training, data, compile, checkpoint, validation."""
+    """Seconds of this process by what they went to: training, data, compile, checkpoint,
+    validation."""
     approximate_mfu: bool = False
     """Whether mfu rests on a CPU's measured peaks."""
 
@@ -86,8 +92,8 @@ def format_mfu(mfu: float | None, *, approximate: bool) -> str:
 
 
 Numerics = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""What casts to float8 lost: figures by kind of linear, by role (input, weight, grad_output), and by name; that of the
-layer which NAME_layer tells, if it is in one."""
+"""What casts to float8 lost: figures by kind of linear, by role (input, weight, grad_output), and
+by name; that of the layer which NAME_layer tells, if it is in one."""
 
 
 def numerics_scalars(numerics: Numerics) -> dict[str, float]:
@@ -108,7 +114,8 @@ class Writer(Protocol):
         """Take the record of a step."""
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take figures that belong to no step's record, such as a validation's, by name. Seconds end in `_s`."""
+        """Take figures that belong to no step's record, such as a validation's, by name. Seconds
+        end in `_s`."""
 
     def write_numerics(self, step: int, numerics: Numerics) -> None:
         """Take what the casts of a step lost."""
@@ -117,4 +124,5 @@ class Writer(Protocol):
         """Have all that was taken on disk."""
 
     def close(self, summary: Summary | None) -> None:
-        """Take how the run went, None if no step was trained, and have all that was taken on disk."""
+        """Take how the run went, None if no step was trained, and have all that was taken on
+        disk."""

@@ -1,4 +1,5 @@
-"""TensorBoard curves, laid out for reading, with the run's config and the values to compare runs by."""
+"""TensorBoard curves, laid out for reading, with the run's config and the values to compare runs
+by."""
 
 import os
 import re
@@ -33,8 +34,8 @@ TAGS = {
     "underflow": "float8_underflow",
     "saturation": "float8_saturation",
 }
-"""Tag of each figure, torchtitan's where it has one; what is told of each store or cast has its name after it. A figure
-that is not here is a time, under time_metrics/."""
+"""Tag of each figure, torchtitan's where it has one; what is told of each store or cast has its
+name after it. A figure that is not here is a time, under time_metrics/."""
 
 PAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "loss": {
@@ -44,12 +45,23 @@ PAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "throughput": {"tokens per second per device": ("tps",), "TFLOPS per device": ("tflops",)},
     "MFU": {
         "percent, without and with recompute": ("mfu", "hfu"),
-        "percent of one peak or another": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable"),
+        "percent of one peak or another": (
+            "mfu",
+            "mfu_bf16_peak",
+            "mfu_fp8_peak",
+            "mfu_achievable",
+        ),
     },
     "memory": {"peak, GiB": ("memory_gib",)},
     "times": {
         "step, seconds": ("step_time_s", "data_time_s"),
-        "outside of steps, seconds": ("compile_s", "checkpoint_s", "validation_s", "gc_s", "profiling_s"),
+        "outside of steps, seconds": (
+            "compile_s",
+            "checkpoint_s",
+            "validation_s",
+            "gc_s",
+            "profiling_s",
+        ),
     },
     "float8": {
         "SQNR of inputs, dB": ("sqnr_db/input/",),
@@ -60,8 +72,8 @@ PAGES: dict[str, dict[str, tuple[str, ...]]] = {
         "share of grad_outputs that became 0": ("underflow/grad_output/",),
     },
 }
-"""Pages of the Custom Scalars tab: the charts of each, by title, and the figures in a chart; all that begin with a name
-that ends with a slash."""
+"""Pages of the Custom Scalars tab: the charts of each, by title, and the figures in a chart; all
+that begin with a name that ends with a slash."""
 
 FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
 """Tags of the outcome, by which the HParams tab compares runs."""
@@ -70,7 +82,8 @@ FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
 class TensorBoardWriter:
     """A run's TensorBoard folder. An unknown figure leaves no point.
 
-    The pages, the config and the hparams stand there once, as the run began; a resumed one adds only points."""
+    The pages, the config and the hparams stand there once, as the run began; a resumed one adds
+    only points."""
 
     def __init__(
         self,
@@ -82,18 +95,23 @@ class TensorBoardWriter:
         hparams: Mapping[str, bool | float | str],
         numerics: bool,
     ) -> None:
-        """Runs are compared by `hparams`, of which each should have the same names; `numerics` of casts may come."""
+        """Runs are compared by `hparams`, of which each should have the same names; `numerics` of
+        casts may come."""
         # Loaded on the one rank that writes.
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparam_summaries
 
         begun = any(folder.glob("events.out.tfevents.*"))
-        # An earlier process may have gone on past the step that this one resumes from: TensorBoard drops those points.
+        # An earlier process may have gone on past the step that this one resumes from: TensorBoard
+        # drops those points.
         self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
         self._file = self._events._get_file_writer()
         self._total_memory_gib = total_memory_gib
         # torch writes a truth value as 0 or 1.
-        named = {name: str(value).lower() if isinstance(value, bool) else value for name, value in hparams.items()}
+        named = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in hparams.items()
+        }
         *start, self._session_end = hparam_summaries(named, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
         if begun:
             return
@@ -105,7 +123,11 @@ class TensorBoardWriter:
 
     def write(self, record: Record) -> None:
         """Add a point to each curve."""
-        figures = {name: value for name, value in record.figures().items() if name.partition("/")[0] in TAGS}
+        figures = {
+            name: value
+            for name, value in record.figures().items()
+            if name.partition("/")[0] in TAGS
+        }
         figures["data_time_pct"] = record.data_time_pct
         if self._total_memory_gib is not None:
             figures["memory_pct"] = 100 * record.memory_gib / self._total_memory_gib
@@ -113,10 +135,16 @@ class TensorBoardWriter:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a point to each of their curves, and have it with the operating system."""
-        from tensorboard.compat.proto.summary_pb2 import Summary as Points  # loaded with SummaryWriter
+        from tensorboard.compat.proto.summary_pb2 import (
+            Summary as Points,
+        )  # loaded with SummaryWriter
 
         # As one event, which takes a fifth of the time that one for each curve does.
-        points = [Points.Value(tag=tag, simple_value=y) for name, y in scalars.items() for tag in _tags(name)]
+        points = [
+            Points.Value(tag=tag, simple_value=y)
+            for name, y in scalars.items()
+            for tag in _tags(name)
+        ]
         self._file.add_summary(Points(value=points), step)
         self._events.flush()
 
@@ -141,18 +169,23 @@ class TensorBoardWriter:
 
 
 def _tags(name: str) -> list[str]:
-    """The tags of a figure, the one for PAGES last. A tag with a parenthesis would draw no curve there: the tab calls a
-    curve "tag (run)", and takes all after the first parenthesis for the run."""
+    """The tags of a figure, the one for PAGES last. A tag with a parenthesis would draw no curve
+    there: the tab calls a curve "tag (run)", and takes all after the first parenthesis for the
+    run."""
     figure, slash, of = name.partition("/")
     tag = TAGS.get(figure, f"time_metrics/{figure}") + slash + of
     return [tag, f"pages/{name}"] if "(" in tag else [tag]
 
 
 def _layout(*, numerics: bool) -> dict[str, dict[str, list]]:
-    """PAGES, that of float8 only with `numerics`, as torch takes them: with a regular expression for each tag."""
+    """PAGES, that of float8 only with `numerics`, as torch takes them: with a regular expression
+    for each tag."""
 
     def chart(names: tuple[str, ...]) -> list:
-        return ["Multiline", [f"^{re.escape(_tags(name)[-1])}{'' if name.endswith('/') else '$'}" for name in names]]
+        return [
+            "Multiline",
+            [f"^{re.escape(_tags(name)[-1])}{'' if name.endswith('/') else '$'}" for name in names],
+        ]
 
     return {
         page: {title: chart(names) for title, names in charts.items()}

@@ -1,4 +1,5 @@
-"""Where a run's records go: the console, a file with a line of JSON a step, and what else [metrics] asks for."""
+"""Where a run's records go: the console, a file with a line of JSON a step, and what else [metrics]
+asks for."""
 
 import json
 import math
@@ -19,11 +20,14 @@ from .records import Numerics, Record, Summary, Writer, format_mfu
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
 
-_RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN = range(31, 37)  # ANSI codes of the foreground colours
+_RED, _GREEN, _YELLOW, _BLUE, _MAGENTA, _CYAN = range(
+    31, 37
+)  # ANSI codes of the foreground colours
 
 
 class ConsoleWriter:
-    """One line of the log a step. The first holds compilation and warm-up, so it foretells nothing, and says so."""
+    """One line of the log a step. The first holds compilation and warm-up, so it foretells nothing,
+    and says so."""
 
     def __init__(self, *, total_steps: int, color: bool, approximate_mfu: bool = False) -> None:
         self._total_steps = total_steps
@@ -44,7 +48,10 @@ class ConsoleWriter:
             (_MAGENTA, f"mfu {format_mfu(record.mfu, approximate=self._approximate_mfu)}"),
             (_YELLOW, f"mem {record.memory_gib:.1f}GiB"),
             (_BLUE, f"time {record.step_time_s:.3f}s (data {record.data_time_pct:.1f}%)"),
-            (_GREEN, "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}"),
+            (
+                _GREEN,
+                "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}",
+            ),
         )
         self._warm_up = False
         logger.info("  ".join(self._paint(color, text) for color, text in fields))
@@ -55,8 +62,13 @@ class ConsoleWriter:
         logger.info(f"{self._paint(_RED, self._step(step))}  {figures}")
 
     def write_numerics(self, step: int, numerics: Numerics) -> None:
-        """Log which casts lost most: the least SQNR, and the largest shares that became 0 or were cut off."""
-        casts = {f"{role} of {kind}": figures for kind, roles in numerics.items() for role, figures in roles.items()}
+        """Log which casts lost most: the least SQNR, and the largest shares that became 0 or were
+        cut off."""
+        casts = {
+            f"{role} of {kind}": figures
+            for kind, roles in numerics.items()
+            for role, figures in roles.items()
+        }
 
         def worst(name: str, choose: Any) -> tuple[float, str]:
             cast = choose(casts, key=lambda cast: casts[cast][name])
@@ -85,19 +97,22 @@ class ConsoleWriter:
 
 
 def wants_color(*, disabled: bool) -> bool:
-    """Whether the log is coloured: on a terminal or with FORCE_COLOR set, unless `disabled` or with NO_COLOR set."""
+    """Whether the log is coloured: on a terminal or with FORCE_COLOR set, unless `disabled` or with
+    NO_COLOR set."""
     if disabled or os.environ.get("NO_COLOR"):
         return False
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
 class _JsonLines:
-    """A file of lines of strict JSON, each with a step: a figure that is not finite is null. A subclass takes one sort
-    of what writers get, and the rest is left out: every line has the same keys, and every step one line."""
+    """A file of lines of strict JSON, each with a step: a figure that is not finite is null. A
+    subclass takes one sort of what writers get, and the rest is left out: every line has the same
+    keys, and every step one line."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
-        """Open `path` to go on after step `resume_step`. Later lines of an earlier process, and one that it left
-        torn, are dropped; the file is replaced in one move, so that a crash meanwhile loses nothing."""
+        """Open `path` to go on after step `resume_step`. Later lines of an earlier process, and one
+        that it left torn, are dropped; the file is replaced in one move, so that a crash meanwhile
+        loses nothing."""
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         replace_file(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= resume_step))
         self._file = path.open("a", buffering=1)
@@ -152,9 +167,10 @@ def build_writers(
     numerics: bool,
     approximate_mfu: bool = False,
 ) -> list[Writer]:
-    """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in `dump_folder`. `hparams`
-    are the values to compare runs by, under the same names in each; with `numerics` there will be such to write;
-    `approximate_mfu` marks each mfu on the console. Raises ConfigError where wandb cannot start."""
+    """The writers of a run's main rank, going on after step `resume_step` (0: a new run) in
+    `dump_folder`. `hparams` are the values to compare runs by, under the same names in each; with
+    `numerics` there will be such to write; `approximate_mfu` marks each mfu on the console. Raises
+    ConfigError where wandb cannot start."""
     writers: list[Writer] = [
         ConsoleWriter(
             total_steps=total_steps,

@@ -1,5 +1,5 @@
-"""Dimensions, linear names and linear shapes of every Llama 3 flavor. Standard library only, so that a config is
-checked without importing torch.
+"""Dimensions, linear names and linear shapes of every Llama 3 flavor. Standard library only, so
+that a config is checked without importing torch.
 
 Shapes: D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling of rotary embeddings (Llama 3.1 model card, `rope_scaling` of type "llama3")."""
+    """Llama 3.1's frequency scaling of rotary embeddings (Llama 3.1 model card, `rope_scaling` of
+    type "llama3")."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -19,8 +20,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """What a Llama 3 transformer is made of. `vocab_size = 0` means: as many as the tokenizer has. Unless
-    `document_bos_id` is None, attention stays within documents, and each starts with that id."""
+    """What a Llama 3 transformer is made of. `vocab_size = 0` means: as many as the tokenizer has.
+    Unless `document_bos_id` is None, attention stays within documents, and each starts with that
+    id."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -40,10 +42,15 @@ class ModelArgs:
         return self.dim // self.n_heads
 
 
-# Meta's published dimensions (Llama 3 and 3.1 model cards). The Llama 3.1 models reach 131072 tokens by RoPE scaling.
+# Meta's published dimensions (Llama 3 and 3.1 model cards). The Llama 3.1 models reach 131072
+# tokens by RoPE scaling.
 FLAVORS = {
-    "debugmodel": ModelArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0),
-    "debugmodel_4layers": ModelArgs(dim=256, n_layers=4, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0),
+    "debugmodel": ModelArgs(
+        dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0
+    ),
+    "debugmodel_4layers": ModelArgs(
+        dim=256, n_layers=4, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0
+    ),
     "8B": ModelArgs(),
     "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
     "405B": ModelArgs(
@@ -58,7 +65,8 @@ FLAVORS = {
 
 
 def block_linear_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """(out_features, in_features) of the seven linears of a transformer block, by their name within the block."""
+    """(out_features, in_features) of the seven linears of a transformer block, by their name within
+    the block."""
     kv_dim = args.n_kv_heads * args.head_dim
     return {
         "attention.wq": (args.dim, args.dim),

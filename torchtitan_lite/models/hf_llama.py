@@ -1,7 +1,9 @@
-"""Llama 3 in the form of Hugging Face's transformers: its names, the order of its rows and its config.json.
+"""Llama 3 in the form of Hugging Face's transformers: its names, the order of its rows and its
+config.json.
 
-The two compute the same function. Here RoPE turns neighbouring dimensions of a head together, as in Meta's checkpoints;
-there dimension j together with j + Q/2. So the rows of wq and wk, which make those dimensions, stand in another order.
+The two compute the same function. Here RoPE turns neighbouring dimensions of a head together, as in
+Meta's checkpoints; there dimension j together with j + Q/2. So the rows of wq and wk, which make
+those dimensions, stand in another order.
 
 Shapes: H heads or key-value heads, Q head_dim, D dim.
 """
@@ -46,19 +48,25 @@ _FIXED = {
 
 
 def hf_names(n_layers: int) -> dict[str, str]:
-    """Hugging Face's name of each parameter of a model, by ours, in the order in which the model uses them."""
+    """Hugging Face's name of each parameter of a model, by ours, in the order in which the model
+    uses them."""
     blocks = {
         f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}"
         for i in range(n_layers)
         for ours, theirs in _BLOCK_NAMES.items()
     }
-    modules = {"tok_embeddings": "model.embed_tokens", **blocks, "norm": "model.norm", "output": "lm_head"}
+    modules = {
+        "tok_embeddings": "model.embed_tokens",
+        **blocks,
+        "norm": "model.norm",
+        "output": "lm_head",
+    }
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
 
 
 def to_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
-    """`weight`, of our parameter `name`, in Hugging Face's order of rows: of each head all evens, then all odds. A copy
-    for wq and wk, [H * Q, D]; any other is returned as it is."""
+    """`weight`, of our parameter `name`, in Hugging Face's order of rows: of each head all evens,
+    then all odds. A copy for wq and wk, [H * Q, D]; any other is returned as it is."""
     if heads := _rotated_heads(name, args):
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return weight
@@ -75,9 +83,11 @@ def _rotated_heads(name: str, args: ModelArgs) -> int | None:
     return {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2])
 
 
-def hf_config(args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """The config.json of `args`, in the form of transformers 4, which transformers 5 reads too. Where an id of BOS or
-    EOS is None the model has none."""
+def hf_config(
+    args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id: int | None
+) -> dict[str, Any]:
+    """The config.json of `args`, in the form of transformers 4, which transformers 5 reads too.
+    Where an id of BOS or EOS is None the model has none."""
     scaling = args.rope_scaling
     return _FIXED | {
         "architectures": ["LlamaForCausalLM"],
@@ -100,21 +110,27 @@ def hf_config(args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id
 
 
 def model_args(config: dict[str, Any]) -> ModelArgs:
-    """What a config.json of transformers 4 or 5 describes. Raises ValueError, which names the key, for what is not a
-    model of this kind."""
+    """What a config.json of transformers 4 or 5 describes. Raises ValueError, which names the key,
+    for what is not a model of this kind."""
     for key, fixed in _FIXED.items():
         # transformers leaves out what is as usual, but never the type.
         value = config.get(key, None if key == "model_type" else fixed)
         if value != fixed:
-            raise ValueError(f"{key} = {json.dumps(value)}: this model has only {json.dumps(fixed)}")
+            raise ValueError(
+                f"{key} = {json.dumps(value)}: this model has only {json.dumps(fixed)}"
+            )
     config = {"num_key_value_heads": config.get("num_attention_heads")} | config
     sizes = {ours: _positive(config, theirs, whole=True) for ours, theirs in _SIZES.items()}
     dim, heads, kv_heads = sizes["dim"], sizes["n_heads"], sizes["n_kv_heads"]
     head_dim = config.get("head_dim") or dim // heads
     if head_dim * heads != dim:
-        raise ValueError(f"head_dim = {head_dim}: this model has hidden_size / num_attention_heads = {dim} / {heads}")
+        raise ValueError(
+            f"head_dim = {head_dim}: this model has hidden_size / num_attention_heads = {dim} / {heads}"
+        )
     if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")
+        raise ValueError(
+            f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
+        )
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
     return ModelArgs(
@@ -130,7 +146,9 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f'rope_type = {json.dumps(kind)}: this model has only "default" and "llama3"')
+        raise ValueError(
+            f'rope_type = {json.dumps(kind)}: this model has only "default" and "llama3"'
+        )
     return RopeScaling(
         factor=_positive(rope, "factor"),
         low_freq_factor=_positive(rope, "low_freq_factor"),

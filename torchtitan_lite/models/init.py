@@ -1,8 +1,10 @@
-"""Initial weights that do not depend on how the model is sharded: every value is a pure function of the seed, the
-parameter's name and the element's global index, so 1 process, 512 and any layout start from the same weights.
+"""Initial weights that do not depend on how the model is sharded: every value is a pure function of
+the seed, the parameter's name and the element's global index, so 1 process, 512 and any layout
+start from the same weights.
 
-The generator is a counter: splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014) of key + index, its top 53
-bits taken as a uniform number, turned into a truncated normal by the inverse of its distribution function.
+The generator is a counter: splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014) of key
++ index, its top 53 bits taken as a uniform number, turned into a truncated normal by the inverse of
+its distribution function.
 """
 
 import hashlib
@@ -29,15 +31,19 @@ _GAMMA, _MUL1, _MUL2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x9
 
 
 def _mix(z: Tensor) -> Tensor:
-    """splitmix64's finaliser of int64 `z`, modified in place; the masks make the arithmetic shifts logical."""
+    """splitmix64's finaliser of int64 `z`, modified in place; the masks make the arithmetic shifts
+    logical."""
     z.bitwise_xor_((z >> 30) & (1 << 34) - 1).mul_(_MUL1)
     z.bitwise_xor_((z >> 27) & (1 << 37) - 1).mul_(_MUL2)
     return z.bitwise_xor_((z >> 31) & (1 << 33) - 1)
 
 
 def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
-    """Normal values of standard deviation `std` before truncation at `CUTOFF`, float32, one for each int64 `index`."""
-    uniform = ((_mix((index + key) * _GAMMA) >> 11) & (1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
+    """Normal values of standard deviation `std` before truncation at `CUTOFF`, float32, one for
+    each int64 `index`."""
+    uniform = (
+        ((_mix((index + key) * _GAMMA) >> 11) & (1 << 53) - 1).double().add_(0.5).mul_(2.0**-53)
+    )
     tail = math.erf(CUTOFF / math.sqrt(2))
     return torch.erfinv(uniform.mul_(2 * tail).sub_(tail)).mul_(std * math.sqrt(2)).float()
 
@@ -45,8 +51,8 @@ def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
 def local_window(param: Tensor) -> tuple[list[int], list[int]]:
     """Offset and size, per dimension, of this rank's part of `param` within the global tensor.
 
-    Mesh dimensions are taken from the last to the first, because tensor parallelism splits a weight before FSDP splits
-    what is left; each splits a dimension as torch.chunk does."""
+    Mesh dimensions are taken from the last to the first, because tensor parallelism splits a weight
+    before FSDP splits what is left; each splits a dimension as torch.chunk does."""
     offset, size = [0] * param.ndim, list(param.shape)
     if isinstance(param, DTensor):
         mesh = param.device_mesh
@@ -61,7 +67,9 @@ def local_window(param: Tensor) -> tuple[list[int], list[int]]:
             start = min(coordinate[mesh_dim] * chunk, size[dim])
             offset[dim] += start
             size[dim] = min(chunk, size[dim] - start)
-        assert tuple(size) == tuple(param.to_local().shape), f"{tuple(size)} is not this rank's part of the parameter"
+        assert tuple(size) == tuple(param.to_local().shape), (
+            f"{tuple(size)} is not this rank's part of the parameter"
+        )
     return offset, size
 
 
@@ -74,13 +82,17 @@ def _fill(param: Tensor, *, key: int, std: float) -> None:
     step = max(1, CHUNK // max(1, cols))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        index = torch.arange(row0 + start, row0 + stop, device=local.device)[:, None] * param.shape[1] + columns
+        index = (
+            torch.arange(row0 + start, row0 + stop, device=local.device)[:, None] * param.shape[1]
+            + columns
+        )
         local[start:stop].copy_(truncated_normal(index, key=key, std=std))
 
 
 def init_std(name: str, *, dim: int) -> float:
-    """Standard deviation of the matrix `name`, as torchtitan initialises Llama 3: 1 for the embedding, 0.02 for what
-    reads the residual stream, less with depth for what writes to it, 1/sqrt(D) for the output."""
+    """Standard deviation of the matrix `name`, as torchtitan initialises Llama 3: 1 for the
+    embedding, 0.02 for what reads the residual stream, less with depth for what writes to it,
+    1/sqrt(D) for the output."""
     if name.startswith("tok_embeddings."):
         return 1.0
     if name.startswith("output."):
@@ -91,9 +103,11 @@ def init_std(name: str, *, dim: int) -> float:
 
 
 @torch.no_grad()
-def init_weights(model: Transformer, *, seed: int, buffer_device: torch.device | None = None) -> None:
-    """Fill every parameter of `model` in place, sharded or not, put its rotary tables on `buffer_device` (by default
-    where they are), and check that nothing was left out."""
+def init_weights(
+    model: Transformer, *, seed: int, buffer_device: torch.device | None = None
+) -> None:
+    """Fill every parameter of `model` in place, sharded or not, put its rotary tables on
+    `buffer_device` (by default where they are), and check that nothing was left out."""
     for param in model.parameters():
         param.fill_(math.nan)
     for name, param in model.named_parameters():
@@ -102,7 +116,9 @@ def init_weights(model: Transformer, *, seed: int, buffer_device: torch.device |
         if param.ndim == 1:
             param.fill_(1.0)  # the weights of RMSNorm
         else:
-            key = _signed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little"))
+            key = _signed(
+                int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
+            )
             _fill(param, key=key, std=init_std(name, dim=model.args.dim))
     device = buffer_device or model.rope_cos.device
     model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(model.args))
@@ -113,5 +129,6 @@ def init_weights(model: Transformer, *, seed: int, buffer_device: torch.device |
 
 def _all_finite(tensor: Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # One NaN or infinity makes the sum one, and finite weights cannot overflow it: no boolean copy is needed.
+    # One NaN or infinity makes the sum one, and finite weights cannot overflow it: no boolean copy
+    # is needed.
     return bool(local.sum(dtype=torch.float64).isfinite())

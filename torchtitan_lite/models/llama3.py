@@ -1,7 +1,8 @@
-"""Llama 3 as Meta published it: RMSNorm, grouped-query attention, rotary embeddings, SwiGLU, untied output.
+"""Llama 3 as Meta published it: RMSNorm, grouped-query attention, rotary embeddings, SwiGLU, untied
+output.
 
-Shapes: B batch, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size. Under tensor
-parallelism H, K and F are this rank's share.
+Shapes: B batch, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
+Under tensor parallelism H, K and F are this rank's share.
 """
 
 import math
@@ -11,15 +12,22 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 
 from .flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
-"""Heads up to this wide attend in float32 on CPU, where PyTorch's kernel takes up to 2.7 times as long in bfloat16."""
+"""Heads up to this wide attend in float32 on CPU, where PyTorch's kernel takes up to 2.7 times as
+long in bfloat16."""
 
 
-# Compiled also where blocks are not: eager, each computes S x S values. The compiler is loaded at first use.
+# Compiled also where blocks are not: eager, each computes S x S values. The compiler is loaded at
+# first use.
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
     # Wrapped, attention is one operator that activation checkpointing can keep.
@@ -34,12 +42,15 @@ def _compiled_create_block_mask() -> Callable[..., BlockMask]:
 def rope_frequencies(args: ModelArgs) -> Tensor:
     """Rotation in radians per position of each pair of a head's dimensions, [Q/2] float32.
 
-    RoFormer (arXiv 2104.09864), and for Llama 3.1 the scaling of its reference implementation: wavelengths longer than
-    the old context are stretched by `factor`, short ones kept, those between blended."""
+    RoFormer (arXiv 2104.09864), and for Llama 3.1 the scaling of its reference implementation:
+    wavelengths longer than the old context are stretched by `factor`, short ones kept, those
+    between blended."""
     frequencies = args.rope_theta ** -(torch.arange(0, args.head_dim, 2).double() / args.head_dim)
     if (scaling := args.rope_scaling) is not None:
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         kept = kept.clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
     return frequencies.float()
@@ -52,12 +63,13 @@ def rope_table(args: ModelArgs) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's angles, computed in
-    float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin` are [S, Q/2] or [B, S, Q/2]."""
+    """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's
+    angles, computed in float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin`
+    are [S, Q/2] or [B, S, Q/2]."""
     pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
     if torch.compiler.is_compiling():
-        # The compiler knows no complex numbers. This it fuses into one pass; what is put together of two halves, pairs
-        # or signed sines, it would write first.
+        # The compiler knows no complex numbers. This it fuses into one pass; what is put together
+        # of two halves, pairs or signed sines, it would write first.
         cos, sin = (table[..., None, :, None] for table in (cos, sin))  # [(B,) S, 1, Q/2, 1]
         rotated = pairs * cos + pairs.flip(-1) * (sin * torch.arange(-1, 2, 2, device=x.device))
     else:
@@ -67,15 +79,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
-    """Index within its sequence at which the document of each of `tokens` starts, [B, S]: that of the last `bos_id` up
-    to the token, or 0 for the rest of a document that started before the sequence."""
+    """Index within its sequence at which the document of each of `tokens` starts, [B, S]: that of
+    the last `bos_id` up to the token, or 0 for the rest of a document that started before the
+    sequence."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == bos_id, index, 0).cummax(1).values
 
 
 def document_mask(starts: Tensor) -> Tensor | BlockMask:
-    """Which keys each query sees: those of its document, which starts at `starts` [B, S], up to itself. On CUDA by
-    blocks, for FlexAttention, which does not train on CPU; elsewhere [B, 1, S, S], True where seen."""
+    """Which keys each query sees: those of its document, which starts at `starts` [B, S], up to
+    itself. On CUDA by blocks, for FlexAttention, which does not train on CPU; elsewhere [B, 1, S,
+    S], True where seen."""
     batch_size, seq_len = starts.shape
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -86,7 +100,8 @@ def document_mask(starts: Tensor) -> Tensor | BlockMask:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Attention's output [B, H, S, Q] for `q` [B, H, S, Q], `k` and `v` [B, K, S, Q]; causal if `mask` is None."""
+    """Attention's output [B, H, S, Q] for `q` [B, H, S, Q], `k` and `v` [B, K, S, Q]; causal if
+    `mask` is None."""
     if isinstance(mask, BlockMask):
         if torch.compiler.is_compiling():  # with the whole block
             return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -94,7 +109,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
     dtype = q.dtype
     if not q.is_cuda and q.shape[-1] <= CPU_FLOAT32_HEAD_DIM:
         q, k, v = q.float(), k.float(), v.float()
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
     return out.to(dtype)
 
 
@@ -110,8 +127,11 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """Attention over `x` [B, S, D]; for `cos` and `sin` see `apply_rope`, for `mask` `attend`."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        """Attention over `x` [B, S, D]; for `cos` and `sin` see `apply_rope`, for `mask`
+        `attend`."""
         heads = (-1, self.head_dim)
         q = apply_rope(self.wq(x).unflatten(-1, heads), cos, sin)  # [B, S, H, Q]
         k = apply_rope(self.wk(x).unflatten(-1, heads), cos, sin)  # [B, S, K, Q]
@@ -144,7 +164,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
+    ) -> Tensor:
         """The block's output for `x` [B, S, D]; the others are as in `Attention`."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -154,12 +176,14 @@ class Output(nn.Linear):
     """The projection to the vocabulary, which can be handed to what fuses it with the loss."""
 
     def forward(self, x: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Logits [B, S, V] for `x` [B, S, D]; with a `head`, what it makes of `x` and the weight [V, D]."""
+        """Logits [B, S, V] for `x` [B, S, D]; with a `head`, what it makes of `x` and the weight
+        [V, D]."""
         return super().forward(x) if head is None else head(x, self.weight)
 
 
 class Transformer(nn.Module):
-    """A Llama 3 language model. Build it under `torch.device("meta")`, then materialise it and call `init_weights`."""
+    """A Llama 3 language model. Build it under `torch.device("meta")`, then materialise it and call
+    `init_weights`."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -174,15 +198,21 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Logits [B, S, V] of the token after each of `tokens` [B, S]; or what `head` makes of the two that the logits
-        are the product of, see `Output`."""
+    def forward(
+        self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Logits [B, S, V] of the token after each of `tokens` [B, S]; or what `head` makes of the
+        two that the logits are the product of, see `Output`."""
         seq_len = tokens.shape[1]
         cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None
         if (bos_id := self.args.document_bos_id) is not None:
             starts = document_starts(tokens, bos_id=bos_id)
             positions = torch.arange(seq_len, device=tokens.device) - starts
-            cos, sin, mask = self.rope_cos[positions], self.rope_sin[positions], document_mask(starts)
+            cos, sin, mask = (
+                self.rope_cos[positions],
+                self.rope_sin[positions],
+                document_mask(starts),
+            )
         x = self.tok_embeddings(tokens)  # [B, S, D]
         for layer in self.layers:
             x = layer(x, cos, sin, mask)

@@ -1,10 +1,11 @@
 """Cross-entropy of next-token prediction, in pieces: logits of all tokens never exist in float32.
 
-The forward pass turns the logits, in place, into the gradient of the loss, as all that it depends on is known there;
-the backward pass only hands it on. Where the logits come from a linear, the gradients of its input and weight are made
-there too, a chunk of tokens at a time.
+The forward pass turns the logits, in place, into the gradient of the loss, as all that it depends
+on is known there; the backward pass only hands it on. Where the logits come from a linear, the
+gradients of its input and weight are made there too, a chunk of tokens at a time.
 
-Shapes: N tokens, B batch, S seq_len, D dim, V vocab_size. Over a vocabulary that is split, V is this rank's share.
+Shapes: N tokens, B batch, S seq_len, D dim, V vocab_size. Over a vocabulary that is split, V is
+this rank's share.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 IGNORED = -100
 """The label of a token that does not count."""
 CHUNK_LOGITS = 2**30
-"""Logits that a chunk of tokens has at most: 2 GiB in bfloat16. More chunks take less memory, but each but the first
-costs a pass over the weight's gradient in float32."""
+"""Logits that a chunk of tokens has at most: 2 GiB in bfloat16. More chunks take less memory, but
+each but the first costs a pass over the weight's gradient in float32."""
 PIECE_LOGITS = 2**24
-"""Logits that are in float32 at once where the kernels are not compiled: 64 MiB. Compiled, none are."""
+"""Logits that are in float32 at once where the kernels are not compiled: 64 MiB. Compiled, none
+are."""
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
@@ -41,8 +43,11 @@ def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
 
 
 def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
-    """The same, and the log-sum-exp [N] that they had: with one exponential for both, and compiled in one kernel."""
-    if torch.compiler.is_compiling():  # it would keep the exponentials, in float32, for the second use
+    """The same, and the log-sum-exp [N] that they had: with one exponential for both, and compiled
+    in one kernel."""
+    if (
+        torch.compiler.is_compiling()
+    ):  # it would keep the exponentials, in float32, for the second use
         log_sum_exp = _log_sum_exp(logits)
         _to_softmax(logits, log_sum_exp, scale)
         return log_sum_exp
@@ -64,8 +69,8 @@ class _Vocabulary:
 
 
 class CrossEntropy:
-    """The sum over tokens of the cross-entropy in nat of their labels, times a scale: [] float32. A label of -100 does
-    not count. The backward pass can run once."""
+    """The sum over tokens of the cross-entropy in nat of their labels, times a scale: [] float32. A
+    label of -100 does not count. The backward pass can run once."""
 
     def __init__(self, *, compiled: bool) -> None:
         kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax, _turn_to_softmax)
@@ -75,31 +80,44 @@ class CrossEntropy:
         )
 
     def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """The loss of `labels` [B, S] under `logits` [B, S, V], which may be a DTensor split over the vocabulary."""
+        """The loss of `labels` [B, S] under `logits` [B, S, V], which may be a DTensor split over
+        the vocabulary."""
         vocabulary = _Vocabulary()
         if isinstance(logits, DTensor):
             vocabulary = _vocabulary(logits, dim=-1)
             logits = logits.to_local()
         wanted = torch.is_grad_enabled()
-        loss: Tensor = _OfLogits.apply(logits.flatten(0, 1), labels.flatten(), self, scale, vocabulary, wanted)
+        loss: Tensor = _OfLogits.apply(
+            logits.flatten(0, 1), labels.flatten(), self, scale, vocabulary, wanted
+        )
         return loss
 
     def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """The loss of `labels` [B, S] under the logits that a linear with `weight` [V, D] makes of `x` [B, S, D]. Both
-        may be DTensors: the weight split over the vocabulary, and `x` whole on each rank."""
+        """The loss of `labels` [B, S] under the logits that a linear with `weight` [V, D] makes of
+        `x` [B, S, D]. Both may be DTensors: the weight split over the vocabulary, and `x` whole on
+        each rank."""
         vocabulary = _Vocabulary()
         if isinstance(weight, DTensor):
             assert isinstance(x, DTensor), "x is distributed as the weight is"
             vocabulary = _vocabulary(weight, dim=0)
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
         wanted = torch.is_grad_enabled()
-        loss: Tensor = _OfLinear.apply(x.flatten(0, 1), weight, labels.flatten(), self, scale, vocabulary, wanted)
+        loss: Tensor = _OfLinear.apply(
+            x.flatten(0, 1), weight, labels.flatten(), self, scale, vocabulary, wanted
+        )
         return loss
 
     def _take(
-        self, logits: Tensor, labels: Tensor, *, scale: float, vocabulary: _Vocabulary, to_gradient: bool
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *,
+        scale: float,
+        vocabulary: _Vocabulary,
+        to_gradient: bool,
     ) -> Tensor:
-        """The loss of `labels` [N] under `logits` [N, V], which are overwritten by their gradient if that is wanted."""
+        """The loss of `labels` [N] under `logits` [N, V], which are overwritten by their gradient
+        if that is wanted."""
         size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
         ids = labels - vocabulary.start
         here = (ids >= 0) & (ids < logits.shape[-1])  # whether this rank has the logit of the label
@@ -108,7 +126,9 @@ class CrossEntropy:
         scales = scale * (labels != IGNORED)
         pieces, scales_of_pieces = logits.split(size), scales.split(size)
         if to_gradient and vocabulary.group is None:
-            log_sum_exp = torch.cat(list(map(self._turn_to_softmax, pieces, scales_of_pieces)))  # [N]
+            log_sum_exp = torch.cat(
+                list(map(self._turn_to_softmax, pieces, scales_of_pieces))
+            )  # [N]
         else:
             log_sum_exp = torch.cat(list(map(self._log_sum_exp, pieces)))
         if vocabulary.group is not None:
@@ -175,7 +195,9 @@ class _OfLinear(torch.autograd.Function):
         for start in range(0, len(x), tokens):
             chunk = slice(start, start + tokens)
             logits = x[chunk] @ weight.t()
-            total += loss._take(logits, labels[chunk], scale=scale, vocabulary=vocabulary, to_gradient=wanted)
+            total += loss._take(
+                logits, labels[chunk], scale=scale, vocabulary=vocabulary, to_gradient=wanted
+            )
             if x_grad is not None:
                 torch.mm(logits, weight, out=x_grad[chunk])
                 if weight_grad is not None:

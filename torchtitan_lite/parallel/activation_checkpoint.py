@@ -13,7 +13,8 @@ from torchtitan_lite.config import ActivationCheckpointConfig
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten._scaled_mm.default}
-"""A float8 matmul is a matmul: aten.mm of float8 tensors where it is emulated or eager, _scaled_mm where compiled."""
+"""A float8 matmul is a matmul: aten.mm of float8 tensors where it is emulated or eager, _scaled_mm
+where compiled."""
 SAVED = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -33,7 +34,9 @@ LINEARS = (
 """The linears of a block in the order in which its forward calls them."""
 
 
-def _keep_every_second_matmul(seen: Counter[str], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_every_second_matmul(
+    seen: Counter[str], ctx: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     if op in MATMULS:
         phase = "recompute" if ctx.is_recompute else "forward"
         seen[phase] += 1
@@ -51,27 +54,31 @@ def _op_contexts() -> Any:
 def recomputed_modules(
     model: nn.Module, ac: ActivationCheckpointConfig, *, compiled: bool, fused_attention: bool
 ) -> frozenset[str]:
-    """Names of the linears and `attention` modules of `model`, still unwrapped, whose forward the backward pass will
-    run again.
+    """Names of the linears and `attention` modules of `model`, still unwrapped, whose forward the
+    backward pass will run again.
 
-    A checkpointed block is run again up to the last tensor that backward needs: that is what w2 read, so that w2 is
-    not run, unless it is a float8 one in an eager block, which saves what it read after its matmul. Attention that
-    is not one of the fused operators is no operator to keep."""
+    A checkpointed block is run again up to the last tensor that backward needs: that is what w2
+    read, so that w2 is not run, unless it is a float8 one in an eager block, which saves what it
+    read after its matmul. Attention that is not one of the fused operators is no operator to
+    keep."""
     layers = model.get_submodule("layers")
     names = []
     for i in ac.checkpointed_layers(len(list(layers.children()))):
         if ac.keeps_by_op:
             parts = [*LINEARS[1::2], *([] if fused_attention else ["attention"])]
         else:
-            eager_float8 = type(layers.get_submodule(f"{i}.{LINEARS[-1]}")) is not nn.Linear and not compiled
+            eager_float8 = (
+                type(layers.get_submodule(f"{i}.{LINEARS[-1]}")) is not nn.Linear and not compiled
+            )
             parts = [*LINEARS[: None if eager_float8 else -1], "attention"]
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)
 
 
 def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of `model` in place as [activation_checkpoint] says: none, all, every n-th, or all with the "op"
-    policy, which keeps attention, the scattered sums of tensor parallelism and every second matmul."""
+    """Wrap the blocks of `model` in place as [activation_checkpoint] says: none, all, every n-th,
+    or all with the "op" policy, which keeps attention, the scattered sums of tensor parallelism and
+    every second matmul."""
     contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"

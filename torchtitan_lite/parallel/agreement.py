@@ -1,7 +1,7 @@
 """The check that all ranks were started alike, before they join the process group.
 
-Ranks that differ in the config, in library versions or in this package's own sources would train garbage, or hang in
-a collective that not all of them enter. Nothing in torch compares them.
+Ranks that differ in the config, in library versions or in this package's own sources would train
+garbage, or hang in a collective that not all of them enter. Nothing in torch compares them.
 """
 
 import json
@@ -20,29 +20,39 @@ from torchtitan_lite.parallel.store import connect_store
 
 PREFIX = "agreement"
 HEARD_SECONDS = 10
-"""Seconds that rank 0, whose host may serve the store, waits for the others to read why the run ends."""
+"""Seconds that rank 0, whose host may serve the store, waits for the others to read why the run
+ends."""
 SHOWN_RANKS = 4
 
 
 def check_started_alike(facts: Mapping[str, str], *, timeout_s: float) -> None:
-    """Raise ConfigError on every rank unless all of them state the same `facts`, values by name, and the same numbers
-    of nodes and of processes per node. Waits up to `timeout_s` for the slowest rank."""
+    """Raise ConfigError on every rank unless all of them state the same `facts`, values by name,
+    and the same numbers of nodes and of processes per node. Waits up to `timeout_s` for the slowest
+    rank."""
     rank, world_size = read_rank()
-    own = {**facts, "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"), "NGPU": str(local_world_size())}
+    own = {
+        **facts,
+        "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"),
+        "NGPU": str(local_world_size()),
+    }
     compare_facts(connect_store(timeout_s), own, rank=rank, world_size=world_size)
 
 
-def compare_facts(store: dist.Store, facts: Mapping[str, str], *, rank: int, world_size: int) -> None:
+def compare_facts(
+    store: dist.Store, facts: Mapping[str, str], *, rank: int, world_size: int
+) -> None:
     """Raise ConfigError on every rank unless all of them state the same `facts`.
 
-    Each rank compares its facts with rank 0's and posts what differs, so that little travels; rank 0 posts the
-    verdict."""
+    Each rank compares its facts with rank 0's and posts what differs, so that little travels; rank
+    0 posts the verdict."""
     store = dist.PrefixStore(PREFIX, store)
     if rank == 0:
         store.set("facts", json.dumps(facts))
     first = json.loads(store.get("facts"))
     names = [*first, *(name for name in facts if name not in first)]
-    differing = {name: facts.get(name, "none") for name in names if facts.get(name) != first.get(name)}
+    differing = {
+        name: facts.get(name, "none") for name in names if facts.get(name) != first.get(name)
+    }
     store.set(f"rank {rank}", json.dumps({"host": socket.gethostname(), "differing": differing}))
 
     if rank == 0:
@@ -58,8 +68,9 @@ def compare_facts(store: dist.Store, facts: Mapping[str, str], *, rank: int, wor
 
 
 def describe_differences(first: Mapping[str, str], answers: list[dict]) -> str:
-    """One line for each fact in which some rank differs from rank 0, whose facts are `first`: its values, and the
-    ranks and hosts that have them. "" if none does. `answers` holds each rank's host and differing facts, by rank."""
+    """One line for each fact in which some rank differs from rank 0, whose facts are `first`: its
+    values, and the ranks and hosts that have them. "" if none does. `answers` holds each rank's
+    host and differing facts, by rank."""
     names = {name: None for answer in answers for name in answer["differing"]}
     lines = []
     for name in names:

@@ -15,11 +15,13 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.parallel.store import connect_store
 
 NCCL_EXTRA_SECONDS = 30
-"""That NCCL waits longer than gloo: at its time-out NCCL aborts the process, where gloo raises an error."""
+"""That NCCL waits longer than gloo: at its time-out NCCL aborts the process, where gloo raises an
+error."""
 
 
 def read_rank() -> tuple[int, int]:
-    """This process's rank and the number of processes, from the environment. Raises ConfigError outside torchrun."""
+    """This process's rank and the number of processes, from the environment. Raises ConfigError
+    outside torchrun."""
     if "RANK" not in os.environ:
         raise ConfigError(
             "this process was not started by torchrun (RANK is not set); use "
@@ -34,8 +36,8 @@ def local_world_size() -> int:
 
 
 def init_distributed(comm: CommConfig) -> torch.device:
-    """This process's device, after joining the process group that torchrun describes in the environment: NCCL for CUDA
-    tensors and gloo for CPU tensors.
+    """This process's device, after joining the process group that torchrun describes in the
+    environment: NCCL for CUDA tensors and gloo for CPU tensors.
 
     Raises ConfigError outside torchrun, and where a host has more processes than GPUs."""
     rank, world_size = read_rank()
@@ -66,14 +68,16 @@ def init_distributed(comm: CommConfig) -> torch.device:
             )
     timeout = comm.init_timeout_seconds
     store = connect_store(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
     set_timeouts(timeout)
     return device
 
 
 def _let_segments_grow() -> None:
-    """Have the GPU's memory taken in segments that grow, so that less of it lies idle in gaps that nothing fits; unless
-    the environment says how the allocator is to work."""
+    """Have the GPU's memory taken in segments that grow, so that less of it lies idle in gaps that
+    nothing fits; unless the environment says how the allocator is to work."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
@@ -83,15 +87,18 @@ def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> No
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but_of:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            if "cuda:nccl" in dist.get_backend_config(group):  # gloo alone is there for CUDA tensors too
+            if "cuda:nccl" in dist.get_backend_config(
+                group
+            ):  # gloo alone is there for CUDA tensors too
                 group._get_backend(torch.device("cuda"))._set_default_timeout(
                     timedelta(seconds=seconds + NCCL_EXTRA_SECONDS)
                 )
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End this process without tearing the interpreter down: gloo's threads may outlive the process group, and then
-    abort the process after all its work is done; and a thread may wait for ranks that are lost."""
+    """End this process without tearing the interpreter down: gloo's threads may outlive the process
+    group, and then abort the process after all its work is done; and a thread may wait for ranks
+    that are lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,4 +1,5 @@
-"""The device mesh: every dimension is kept, also at size 1, so that no caller asks which ones exist."""
+"""The device mesh: every dimension is kept, also at size 1, so that no caller asks which ones
+exist."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -15,5 +16,6 @@ def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
 
 
 def flatten_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """The one-dimensional mesh of this rank's data-parallel peers, replicas times shards: each sees other samples."""
+    """The one-dimensional mesh of this rank's data-parallel peers, replicas times shards: each sees
+    other samples."""
     return mesh["dp_replicate", "dp_shard"]._flatten("dp")

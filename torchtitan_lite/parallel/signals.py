@@ -6,21 +6,23 @@ import threading
 import time
 
 DUPLICATE_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
-"""A second signal this soon after the first is the same wish: schedulers signal every process, and torchrun passes on
-what it gets."""
+"""A second signal this soon after the first is the same wish: schedulers signal every process, and
+torchrun passes on what it gets."""
 
 
 class StopSignal:
     """The wish of SIGTERM or SIGINT that the run stop before its next forward pass.
 
-    Made once a process, on the main thread. A second signal that is no duplicate ends this process at once by SIGKILL.
+    Made once a process, on the main thread. A second signal that is no duplicate ends this process
+    at once by SIGKILL.
     """
 
     def __init__(self) -> None:
         self._received = 0
         self._received_at = 0.0
-        # Python runs a handler between two bytecodes of the main thread, which may wait minutes for a collective. The
-        # interpreter's own C handler writes each signal's number to this pipe at once, so a thread reads it there.
+        # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
+        # a collective. The interpreter's own C handler writes each signal's number to this pipe at
+        # once, so a thread reads it there.
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

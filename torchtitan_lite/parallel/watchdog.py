@@ -1,7 +1,8 @@
 """What a process does when others of its job are gone: torchrun, or other ranks.
 
-Each rank has a thread that once a second posts a heartbeat, where its main thread is, to the store that torchrun serves
-and the process group uses too, and then looks around. What is detected, how quickly, and what happens:
+Each rank has a thread that once a second posts a heartbeat, where its main thread is, to the store
+that torchrun serves and the process group uses too, and then looks around. What is detected, how
+quickly, and what happens:
 
 - torchrun is gone: its ranks' threads see it within 1 s, and end their processes with exit code 6.
 - The store, on the host of rank 0, does not answer 3 times in a row: all threads see it within about 10 s, and end
@@ -15,9 +16,9 @@ and the process group uses too, and then looks around. What is detected, how qui
 - A rank has called `fail`: all threads see it within 1 s. Their processes, which may hang, have 10 s to end by
   themselves, and are then ended with exit code 6.
 
-Ticks are counted, not seconds, so that a job that is suspended as a whole goes on when it is continued. Once a stop was
-asked for, the loss of torchrun or of its store ends nothing: the same signals may have ended torchrun, and the ranks
-save without it, or fail in a collective.
+Ticks are counted, not seconds, so that a job that is suspended as a whole goes on when it is
+continued. Once a stop was asked for, the loss of torchrun or of its store ends nothing: the same
+signals may have ended torchrun, and the ranks save without it, or fail in a collective.
 """
 
 import atexit
@@ -63,7 +64,8 @@ FAILURE_KEY = "watchdog/failure"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank's main thread is. `waits`: `place` is the collective that it is in, else a line of source code."""
+    """Where a rank's main thread is. `waits`: `place` is the collective that it is in, else a line
+    of source code."""
 
     pid: int
     host: str
@@ -75,10 +77,12 @@ class Heartbeat:
 
 
 class Watchdog:
-    """The thread that ends this process when it is left alone, and what the main thread tells and asks other ranks.
+    """The thread that ends this process when it is left alone, and what the main thread tells and
+    asks other ranks.
 
-    Made once a process, on the main thread, before or after the process group is joined. Before the thread ends the
-    process it calls `report` with the cause. Raises RankLostError if torchrun's store does not answer.
+    Made once a process, on the main thread, before or after the process group is joined. Before the
+    thread ends the process it calls `report` with the cause. Raises RankLostError if torchrun's
+    store does not answer.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class Watchdog:
         except RuntimeError as error:
             raise RankLostError(f"torchrun's store does not answer: {error}") from error
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(store,), name="watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=(store,), name="watchdog", daemon=True
+        )
         self._thread.start()
         # A thread that is in C++ when the interpreter is torn down aborts the process.
         atexit.register(self.close)
@@ -119,9 +125,9 @@ class Watchdog:
         return self._position[0]
 
     def explain(self, error: BaseException) -> RankLostError:
-        """Why the collective failed that raised `error`: the failure that another rank has told of; else the ranks that
-        are silent; else those that are in no collective; the first of them is its `rank`. Takes LOOK_SECONDS. Kills
-        silent processes of this host."""
+        """Why the collective failed that raised `error`: the failure that another rank has told of;
+        else the ranks that are silent; else those that are in no collective; the first of them is
+        its `rank`. Takes LOOK_SECONDS. Kills silent processes of this host."""
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         self._failed_in = describe_place(frame.f_code.co_filename, line, frame.f_code.co_name)
         try:
@@ -131,15 +137,27 @@ class Watchdog:
             now = self._read_heartbeats(store)
             failure = read_failure(store)
         except RuntimeError:
-            return RankLostError(f"torchrun's store does not answer any more, and {self._failed_in[0]} failed: {error}")
+            return RankLostError(
+                f"torchrun's store does not answer any more, and {self._failed_in[0]} failed: {error}"
+            )
         if failure:
             return RankLostError(failure)
         others = {rank: beat for rank, beat in now.items() if rank != self._rank}
-        verdicts = {rank: f"{end_silent(beat)}; last seen" for rank, beat in others.items() if beat == before[rank]}
+        verdicts = {
+            rank: f"{end_silent(beat)}; last seen"
+            for rank, beat in others.items()
+            if beat == before[rank]
+        }
         if not verdicts:
-            verdicts = {rank: "is in no collective, but" for rank, beat in others.items() if beat and not beat.waits}
+            verdicts = {
+                rank: "is in no collective, but"
+                for rank, beat in others.items()
+                if beat and not beat.waits
+            }
         named = verdicts or dict.fromkeys(others, "waits too,")
-        told = [f"rank {rank} {verdict} {describe(others[rank])}" for rank, verdict in named.items()]
+        told = [
+            f"rank {rank} {verdict} {describe(others[rank])}" for rank, verdict in named.items()
+        ]
         more = [f"{len(told) - SHOWN_RANKS} more"] if len(told) > SHOWN_RANKS else []
         waited = f"rank {self._rank} waited {describe(self._heartbeat())}"
         lost = RankLostError("; ".join([*told[:SHOWN_RANKS], *more, waited]))
@@ -147,14 +165,16 @@ class Watchdog:
         return lost
 
     def fail(self, cause: str) -> None:
-        """Tell all ranks, after reporting it, that the job has failed. The rank that tells first is heard."""
+        """Tell all ranks, after reporting it, that the job has failed. The rank that tells first is
+        heard."""
         told = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {cause}"
         with suppress(RuntimeError):
             connect_store(STORE_SECONDS).compare_set(FAILURE_KEY, "", told)
 
     def close(self) -> None:
-        """Watch no longer. For the end of a run that went well, after its last collective: torchrun's store may go
-        before all ranks have gone. May be called again; the end of the interpreter calls it too."""
+        """Watch no longer. For the end of a run that went well, after its last collective:
+        torchrun's store may go before all ranks have gone. May be called again; the end of the
+        interpreter calls it too."""
         self._closed.set()
         self._thread.join()
 
@@ -179,7 +199,9 @@ class Watchdog:
             except RuntimeError:
                 store, misses = None, misses + 1
             if misses >= MAX_MISSES:
-                self._end_unless_stopping("torchrun's store, on the host of rank 0, does not answer any more")
+                self._end_unless_stopping(
+                    "torchrun's store, on the host of rank 0, does not answer any more"
+                )
             failed_ticks += bool(failure)
             if failed_ticks > GRACE_TICKS:
                 self._end(failure)
@@ -192,7 +214,8 @@ class Watchdog:
     def _end(self, cause: str) -> None:
         """End this process with exit code 6."""
         exit_code = RankLostError.exit_code
-        # The log and the run folder may be out of reach, or the main thread may hang with the log's lock.
+        # The log and the run folder may be out of reach, or the main thread may hang with the log's
+        # lock.
         threading.Timer(5, os._exit, (exit_code,)).start()
         try:
             logger.warning(f"error:\n{cause}")
@@ -203,7 +226,11 @@ class Watchdog:
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._position
         frame = sys._current_frames().get(self._main_thread)
-        here = describe_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else ENDED
+        here = (
+            describe_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            if frame
+            else ENDED
+        )
         place, waits = self._failed_in or here
         return Heartbeat(os.getpid(), socket.gethostname(), time.time(), step, phase, place, waits)
 
@@ -217,10 +244,12 @@ class Watchdog:
 
 
 def is_rank_loss(error: BaseException) -> bool:
-    """Whether `error` is that of a collective that failed or timed out, as when another rank is killed or hangs: any
-    of gloo, which names its source files in its messages (also "Connection closed by peer", "Timed out waiting"), of
-    NCCL or of the store."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    """Whether `error` is that of a collective that failed or timed out, as when another rank is
+    killed or hangs: any of gloo, which names its source files in its messages (also "Connection
+    closed by peer", "Timed out waiting"), of NCCL or of the store."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def heartbeat_key(rank: int) -> str:
@@ -234,8 +263,8 @@ def read_failure(store: dist.Store) -> str:
 
 
 def describe_place(file: str, line: int, function: str) -> tuple[str, bool]:
-    """Where a thread is whose innermost Python frame is in `function`, and whether that is a collective. What waits for
-    others waits within torch.distributed, in C."""
+    """Where a thread is whose innermost Python frame is in `function`, and whether that is a
+    collective. What waits for others waits within torch.distributed, in C."""
     if Path(file).is_relative_to(Path(dist.__file__).parent):
         return function, True
     return f"{Path(file).name}:{line} in {function}", False
