@@ -1,17 +1,17 @@
-"""The config of a run: sections, loading, checks and help. Imports neither torch nor torchao."""
+"""The TOML surface: sections, loading, checks and help. Imports neither torch nor torchao."""
 
-from torchtitan_lite.config.checks import (
+from .arithmetic import (
     BatchSizes,
     ParallelDegrees,
-    check_config,
-    check_decay,
+    multiples_near,
     resolve_batch,
     resolve_degrees,
     resolve_shares,
 )
-from torchtitan_lite.config.help import format_config_table, format_help
-from torchtitan_lite.config.loading import dump_config, load_config, shared_settings
-from torchtitan_lite.config.sections import (
+from .checks import check_config, check_decay
+from .help import format_config_page, format_help
+from .loading import dump_config, load_config, shared_settings
+from .sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CommConfig,
@@ -30,35 +30,3 @@ from torchtitan_lite.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
-
-__all__ = [
-    "ActivationCheckpointConfig",
-    "BatchSizes",
-    "CheckpointConfig",
-    "CommConfig",
-    "CompileConfig",
-    "Config",
-    "DatasetConfig",
-    "DebugConfig",
-    "Float8Config",
-    "JobConfig",
-    "LRSchedulerConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelDegrees",
-    "ParallelismConfig",
-    "ProfilingConfig",
-    "TrainingConfig",
-    "ValidationConfig",
-    "check_config",
-    "check_decay",
-    "dump_config",
-    "format_config_table",
-    "format_help",
-    "load_config",
-    "resolve_batch",
-    "resolve_degrees",
-    "resolve_shares",
-    "shared_settings",
-]

@@ -4,9 +4,10 @@ X.toml ...`."""
 import argparse
 
 from torchtitan_lite.config import format_help, load_config, resolve_batch, resolve_degrees
-from torchtitan_lite.config.keys import KEYS, show
 from torchtitan_lite.errors import run_script
 from torchtitan_lite.logger import init_logger
+
+from .keys import KEYS, show
 
 
 def main(argv: list[str]) -> None:

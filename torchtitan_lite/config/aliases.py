@@ -1,8 +1,9 @@
-"""Names that torchtitan's earlier releases used for a key: each still loads, with a notice of its
-name today."""
+"""Names that earlier torchtitan releases used for a key. They still load, with a notice of the
+current name."""
 
-from torchtitan_lite.config.keys import Layer, Setting, show_key
 from torchtitan_lite.logger import logger
+
+from .keys import Layer, Setting, show_key
 
 CONVERTERS = "model.converters"
 ALIASES = {
@@ -23,15 +24,15 @@ OLD_FLOAT8_TABLE = "quantize.linear.float8"
 
 
 def current_name(name: str) -> str:
-    """The dotted name that a key, or a table, has today."""
+    """Return the current dotted name of a key or table."""
     if name == OLD_FLOAT8_TABLE or name.startswith(f"{OLD_FLOAT8_TABLE}."):
         return "float8" + name.removeprefix(OLD_FLOAT8_TABLE)
     return ALIASES.get(name, name)
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
-    """The settings of one source under their names of today, and what is wrong with those under old
-    names."""
+    """Return the settings of one source under current names, and a message for each that cannot be
+    translated."""
     resolved = {name: setting for name, setting in layer.items() if current_name(name) == name}
     problems = []
     for name, old in layer.items():

@@ -1,5 +1,4 @@
-"""The keys of the TOML surface as data, derived from the sections, and the words in which messages
-speak of them."""
+"""The keys of the TOML file as data, derived from the sections, and how messages name them."""
 
 import difflib
 import json
@@ -11,20 +10,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from torchtitan_lite.config.sections import Config, Section
+from .sections import Config, Section
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of one table. `kind` is bool, int, float, str or list; `item_keys` are those of each
-    table in a list of tables; `optional` keys may be unset (None)."""
+    """One key of one table."""
 
     table: str
     name: str
     kind: str
+    """bool, int, float, str or list."""
     choices: tuple[str, ...]
+    """Allowed values; empty: any."""
     item_keys: tuple[str, ...]
+    """Keys of each item, in a list of tables."""
     optional: bool
+    """Whether the key may be unset (None)."""
     default: object
     doc: str
 
@@ -40,7 +42,7 @@ class Key:
 
 
 def _unwrap(annotation: Any) -> Any:
-    """The bare type inside Annotated[...] and ... | None."""
+    """Return the bare type inside Annotated[...] and ... | None."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _unwrap(args[0])
@@ -54,15 +56,16 @@ def _build_key(table: str, name: str, field: FieldInfo) -> Key:
     is_list = typing.get_origin(bare) is tuple
     element = _unwrap(typing.get_args(bare)[0]) if is_list else bare
     choices = typing.get_args(element) if typing.get_origin(element) is Literal else ()
-    item_keys = (
-        tuple(element.model_fields)
-        if isinstance(element, type) and issubclass(element, Section)
-        else ()
-    )
-    kind = "list" if is_list else "str" if choices else bare.__name__
-    optional = types.NoneType in typing.get_args(field.annotation)
+    is_table = isinstance(element, type) and issubclass(element, Section)
     return Key(
-        table, name, kind, choices, item_keys, optional, field.default, field.description or ""
+        table=table,
+        name=name,
+        kind="list" if is_list else "str" if choices else bare.__name__,
+        choices=choices,
+        item_keys=tuple(element.model_fields) if is_table else (),
+        optional=types.NoneType in typing.get_args(field.annotation),
+        default=field.default,
+        doc=" ".join((field.description or "").split()),
     )
 
 
@@ -71,47 +74,46 @@ KEYS: dict[str, Key] = {
     for table, section in Config.model_fields.items()
     for name, field in type(section.default).model_fields.items()
 }
-"""By dotted name, "training.steps", in the order of the sections."""
+"""Every key by its dotted name, such as "training.steps", in the order of the sections."""
 
 TABLES = tuple(Config.model_fields)
 
 
 def show(value: object) -> str:
-    """The value nearly as TOML writes it, on one line; `unset` for None."""
+    """Format a value on one line, nearly as TOML does; `unset` for None."""
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def show_key(name: str) -> str:
-    """`[training] steps` for "training.steps", and plain `steps` for a name outside every table."""
+    """Format "training.steps" as `[training] steps`. A name outside every table stays as given."""
     table, _, key = name.rpartition(".")
     return f"[{table}] {key}" if table else key
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
-    """The option nearest to a misspelt word, whatever the case of its letters; None when none is
-    near."""
+    """Return the option nearest to a misspelt word, ignoring case; None if none is near."""
     by_folded = {option.lower(): option for option in options}
     matches = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.68)
     return by_folded[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest option, or nothing."""
+    """Return `; did you mean X?` with the nearest option; empty if none is near."""
     option = closest(word, options)
     return f"; did you mean {show(option)}?" if option else ""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value as it was written, not checked yet, and where it was written."""
+    """A value as the user wrote it, not yet checked, and where it was written."""
 
     value: object
     source: str
 
     def cite(self, name: str) -> str:
-        """`[training] steps = 0 (from run.toml)`, the start of a message about this setting."""
+        """Begin a message about this setting: `[training] steps = 0 (from run.toml)`."""
         return f"{show_key(name)} = {show(self.value)} (from {self.source})"
 
 
 Layer = dict[str, Setting]
-"""The settings of one source by dotted name."""
+"""Settings of one source, by dotted name."""

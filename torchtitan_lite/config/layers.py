@@ -1,4 +1,4 @@
-"""The layers that a config is made of: a chain of TOML files, then the command line."""
+"""Read the layers of a config: a chain of TOML files, then the command line."""
 
 from collections import deque
 from pathlib import Path
@@ -6,17 +6,17 @@ from typing import Any
 
 import tomli
 
-from torchtitan_lite.config.aliases import current_name
-from torchtitan_lite.config.keys import KEYS, TABLES, Key, Layer, Setting, closest, show
 from torchtitan_lite.errors import ConfigError
+
+from .aliases import current_name
+from .keys import KEYS, TABLES, Key, Layer, Setting, closest, show
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
 
 
 def read_files(path: Path) -> list[Layer]:
-    """The layers of a file and of the files that it inherits from through `base`, the furthest
-    first."""
+    """Return the settings of a file and of its chain of `base` files, the last base first."""
     layers: list[Layer] = []
     chain: list[Path] = []
     while True:
@@ -50,8 +50,10 @@ def _show_chain(chain: list[Path]) -> str:
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """(dotted name, value) of every value in a table its sub-tables. An empty table counts if its
-    name is unknown."""
+    """Return (dotted name, value) for every value in a table and its sub-tables.
+
+    An empty table is listed only if its name is unknown, so that a typing mistake is reported.
+    """
     pairs: list[tuple[str, object]] = []
     for key, value in table.items():
         name = prefix + key
@@ -65,7 +67,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]
 
 
 def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
-    """The config file, the overrides, and what is wrong with the rest of the words."""
+    """Return the config file, the overrides, and a message for each word that is neither."""
     files: list[str] = []
     layer: Layer = {}
     problems: list[str] = []

@@ -1,5 +1,5 @@
-"""A Config from a TOML file and the command line, with everything that is wrong in them said at
-once; and back."""
+"""Load a Config from a TOML file and the command line, reporting all errors at once; write it as
+TOML."""
 
 import re
 
@@ -7,12 +7,13 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan_lite.config.aliases import resolve_aliases
-from torchtitan_lite.config.checks import check_config
-from torchtitan_lite.config.keys import KEYS, TABLES, Layer, Setting, closest, did_you_mean, show
-from torchtitan_lite.config.layers import read_command_line, read_files
-from torchtitan_lite.config.sections import Config
 from torchtitan_lite.errors import ConfigError
+
+from .aliases import resolve_aliases
+from .checks import check_config
+from .keys import KEYS, TABLES, Layer, Setting, closest, did_you_mean, show
+from .layers import read_command_line, read_files
+from .sections import Config
 
 RULES = {
     "bool_type": "must be true or false",
@@ -29,22 +30,29 @@ RULES = {
     "less_than": "must be below {lt:g}",
     "less_than_equal": "must be at most {le:g}",
 }
-"""What to say of each kind of pydantic error; the braces hold its limit."""
+"""Message for each kind of pydantic error. The braces are filled with the limit."""
 
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
-    """The config that `--job.config_file FILE` and the overrides on a command line describe, for a
-    run of `world_size` processes. Raises one ConfigError with all that is wrong, a line each."""
+    """Return the config that a command line describes, for a run of `world_size` processes.
+
+    Raises one ConfigError that lists every error, one a line.
+    """
+    # Merge the layers, later ones over earlier ones.
     path, overrides, problems = read_command_line(argv)
     settings: Layer = {}
     for layer in (*read_files(path), overrides):
         resolved, alias_problems = resolve_aliases(layer)
         settings |= resolved
         problems += alias_problems
+
     known = {name: setting for name, setting in settings.items() if name in KEYS}
     unknown = {name: setting for name, setting in settings.items() if name not in KEYS}
     problems += _describe_unknown(unknown)
     unsound = {name.split(".")[0] for name in unknown}
+
+    # Validate each value. Tables with an invalid value fall back to defaults, so that the rules
+    # between the others can still be checked.
     try:
         config = _validate(known)
     except ValidationError as error:
@@ -53,6 +61,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
         config = _validate(
             {name: setting for name, setting in known.items() if KEYS[name].table not in unsound}
         )
+
     problems += [
         _name_sources(message, known)
         for message in check_config(config, world_size=world_size, unsound=unsound)
@@ -63,9 +72,11 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
 
 
 def shared_settings(config: Config) -> dict[str, str]:
-    """The keys that all ranks must agree on, as `[table] key`, and their values as text. The paths
-    of tokenizers and data may differ between nodes, because their contents are compared by
-    fingerprint."""
+    """Return the values, as text by `[table] key`, on which all ranks must agree.
+
+    Paths of tokenizers and data may differ between nodes: their contents are compared by
+    fingerprint.
+    """
     tables = config.model_dump(
         exclude={
             "model": {"tokenizer_path"},
@@ -81,7 +92,7 @@ def shared_settings(config: Config) -> dict[str, str]:
 
 
 def dump_config(config: Config) -> str:
-    """The config as TOML that loads to an equal Config; keys that are unset are left out."""
+    """Return the config as TOML that loads to an equal Config. Unset keys are left out."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
@@ -93,7 +104,7 @@ def _validate(settings: Layer) -> Config:
 
 
 def _describe_unknown(unknown: Layer) -> list[str]:
-    """A message for each unknown key, but one only for all keys of an unknown table."""
+    """Return a message for each unknown key, and a single one for an unknown table."""
     messages: dict[str, str] = {}
     for name, setting in unknown.items():
         table, _, key = name.rpartition(".")
@@ -109,7 +120,7 @@ def _describe_unknown(unknown: Layer) -> list[str]:
 
 
 def _suggest_key(table: str, key: str) -> str:
-    """The nearest key of the table, else of another one."""
+    """Suggest the nearest key of the same table, or else of another table."""
     everywhere = list(KEYS.values())
     for known in ([each for each in everywhere if each.table == table], everywhere):
         if near := closest(key, [each.name for each in known]):
@@ -138,8 +149,8 @@ def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
 
 
 def _name_sources(message: str, settings: Layer) -> str:
-    """The message, followed by where each key that it names was set: `key` counts after its
-    `[table]`."""
+    """Append where each key named in the message was set. A key belongs to the last `[table]`
+    before it."""
     table = ""
     sources = {}
     for word in re.findall(r"\[\w+\]|\w+", message):

@@ -1,0 +1,118 @@
+"""Numbers that follow from the config: parallel degrees, batch sizes, shares of a dataset mix."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torchtitan_lite.errors import ConfigError
+
+from .sections import DatasetConfig, ParallelismConfig, TrainingConfig
+
+MAX_PERIOD = 100_000
+"""Longest period, in samples, after which a mix of datasets repeats the order of its turns."""
+
+
+@dataclass(frozen=True)
+class ParallelDegrees:
+    """Size of each dimension of the device mesh."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks. Each of them sees different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.dp * self.tp
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sequences per forward pass of a rank, sequences per optimizer step, and passes per step."""
+
+    local_batch_size: int
+    global_batch_size: int
+    grad_accum_steps: int
+
+
+def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:
+    """Return the degrees, with -1 replaced by the number of ranks left.
+
+    Raises ConfigError unless the product of the degrees is the world size.
+    """
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    tp = parallelism.tensor_parallel_degree
+
+    others = replicate * tp
+    if world_size % others:
+        raise ConfigError(
+            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = "
+            f"{replicate} * {tp} = {others} does not divide the world size, {world_size}; "
+            f"run {multiples_near(world_size, others)} processes"
+        )
+
+    left = world_size // others
+    if shard not in (-1, left):
+        raise ConfigError(
+            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
+            f"tensor_parallel_degree = {replicate} * {shard} * {tp} = {replicate * shard * tp}, "
+            f"but the run has {world_size} processes; "
+            f"set data_parallel_shard_degree to {left} or -1"
+        )
+    return ParallelDegrees(replicate, left, tp)
+
+
+def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
+    """Return the batch sizes, with a global batch size of -1 replaced.
+
+    Raises ConfigError if the global batch is not a whole number of passes.
+    """
+    local = training.local_batch_size
+    one_pass = local * dp_degree
+    total = one_pass if training.global_batch_size == -1 else training.global_batch_size
+    if total < one_pass or total % one_pass:
+        raise ConfigError(
+            f"[training] global_batch_size = {total} is not a multiple of "
+            f"local_batch_size * dp_degree = {local} * {dp_degree} = {one_pass}; "
+            f"use {multiples_near(total, one_pass)}"
+        )
+    return BatchSizes(local, total, total // one_pass)
+
+
+def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
+    """Return the weights of the datasets as the smallest whole numbers in that proportion.
+
+    Without a list of datasets there is one dataset, and the result is (1,). Raises ConfigError if
+    the numbers add up to more than MAX_PERIOD.
+    """
+    if not datasets:
+        return (1,)
+    weights = [Fraction(str(dataset.weight)) for dataset in datasets]  # 0.3 is exactly 3/10
+    unit = Fraction(
+        math.gcd(*(weight.numerator for weight in weights)),
+        math.lcm(*(weight.denominator for weight in weights)),
+    )
+    shares = tuple(int(weight / unit) for weight in weights)
+
+    if sum(shares) > MAX_PERIOD:
+        scale = (MAX_PERIOD - 2 * len(weights)) / sum(weights)
+        rounded = ", ".join(str(max(1, round(weight * scale))) for weight in weights)
+        raise ConfigError(
+            f"[training] datasets: the weights {', '.join(str(each.weight) for each in datasets)} "
+            "must be in the proportion of whole numbers with a sum of at most "
+            f"{MAX_PERIOD:,}; use {rounded}, which is near"
+        )
+    return shares
+
+
+def multiples_near(value: int, step: int) -> str:
+    """Return the multiples of `step` on both sides of `value`, such as "32 or 64"."""
+    below = max(value // step, 1) * step
+    return f"{below} or {below + step}"
