@@ -27,7 +27,7 @@ from torchtitan_lite.benchmarks.report import DONE, find_regressions, format_pla
 from torchtitan_lite.benchmarks.rows import planned_device
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger
-from torchtitan_lite.plan import resolve_device
+from torchtitan_lite.planner.plan import resolve_device
 
 
 def main(argv: list[str]) -> None:

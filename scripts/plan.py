@@ -17,8 +17,8 @@ import json
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
-from torchtitan_lite.plan import make_plan, resolve_device
-from torchtitan_lite.plan_report import format_plan
+from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.report import format_plan
 
 
 def main(argv: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, run_script
-from torchtitan_lite.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import make_plan, resolve_device
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 8

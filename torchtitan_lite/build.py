@@ -35,7 +35,6 @@ from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import OUTPUT, LinearChoice, format_choices
 from torchtitan_lite.float8.shared_casts import keep_shared_casts
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import build_meta_model, device_rates, predict_step, resolve_checkpointing
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
@@ -54,6 +53,12 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.distributed import local_world_size
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
+from torchtitan_lite.planner.meta_model import (
+    build_meta_model,
+    device_rates,
+    predict_step,
+    resolve_checkpointing,
+)
 
 
 def build_batches(

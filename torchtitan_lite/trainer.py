@@ -41,7 +41,6 @@ from torchtitan_lite.float8.convert import build_scale_hook, is_float8
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.metrics.cpu_peaks import report_moved_peaks
 from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
@@ -51,6 +50,7 @@ from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_
 from torchtitan_lite.parallel.distributed import set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.parallel.watchdog import Watchdog
+from torchtitan_lite.planner.meta_model import resolve_model_args
 from torchtitan_lite.profiling import profile
 from torchtitan_lite.run_folder import RunFolder
 

@@ -11,7 +11,7 @@ from running import FLAVORS_OF_TESTS, TWO_LAYERS, train
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import make_plan, resolve_device
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 COMPILED = "--compile.enable"

@@ -21,10 +21,10 @@ from torchtitan_lite.build import build_model
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config, resolve_degrees
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.planner.meta_model import resolve_model_args
 
 
 class Traffic(TorchDispatchMode):

@@ -31,7 +31,7 @@ from torchtitan_lite.benchmarks.report import (
 from torchtitan_lite.benchmarks.rows import Device, planned_device
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError, RunError, StorageError
-from torchtitan_lite.plan import resolve_device
+from torchtitan_lite.planner.plan import resolve_device
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()

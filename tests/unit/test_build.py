@@ -28,8 +28,8 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import build_meta_model, resolve_model_args
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.planner.meta_model import build_meta_model, resolve_model_args
 
 
 def tokenizer(vocab_size: int) -> Any:

@@ -28,12 +28,12 @@ from test_roofline import (
 )
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.float8 import roofline
-from torchtitan_lite.float8.roofline import Scheme, predict, step_time, time_linears
 from torchtitan_lite.metrics.records import Record
 from torchtitan_lite.metrics.tensorboard_writer import TAGS
 from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.plan import make_plan, resolve_device
+from torchtitan_lite.planner import roofline
+from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.roofline import Scheme, predict, step_time, time_linears
 
 ROOT = Path(__file__).parents[2]
 METRICS, PLAN, FLOAT8 = (

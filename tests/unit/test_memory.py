@@ -28,7 +28,6 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
-from torchtitan_lite.metrics.memory import RESERVED_RATIO, Moment, Rank, step_memory
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
 from torchtitan_lite.models.init import init_weights
@@ -37,6 +36,7 @@ from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
+from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, Rank, step_memory
 
 WIDE = ModelArgs(
     dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=512, max_seq_len=256

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from torchtitan_lite.config import Config, Float8Config, ModelConfig, TrainingConfig
-from torchtitan_lite.meta import MetaModel, build_meta_model
 from torchtitan_lite.metrics.operators import OperatorFlops, count_operators
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.planner.meta_model import MetaModel, build_meta_model
 
 SMALL = ModelArgs(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64

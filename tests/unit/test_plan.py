@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.plan import resolve_device
+from torchtitan_lite.planner.plan import resolve_device
 
 ROOT = Path(__file__).parents[2]
 MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]

@@ -25,7 +25,9 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.testing.training.roofline_utils import get_float8_mem_sympy, get_gemm_time_sympy
 
-from torchtitan_lite.float8.roofline import (
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
+from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
+from torchtitan_lite.planner.roofline import (
     DeviceRates,
     Linear,
     Prediction,
@@ -38,8 +40,6 @@ from torchtitan_lite.float8.roofline import (
     step_time,
     time_linears,
 )
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
-from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
 
 H100 = DeviceRates(bf16_flops=989e12, fp8_flops=1979e12, bandwidth=3.35e12)
 H100_500W = DeviceRates(

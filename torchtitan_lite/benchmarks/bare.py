@@ -28,7 +28,6 @@ from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import build_scale_hook, resolve_emulate
-from torchtitan_lite.meta import build_meta_model, device_rates, resolve_model_args
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.models.attention import attention_backend
 from torchtitan_lite.models.flavors import ModelArgs
@@ -36,6 +35,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.optim import lr_factor
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_lite.planner.meta_model import build_meta_model, device_rates, resolve_model_args
 from torchtitan_lite.trainer import Trainer
 
 BareLoss = Literal["plain", "ours"]

@@ -23,20 +23,20 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.roofline import DeviceRates
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.logger import logger
-from torchtitan_lite.meta import (
+from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
+from torchtitan_lite.metrics.flops import Precision
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.planner.memory import reserved_bytes
+from torchtitan_lite.planner.meta_model import (
     bf16_rates,
     build_meta_model,
     device_rates,
     estimate_memory,
     predict_step,
 )
-from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
-from torchtitan_lite.metrics.flops import Precision
-from torchtitan_lite.metrics.memory import reserved_bytes
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.planner.roofline import DeviceRates
 
 BF16 = "bf16"
 """The recipe of a row that has no float8, and that the others are held against."""

@@ -22,8 +22,7 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-
-from .dimensions import Dimensions
+from torchtitan_lite.metrics.dimensions import Dimensions
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}

@@ -19,16 +19,6 @@ from torchtitan_lite.config import (
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
-from torchtitan_lite.float8.roofline import (
-    DeviceRates,
-    Linear,
-    Prediction,
-    Rest,
-    Scheme,
-    added_ratio,
-    choose_linears,
-    predict,
-)
 from torchtitan_lite.float8.selection import (
     AUTO,
     OUTPUT,
@@ -40,12 +30,23 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import Moment, Rank, reserved_bytes, step_memory
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM, Transformer
 from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.tensor_parallel import COLUMN_SPLIT, SHARDED_DIMS
+
+from .memory import Moment, Rank, reserved_bytes, step_memory
+from .roofline import (
+    DeviceRates,
+    Linear,
+    Prediction,
+    Rest,
+    Scheme,
+    added_ratio,
+    choose_linears,
+    predict,
+)
 
 
 def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:

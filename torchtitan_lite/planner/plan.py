@@ -15,9 +15,17 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.roofline import DeviceRates, added_ratio, time_linears
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, size_multiple
-from torchtitan_lite.meta import (
+from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
+from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.formulas import list_formulas
+from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
+from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
+from torchtitan_lite.metrics.operators import count_operators
+from torchtitan_lite.models.flavors import ModelArgs
+
+from .memory import MOMENT_WIDTHS, reserved_bytes
+from .meta_model import (
     MetaModel,
     bf16_rates,
     build_meta_model,
@@ -29,14 +37,7 @@ from torchtitan_lite.meta import (
     resolve_model_args,
     roofline_linears,
 )
-from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
-from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.metrics.formulas import list_formulas
-from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.memory import MOMENT_WIDTHS, reserved_bytes
-from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
-from torchtitan_lite.metrics.operators import count_operators
-from torchtitan_lite.models.flavors import ModelArgs
+from .roofline import DeviceRates, added_ratio, time_linears
 
 SECONDS_PER_DAY = 86_400
 

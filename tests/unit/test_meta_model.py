@@ -16,10 +16,10 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.roofline import DeviceRates
-from torchtitan_lite.meta import build_meta_model, device_rates, resolve_checkpointing
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.planner.meta_model import build_meta_model, device_rates, resolve_checkpointing
+from torchtitan_lite.planner.roofline import DeviceRates
 
 H100 = lookup_device("H100 SXM")
 
