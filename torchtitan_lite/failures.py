@@ -1,16 +1,43 @@
-"""Turn an exception of the main job into the error that a user can act on."""
+"""Turn an exception of the main job into the error that a user can act on, and report it."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
 
-from torchtitan_lite.errors import RunError, StorageError
+from torchtitan_lite.errors import RankLostError, RunError, StorageError
 from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
+from torchtitan_lite.run_folder import lock_inode, report_failure
 
 DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
 CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 """Prefix of the names of modules that the compiler loads from its cache."""
+
+
+class FailureReport:
+    """Write the run's first failure into status.json, once this run has locked its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        """Remember the lock of the run folder. Before that, status.json is another run's."""
+        self._lock = lock_inode(self.folder)
+
+    def write(
+        self,
+        cause: str,
+        *,
+        step: int,
+        exit_code: int = RankLostError.exit_code,
+        rank: int | None = None,
+    ) -> None:
+        """Report a failure in `step`. `rank` is the rank that the cause is about, if any."""
+        if self._lock is not None and self._lock == lock_inode(self.folder):
+            with contextlib.suppress(RunError):  # a full disk: the reported error matters more
+                report_failure(self.folder, cause=cause, exit_code=exit_code, rank=rank, step=step)
 
 
 def explain(error: Exception, *, folder: Path, watchdog: Watchdog) -> RunError | None:

@@ -8,7 +8,6 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # imports make many objects that stay; scanning them repeatedly is wasted time
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -28,10 +27,9 @@ from torchtitan_lite.errors import (
     ConfigError,
     DataError,
     NumericError,
-    RankLostError,
     RunError,
 )
-from torchtitan_lite.failures import explain, is_within
+from torchtitan_lite.failures import FailureReport, explain, is_within
 from torchtitan_lite.files import hash_sources
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.cpu_peaks import report_moved_peaks
@@ -40,13 +38,7 @@ from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.run_folder import (
-    RunFolder,
-    lock_inode,
-    open_run_folder,
-    read_status,
-    report_failure,
-)
+from torchtitan_lite.run_folder import RunFolder, open_run_folder, read_status
 from torchtitan_lite.trainer import Trainer
 
 FINAL_EXIT_CODES = {
@@ -60,58 +52,23 @@ or the user stopped the run."""
 def run(config: Config) -> int:
     """Train as `config` says, on this process. Return the exit code."""
     rank, world_size = read_rank()
-    folder = Path(config.job.dump_folder)
-    lock: int | None = None
-
-    def report(
-        cause: str, exit_code: int = RankLostError.exit_code, rank: int | None = None
-    ) -> None:
-        if lock is not None and lock == lock_inode(folder):  # else status.json is another run's
-            with contextlib.suppress(RunError):  # on a full disk: the reported error matters more
-                report_failure(
-                    folder, cause=cause, exit_code=exit_code, rank=rank, step=watchdog.step
-                )
-
+    failure = FailureReport(Path(config.job.dump_folder))
     watchdog = Watchdog(
         rank=rank,
         world_size=world_size,
         stop_signal=StopSignal(),
-        report=report,
+        report=lambda cause: failure.write(cause, step=watchdog.step),
         timeout_s=config.comm.init_timeout_seconds,
     )
     try:
-        # Join the other processes, which must have been started alike.
-        check_started_alike(start_facts(config), timeout_s=config.comm.init_timeout_seconds)
-        device = init_distributed(config.comm)
-
-        # Lock the run folder, and find the checkpoint to continue from.
-        run_folder, resume = open_folder(config)
-        lock = lock_inode(folder)
-        logger.info(f"run folder: {folder}")
-
-        # Derive the job: from here on it is the only truth about the run.
-        job, tokenizer = prepare_job(config, device=device)
-        if run_folder is not None:
-            run_folder.write_config(job.to_toml())
-        if config.job.description:
-            logger.info(config.job.description)
-        if config.job.print_config:
-            logger.info(f"config:\n{job.to_toml()}")
-
-        trainer = Trainer(
-            job,
-            tokenizer,
-            device=device,
-            run_folder=run_folder,
-            resume=resume,
-            watchdog=watchdog,
-        )
-        stopped_by = trainer.train()
-        finish(trainer, run_folder, stopped_by=stopped_by)
+        stopped_by = join_and_train(config, watchdog, failure)
     except Exception as caught:
-        error = explain(caught, folder=folder, watchdog=watchdog)
-        cause = f"{type(caught).__name__}: {caught}" if error is None else str(error)
-        report(cause, *((1, rank) if error is None else (error.exit_code, error.rank)))
+        error = explain(caught, folder=failure.folder, watchdog=watchdog)
+        if error is None:
+            cause, exit_code, blamed = f"{type(caught).__name__}: {caught}", 1, rank
+        else:
+            cause, exit_code, blamed = str(error), error.exit_code, error.rank
+        failure.write(cause, step=watchdog.step, exit_code=exit_code, rank=blamed)
         watchdog.fail(cause)
         if error is None or error is caught:
             raise
@@ -121,6 +78,34 @@ def run(config: Config) -> int:
     watchdog.close()
     dist.destroy_process_group()
     return STOPPED_EXIT_CODE if stopped_by else 0
+
+
+def join_and_train(config: Config, watchdog: Watchdog, failure: FailureReport) -> str | None:
+    """Join the other processes and train. Return the signal that stopped the run, if one did."""
+    # Join the other processes, which must have been started alike.
+    check_started_alike(start_facts(config), timeout_s=config.comm.init_timeout_seconds)
+    device = init_distributed(config.comm)
+
+    # Lock the run folder, and find the checkpoint to continue from.
+    run_folder, resume = open_folder(config)
+    failure.begin()
+    logger.info(f"run folder: {failure.folder}")
+
+    # Derive the job: from here on it is the only truth about the run.
+    job, tokenizer = prepare_job(config, device=device)
+    if run_folder is not None:
+        run_folder.write_config(job.to_toml())
+    if config.job.description:
+        logger.info(config.job.description)
+    if config.job.print_config:
+        logger.info(f"config:\n{job.to_toml()}")
+
+    trainer = Trainer(
+        job, tokenizer, device=device, run_folder=run_folder, resume=resume, watchdog=watchdog
+    )
+    stopped_by = trainer.train()
+    finish(trainer, run_folder, stopped_by=stopped_by)
+    return stopped_by
 
 
 def start_facts(config: Config) -> dict[str, str]:
@@ -248,7 +233,9 @@ def main() -> None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exit_code = run(load_config(sys.argv[1:], world_size=world_size))
     except RunError as error:
-        logger.info(f"error:\n{error}")  # at info level, printed by LOG_RANK's ranks: most have the same
+        logger.info(
+            f"error:\n{error}"
+        )  # at info level, printed by LOG_RANK's ranks: most have the same
         exit_code = error.exit_code
     end_process(exit_code)
 

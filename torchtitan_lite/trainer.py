@@ -12,6 +12,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +37,7 @@ from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
+from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.metrics import Skips, StepValues
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.loss import CrossEntropy
@@ -77,61 +79,17 @@ class Trainer:
         """
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
-        config, training, degrees = job.config, job.config.training, job.degrees
-        on_rank0(lambda: check_wandb_installed(config.metrics))
-        set_determinism(config.debug)
+        on_rank0(lambda: check_wandb_installed(job.config.metrics))
+        set_determinism(job.config.debug)
 
-        # Device mesh: which ranks share data, parameters and matmuls.
-        mesh = build_mesh(degrees, device_type=device.type)
-        self.dp_mesh = flatten_data_parallel(mesh)
-        logger.info(
-            f"{degrees.world_size} processes on {device.type}: dp_replicate "
-            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard} x tp {degrees.tp}; global batch "
-            f"{job.batch.global_batch_size} x {training.seq_len} tokens in "
-            f"{job.batch.grad_accum_steps} microbatches a rank"
-        )
-
-        # Data, from the first sample that is not trained on yet.
-        progress = accept_progress(resume, job)
-        self.batches, self.validation_batches = build_batches(
-            job, tokenizer, dp_rank=self.dp_mesh.get_local_rank(), progress=progress
-        )
-        self.last_step = self.batches.last_step
-
-        # Model: meta -> float8 -> parallel -> initialised. Then what trains it.
-        self.model, ledger, self.expected = build_model(job, mesh=mesh, device=device)
-        self.cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
-        gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
-        self.fuses_output = not (gathers_logits or is_float8(self.model.output))
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
-        self.scale_hook = build_scale_hook(self.model, float8=config.float8)
-        self.guard = UpdateGuard(
-            training,
-            device=torch.device("cpu") if training.enable_cpu_offload else device,
-            skipped_steps=progress.skipped_steps,
-            consecutive_skips=progress.consecutive_skips,
-            loss_mean=progress.loss_mean,
-        )
-
-        # Checkpoint: continue from `resume`, or start from given weights.
-        self.checkpointer = build_checkpointer(
-            job, model=self.model, optimizer=self.optimizer, mesh=mesh, device=device
-        )
-        load_state(self.checkpointer, config.checkpoint, resume=resume)
-        self.scale_hook()  # for the weights just loaded
-        self.generators = random_state(device)
-        self.step = self.saved_step = progress.step
-        self.first_step, self.tokens = progress.step + 1, progress.tokens
+        parts = build_parts(job, tokenizer, device=device, resume=resume)
+        self.parts, self.metrics, self.checkpointer = parts, parts.metrics, parts.checkpointer
+        self.generators = random_state(device)  # after loading, which may restore them
+        self.step = self.saved_step = parts.progress.step
+        self.first_step, self.tokens = self.step + 1, parts.progress.tokens
+        self.last_step = parts.batches.last_step
         self.save_wanted = False
-
-        # Measurements. The prefetcher comes last, as it starts a thread.
-        self.numerics = NumericsMonitor(
-            self.model, freq=config.float8.log_numerics_freq, device=device
-        )
-        self.metrics = build_metrics(
-            job, ledger, device=device, total_steps=self.last_step, progress=progress
-        )
-        self.prefetched = Prefetcher(self.batches, device=device)
+        self.prefetched = Prefetcher(parts.batches, device=device)
 
     def train(self) -> str | None:
         """Train to the last step. Return the name of the signal that stopped the run before it."""
@@ -186,16 +144,16 @@ class Trainer:
 
         # The step. The first one is observed: did float8 really run where it was asked for? Later
         # ones measure float8's numerics when due; not the first, which compiles.
-        measured = self.numerics.due(step) and not first
+        measured = self.parts.numerics.due(step) and not first
         observer = StepObserver() if first else None
-        with self.numerics.observe() if measured else observer or contextlib.nullcontext():
+        with self.parts.numerics.observe() if measured else observer or contextlib.nullcontext():
             values = self.train_step(step)
         logged = self.metrics.end_step(step, values)
         if measured:
-            self.metrics.log_numerics(step, self.numerics.figures())
+            self.metrics.log_numerics(step, self.parts.numerics.figures())
         if observer is not None:
             observer.report(
-                self.model, self.expected, step=step, deterministic=config.debug.deterministic
+                self.parts.model, self.parts.expected, step=step, deterministic=config.debug.deterministic
             )
         self.step, self.generators = step, random_state(self.device)
 
@@ -206,7 +164,7 @@ class Trainer:
             error = too_many_skips(self.metrics.skips, config.training)
             if error is not None:  # all ranks have the same counts now
                 raise error
-        if self.validation_batches is not None and (last or step % config.validation.freq == 0):
+        if self.parts.validation_batches is not None and (last or step % config.validation.freq == 0):
             self.validate(step)
         if saves:
             self.save()
@@ -225,11 +183,9 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
-        schedule = lr_factor(
-            step, schedule=self.config.lr_scheduler, training_steps=self.last_step
-        )
+        schedule = lr_factor(step, schedule=self.config.lr_scheduler, training_steps=self.last_step)
         lr = self.config.optimizer.lr * schedule
-        for group in self.optimizer.param_groups:
+        for group in self.parts.optimizer.param_groups:
             group["lr"] = lr
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
@@ -240,27 +196,19 @@ class Trainer:
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
             last = accum_step == accum_steps - 1
-            cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+            cast(FSDPModule, self.parts.model).set_requires_gradient_sync(last)
             losses.append(self.loss(*batch, scale=scale))
         loss = torch.stack(losses).sum()
 
-        # Clip, while the ranks' losses travel.
         self.watchdog.at(step, "optimizer")
-        gathered = [torch.empty_like(loss) for _ in range(self.dp_mesh.size())]
-        gathering = dist.all_gather(
-            gathered, loss, group=self.dp_mesh.get_group(), async_op=True
-        )
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
-        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        gathering.wait()
-        rank_losses = torch.stack(gathered)
+        rank_losses, grad_norm = self.gather_losses_and_clip(loss)
         mean_loss = rank_losses.mean()
 
         # Update, unless the loss or the gradient is not finite, or the loss is a spike.
-        found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
-        step_unless(self.optimizer, found_inf)
-        self.optimizer.zero_grad()
-        self.scale_hook()
+        found_inf = self.parts.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
+        step_unless(self.parts.optimizer, found_inf)
+        self.parts.optimizer.zero_grad()
+        self.parts.scale_hook()
 
         self.tokens += self.job.batch.global_batch_size * training.seq_len
         return StepValues(
@@ -268,11 +216,25 @@ class Trainer:
             loss=mean_loss,
             loss_max=rank_losses.max(),
             grad_norm=grad_norm.to(self.device),  # on CPU where parameters are offloaded
-            skipped_steps=self.guard.skipped_steps.to(self.device),
-            consecutive_skips=self.guard.consecutive_skips.to(self.device),
+            skipped_steps=self.parts.guard.skipped_steps.to(self.device),
+            consecutive_skips=self.parts.guard.consecutive_skips.to(self.device),
             lr=lr,
-            epochs=self.batches.corpus.epochs(self.batches.samples(step)),
+            epochs=self.parts.batches.corpus.epochs(self.parts.batches.samples(step)),
         )
+
+    def gather_losses_and_clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the gradients while the ranks' losses travel.
+
+        Returns the losses of all data-parallel ranks, [dp], and the gradient norm before clipping.
+        """
+        gathered = [torch.empty_like(loss) for _ in range(self.job.degrees.dp)]
+        gathering = dist.all_gather(gathered, loss, group=self.parts.dp_group, async_op=True)
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.parts.model.parameters(), self.config.training.max_norm
+        )
+        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+        gathering.wait()
+        return torch.stack(gathered), grad_norm
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """Return this rank's next batch once all ranks have theirs; None after the last.
@@ -306,12 +268,12 @@ class Trainer:
         `tokens` and `labels` are [B, S]. Where gradients are enabled, the backward pass runs too.
         """
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
-        if self.fuses_output:
-            loss = self.model(
-                tokens, partial(self.cross_entropy.of_linear, labels=labels, scale=scale)
+        if self.parts.fuses_output:
+            loss = self.parts.model(
+                tokens, partial(self.parts.cross_entropy.of_linear, labels=labels, scale=scale)
             )
         else:
-            loss = self.cross_entropy.of_logits(self.model(tokens), labels, scale=scale)
+            loss = self.parts.cross_entropy.of_logits(self.parts.model(tokens), labels, scale=scale)
         if torch.is_grad_enabled():
             loss.backward()
         return loss.detach()
@@ -319,16 +281,16 @@ class Trainer:
     @torch.no_grad()
     def validate(self, step: int) -> None:
         """Log the mean loss over the validation windows."""
-        assert self.validation_batches is not None
+        assert self.parts.validation_batches is not None
         on_gpu = [self.device] if self.device.type == "cuda" else []
         # Random numbers drawn here do not change those of training, nor of a resumed run.
         with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
             scale = 1 / (self.config.validation.steps * self.config.training.microbatch_tokens)
             loss = torch.zeros((), device=self.device)
-            batches = iter(self.validation_batches)
+            batches = iter(self.parts.validation_batches)
             while (batch := self.next_batch(batches)) is not None:
                 loss += self.loss(*batch, scale=scale)
-            dist.all_reduce(loss, group=self.dp_mesh.get_group())
+            dist.all_reduce(loss, group=self.parts.dp_group)
             mean = loss.item()
         self.metrics.log_validation(step, mean)
 
@@ -358,14 +320,14 @@ class Trainer:
 
     def progress(self) -> Progress:
         """Return the numbers that a checkpoint of the last finished step holds."""
-        loss_mean = self.guard.loss_mean.item()
+        loss_mean = self.parts.guard.loss_mean.item()
         return Progress(
             step=self.step,
-            samples=self.batches.samples(self.step),
+            samples=self.parts.batches.samples(self.step),
             tokens=self.tokens,
-            data=self.batches.corpus.identity(),
-            skipped_steps=int(self.guard.skipped_steps.item()),
-            consecutive_skips=int(self.guard.consecutive_skips.item()),
+            data=self.parts.batches.corpus.identity(),
+            skipped_steps=int(self.parts.guard.skipped_steps.item()),
+            consecutive_skips=int(self.parts.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
         )
 
