@@ -1,6 +1,6 @@
 """Documentation of every key, generated from the sections: `--help`, and docs/config.md.
 
-`python -m torchtitan_lite.config.help > docs/config.md` rewrites the page.
+`python -m torchtitan_lite.config > docs/config.md` rewrites the page.
 """
 
 import textwrap
@@ -23,7 +23,7 @@ PAGE_HEAD = """\
 # Config keys
 
 Every key of the TOML file, with its type, default and meaning. `./run_train.sh --help` prints the
-same. This page is generated: `python -m torchtitan_lite.config.help > docs/config.md`.
+same. This page is generated: `python -m torchtitan_lite.config > docs/config.md`.
 """
 
 
@@ -56,6 +56,3 @@ def _format_key(key: Key) -> str:
         head + textwrap.fill(key.doc, 100, initial_indent=indent, subsequent_indent=indent) + "\n"
     )
 
-
-if __name__ == "__main__":
-    print(format_config_page(), end="")

@@ -25,8 +25,7 @@ Names = Annotated[tuple[Name, ...], Strict(False)]
 
 
 class Section(BaseModel):
-    """A TOML table: unknown keys are refused, values are not converted, fields cannot be
-    reassigned."""
+    """A TOML table. Unknown keys are refused, values are not converted, fields are frozen."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -48,7 +47,7 @@ class ModelConfig(Section):
     flavor: Name = "debugmodel"
     """Dimensions of the model: debugmodel, 8B, 70B or 405B."""
     tokenizer_path: str = ""
-    """sentencepiece, tiktoken or tokenizer.json file, or a folder with one; "": the shipped one."""
+    """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
 
 
 class OptimizerConfig(Section):
@@ -94,7 +93,7 @@ class DatasetConfig(Section):
 
 class TrainingConfig(Section):
     dataset: Literal["pystdlib"] = "pystdlib"
-    """Named dataset, if dataset_path is unset; pystdlib: the source of Python's standard library."""
+    """Dataset, if dataset_path is unset; pystdlib: the source of Python's standard library."""
     dataset_path: Name | None = None
     """Token store, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet; unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
@@ -116,9 +115,9 @@ class TrainingConfig(Section):
     steps: Count = 1000
     """Optimizer steps to train."""
     epochs: Positive | None = None
-    """Passes over the data, unless training.steps ends first; of several datasets, the first done."""
+    """Passes over the data (the first dataset done counts), unless training.steps ends first."""
     allow_data_change: bool = False
-    """Resume on other data than the checkpoint's, or in another order, at the same sample number."""
+    """Resume on other data than the checkpoint's, or another order, at the same sample number."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of gathered parameters and of the computation; sharded weights stay float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
@@ -145,7 +144,7 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: AllOrCount = -1
     """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered parameters after its forward pass; default: all but the last block."""
+    """Free gathered parameters after a block's forward pass; default: all but the last block's."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False
@@ -160,7 +159,7 @@ class ParallelismConfig(Section):
 
 class ActivationCheckpointConfig(Section):
     mode: Literal["selective", "full", "none", "memory_budget", "auto"] = "selective"
-    """Recompute by selective_ac_option, all, nothing, or by memory_budget; auto: as little as fits."""
+    """Recompute by selective_ac_option, all, none, or by memory_budget; auto: as little as fits."""
     selective_ac_option: Name = "op"
     """selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block."""
     memory_budget: Fraction = 0.5
@@ -206,7 +205,7 @@ class Float8Config(Section):
     convert_output: bool = False
     """Train `output`, the projection to the vocabulary, in float8 too."""
     pad_inner_dim: bool = False
-    """Pad the tokens of a microbatch with zeros to the multiple that float8 weight gradients need."""
+    """Pad a microbatch's tokens with zeros to the multiple that float8 weight gradients need."""
     log_numerics_freq: Whole = 0
     """Steps between measurements of the casts' error, each in an eager, slower step; 0: none."""
 
@@ -276,8 +275,7 @@ class ProfilingConfig(Section):
     profile_freq: Count = 10
     """Steps between traces; the last step of each period is the one traced."""
     enable_memory_snapshot: bool = False
-    """Write a snapshot of CUDA memory every profile_freq steps and when memory runs out (GPU
-    runs)."""
+    """Write snapshots of CUDA memory, every profile_freq steps and when it runs out (GPU runs)."""
     save_memory_snapshot_folder: Name = "memory_snapshot"
     """Folder of the memory snapshots, within job.dump_folder."""
 
