@@ -55,4 +55,3 @@ def _format_key(key: Key) -> str:
     return (
         head + textwrap.fill(key.doc, 100, initial_indent=indent, subsequent_indent=indent) + "\n"
     )
-
