@@ -11,8 +11,8 @@ INTRODUCTION = """\
 options: --job.config_file FILE.toml [--table.key value ...]
 
 --job.config_file names the TOML file of the run. A line base = "other.toml" at the top of a file
-takes every key that the file does not set from the other file, whose path is relative to the first.
-That file may have a base too.
+takes every key that the file does not set from the other file. Its path is relative to the first,
+and it may have a base too.
 
 --table.key value, or --table.key=value, overrides any key below; the last one given wins.
 --table.key alone means true, --table.key= unsets a key whose default is unset, and a list is
@@ -50,8 +50,9 @@ def _keys(table: str) -> list[Key]:
 
 
 def _format_key(key: Key) -> str:
-    head = f"  --{key.table}.{key.name} {key.type_text} (default: {show(key.default)})\n"
-    indent = " " * 6
-    return (
-        head + textwrap.fill(key.doc, 100, initial_indent=indent, subsequent_indent=indent) + "\n"
-    )
+    head = f"  --{key.table}.{key.name} {key.type_text} (default: {show(key.default)})"
+    lines = [
+        *textwrap.wrap(head, 100, subsequent_indent=" " * 4, break_on_hyphens=False),
+        *textwrap.wrap(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
+    return "\n".join(lines) + "\n"
