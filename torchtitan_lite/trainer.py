@@ -12,18 +12,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.build import (
-    accept_progress,
-    build_batches,
-    build_checkpointer,
-    build_metrics,
-    build_model,
-    load_state,
-)
+from torchtitan_lite.build import build_parts
 from torchtitan_lite.checkpoint.manifest import Manifest, Progress
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import Wishes, agree, on_rank0
@@ -32,18 +24,13 @@ from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import NumericError, RunError
-from torchtitan_lite.float8.convert import build_scale_hook, is_float8
-from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.metrics import Skips, StepValues
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
-from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
+from torchtitan_lite.optim import lr_factor, step_unless
 from torchtitan_lite.parallel.distributed import set_determinism, set_timeouts
-from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import profile
 from torchtitan_lite.run_folder import RunFolder
@@ -153,7 +140,10 @@ class Trainer:
             self.metrics.log_numerics(step, self.parts.numerics.figures())
         if observer is not None:
             observer.report(
-                self.parts.model, self.parts.expected, step=step, deterministic=config.debug.deterministic
+                self.parts.model,
+                self.parts.expected,
+                step=step,
+                deterministic=config.debug.deterministic,
             )
         self.step, self.generators = step, random_state(self.device)
 
@@ -164,7 +154,9 @@ class Trainer:
             error = too_many_skips(self.metrics.skips, config.training)
             if error is not None:  # all ranks have the same counts now
                 raise error
-        if self.parts.validation_batches is not None and (last or step % config.validation.freq == 0):
+        if self.parts.validation_batches is not None and (
+            last or step % config.validation.freq == 0
+        ):
             self.validate(step)
         if saves:
             self.save()
