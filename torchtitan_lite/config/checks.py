@@ -24,7 +24,7 @@ from torchtitan_lite.config.sections import (
     ValidationConfig,
 )
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.models.flavors import FLAVORS, find_flavor
 
 RUN_FILES = (
     ".lock", "config.toml", "logs", "metrics.jsonl", "numerics.jsonl", "peaks.json", "previous", "status.json", "wandb"
@@ -187,14 +187,14 @@ def _check_layout(
 
 
 def _check_flavor(model: ModelConfig) -> Iterator[str]:
-    if model.flavor not in FLAVORS:
+    if find_flavor(model.flavor) is None:
         hint = did_you_mean(model.flavor, FLAVORS)
         yield f"[model] flavor = {show(model.flavor)} must be one of {', '.join(map(show, FLAVORS))}{hint}"
 
 
 def _check_widths(model: ModelConfig, parallelism: ParallelismConfig) -> Iterator[str]:
     tp = parallelism.tensor_parallel_degree
-    if args := FLAVORS.get(model.flavor):
+    if args := find_flavor(model.flavor):
         common = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim)
         if common % tp:
             fitting = ", ".join(
@@ -216,7 +216,7 @@ def _check_seq_len(
             f"[training] seq_len = {seq_len} is not a multiple of [parallelism] tensor_parallel_degree = {tp}, which "
             f"shards the sequence too; use {_multiples_near(seq_len, tp)}"
         )
-    args = FLAVORS.get(model.flavor)
+    args = find_flavor(model.flavor)
     if args and seq_len > args.max_seq_len:
         yield (
             f"[training] seq_len = {seq_len} is above max_seq_len = {args.max_seq_len} of [model] flavor = "
@@ -228,7 +228,7 @@ def _check_selective(
     model: ModelConfig, activation_checkpoint: ActivationCheckpointConfig
 ) -> Iterator[str]:
     option = activation_checkpoint.selective_ac_option
-    args = FLAVORS.get(model.flavor)
+    args = find_flavor(model.flavor)
     if args and activation_checkpoint.mode == "selective":
         allowed = ("op", *map(str, range(1, args.n_layers + 1)))
         if option not in allowed:
@@ -286,7 +286,7 @@ def _check_memory_budget_torch(
     torch_version = version("torch")
     minor = tuple(int(part) for part in torch_version.split(".")[:2])
     rule = f'[activation_checkpoint] mode = "memory_budget" crashes the compiler of torch {torch_version}'
-    args, tp = FLAVORS.get(model.flavor), parallelism.tensor_parallel_degree
+    args, tp = find_flavor(model.flavor), parallelism.tensor_parallel_degree
     if minor < (2, 12) and args and args.n_kv_heads != args.n_heads:
         yield (
             f"{rule} where n_kv_heads = {args.n_kv_heads} is not n_heads = {args.n_heads}, as in [model] flavor = "
