@@ -14,7 +14,7 @@ from torchtitan_lite.config import (
     resolve_shares,
 )
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.flavors import ModelArgs, find_flavor
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
 
 def _model_args(config: Config, tokenizer: TokenizerValues) -> ModelArgs:
     """Return the flavor's dimensions with the run's vocabulary and sequence length."""
-    flavor = FLAVORS[config.model.flavor]
+    flavor = find_flavor(config.model.flavor)
+    assert flavor is not None, "the config is checked"
     vocab_size = flavor.vocab_size or tokenizer.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
