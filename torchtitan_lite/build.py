@@ -12,7 +12,7 @@ from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import Progress
+from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     BatchSizes,
@@ -64,7 +64,7 @@ def build_batches(
     vocab_size: int,
     dp_rank: int,
     dp_degree: int,
-    progress: Progress,
+    progress: TrainingProgress,
 ) -> tuple[TrainingBatches, ValidationBatches | None]:
     """What a data-parallel rank trains on after `progress`, and what it validates on where that is
     enabled, which is held out of the training data where both are of the same store. Raises
@@ -179,7 +179,7 @@ def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
 
 
 def check_same_data(
-    progress: Progress, identity: Mapping[str, int | str], *, allow_change: bool
+    progress: TrainingProgress, identity: Mapping[str, int | str], *, allow_change: bool
 ) -> None:
     """Raise DataError if the data of a run to be resumed has changed, unless that is allowed. A new
     name is told of."""
@@ -415,7 +415,7 @@ def build_metrics(
     *,
     device: torch.device,
     total_steps: int,
-    progress: Progress,
+    progress: TrainingProgress,
 ) -> MetricsProcessor:
     """The metrics of a run that goes on after `progress`, up to step `total_steps`; rank 0 alone
     writes. On CPU all ranks measure their peaks here, at the same time."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.checkpoint.folders import remove_drafts
-from torchtitan_lite.checkpoint.manifest import Manifest, installed_versions
+from torchtitan_lite.checkpoint.manifest import CheckpointManifest, installed_versions
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import Config, dump_config, format_help, load_config, shared_settings
@@ -84,7 +84,7 @@ def start_facts(config: Config) -> dict[str, str]:
     }
 
 
-def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
+def open_folder(config: Config) -> tuple[RunFolder | None, CheckpointManifest | None]:
     """The run folder, on rank 0, and the manifest of the checkpoint to resume from, on all ranks.
     What an earlier run left there is moved aside where nothing is resumed. Raises ConfigError,
     without changing anything, if the folder holds files that no run wrote."""

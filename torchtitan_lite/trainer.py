@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import build_batches, build_checkpointer, build_metrics, build_model
-from torchtitan_lite.checkpoint.changes import check_model, config_changes
-from torchtitan_lite.checkpoint.manifest import NEW_RUN, Manifest, Progress
+from torchtitan_lite.checkpoint.compare import check_model, config_changes
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import Wishes, agree, on_rank0
 from torchtitan_lite.config import (
@@ -75,7 +75,7 @@ class Trainer:
         *,
         device: torch.device,
         run_folder: RunFolder | None,
-        resume: Manifest | None,
+        resume: CheckpointManifest | None,
         watchdog: Watchdog,
     ) -> None:
         """Rank 0 alone has the `run_folder`. `resume` is the manifest of the checkpoint to go on
@@ -145,7 +145,7 @@ class Trainer:
         """The run folder."""
         return Path(self.config.job.dump_folder)
 
-    def load(self, resume: Manifest | None) -> None:
+    def load(self, resume: CheckpointManifest | None) -> None:
         """Read the state of the checkpoint to go on from, or the weights to begin with, if there
         are such."""
         checkpoint = self.config.checkpoint
@@ -371,10 +371,10 @@ class Trainer:
         if self.run_folder is not None:
             self.run_folder.check_is_ours(step=self.step)
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """What is saved of the last finished step, besides tensors and random states."""
         loss_mean = self.guard.loss_mean.item()
-        return Progress(
+        return TrainingProgress(
             step=self.step,
             samples=self.batches.samples(self.step),
             tokens=self.tokens,
@@ -433,7 +433,7 @@ class Trainer:
         logger.info(f"run folder: {self.path}")
 
 
-def accept_progress(resume: Manifest | None, config: Config, args: ModelArgs) -> Progress:
+def accept_progress(resume: CheckpointManifest | None, config: Config, args: ModelArgs) -> TrainingProgress:
     """The progress to go on from, after telling what has changed in the config since. Raises
     CheckpointError for a checkpoint of another model."""
     if resume is None:

@@ -29,7 +29,7 @@ from processes import descendants, is_alive
 
 from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
 from torchtitan_lite.checkpoint.folders import step_folder
-from torchtitan_lite.checkpoint.reading import read_tensors
+from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -189,7 +189,7 @@ def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(
         count = (
             "optimizer.norm.weight.step"  # of the optimizer's steps, at the time of the snapshot
         )
-        assert read_tensors(checkpoint(folder, step), [count])[count] == step
+        assert SafeReader(checkpoint(folder, step)).read_whole([count])[count] == step
     assert list(records(folder)) == list(range(1, 11))
     told = re.findall(r"step +(\d+)/10  loss|saved .*step-0*(\d+)", output)
     order = [int(step) if step else -int(save) for step, save in told]
@@ -280,7 +280,7 @@ def test_a_hugging_face_model_is_trained_and_given_back(
     assert f"weights from {imported}" in output
     assert convert(["export", str(checkpoint(folder, 1)), str(exported)]) == 0
 
-    tensors = read_tensors(checkpoint(folder, 1))
+    tensors = SafeReader(checkpoint(folder, 1)).read_whole()
     model = Transformer(args)
     model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
     before, after = (

@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from faults import checkpoint, checkpoints, fail, finish, records, run, status
 from launching import FOLDER
 
 from torchtitan_lite.checkpoint.compare import verify_checkpoint
-from torchtitan_lite.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.data.prepare import make_store
@@ -146,7 +147,7 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
     (path / ".metadata").write_bytes(table)
     manifest = read_manifest(path)
     files = manifest.files | {".metadata": hash_file(path / ".metadata")}
-    write_manifest(path, Manifest(**{**vars(manifest), "files": files}))
+    write_manifest(path, replace(manifest, files=files))
     output = finish(folder, f"{STEPS}=6")
     assert not marker.exists()
     refused = (

@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HUBS = {"train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
+COMMON = {"config", "errors", "logger", "documents", "files", "collectives", "tables", "torchao_types"}
 OURS = {  # what a part of the package may import of it, besides itself
     "config": {"errors", "logger", "models.flavors"},
     "errors": set(),
     "logger": set(),
+    "documents": {"files"},
     "files": set(),
     "tables": set(),
     "torchao_types": set(),
@@ -28,6 +29,7 @@ THIRD_PARTIES = {  # what it may import of others, where that is not left open
     "config": {"pydantic", "pydantic_core", "tomli", "tomli_w"},
     "errors": set(),
     "logger": set(),
+    "documents": {"pydantic"},
     "files": set(),
     "tables": set(),
     "torchao_types": {"torchao"},

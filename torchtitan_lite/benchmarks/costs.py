@@ -21,7 +21,12 @@ from torchtitan_lite.benchmarks.estimates import Ratios, measure_pairs
 from torchtitan_lite.benchmarks.paired import time_steps
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import TENSORS_SUFFIX, FileEntry, Progress, hash_file
+from torchtitan_lite.checkpoint.manifest import (
+    TENSORS_SUFFIX,
+    FileEntry,
+    TrainingProgress,
+    hash_file,
+)
 from torchtitan_lite.checkpoint.state import random_state, training_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.metrics.hardware import synchronize
@@ -125,7 +130,8 @@ def measure_save_cost(folder: Path, *, device: torch.device, mib: int, rounds: i
         synchronize(device)
 
     def save(checkpointer: Checkpointer) -> None:
-        checkpointer.save(Progress(next(steps), samples=0, tokens=0, data={}), random_state(device))
+        progress = TrainingProgress(next(steps), samples=0, tokens=0, data={})
+        checkpointer.save(progress, random_state(device))
 
     kinds: dict[str, tuple[Callable[[], None], bool]] = {
         "copy": (copy, True),
