@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tomli
 import tomli_w
@@ -36,7 +36,7 @@ from torchtitan_lite.data.tokenizer import FILES_OF_A_FOLDER, Tokenizer, build_t
 from torchtitan_lite.data.vocabularies import TIKTOKEN_LINE
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
-from torchtitan_lite.files import fsync_folder
+from torchtitan_lite.files import fsync_folder, replace_file
 from torchtitan_lite.logger import logger
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
@@ -81,10 +81,10 @@ def export_hf(
         # transformers casts all weights to one type: here the narrowest that loses nothing.
         common = functools.reduce(torch.promote_types, dtypes.values())
         config = hf_config(args, dtype=common, **ids)
-        _write_json(draft / "config.json", config)
+        replace_file(draft / "config.json", json.dumps(config, indent=2))
         if tokenizer:
             generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-            _write_json(draft / "generation_config.json", generation)
+            replace_file(draft / "generation_config.json", json.dumps(generation, indent=2))
     step, kind = reader.manifest.progress.step, config["torch_dtype"]
     logger.info(f"{out_dir}: {len(dtypes)} tensors of step {step}, {kind}")
 
@@ -97,20 +97,21 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
     flavor; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
     check_safetensors_installed()
     with new_folder(out_dir) as draft:
-        args = read_model_args(hf_dir / "config.json")
+        with hf_errors(hf_dir / "config.json"):
+            args = model_args(read_json_object(hf_dir / "config.json"))
         flavor = fitting_flavor(args, hf_dir)
         weights = map_weights(hf_dir)
         check_weights(weights, args, hf_dir)
 
         state = {PREFIX + ours: weights[theirs] for ours, theirs in hf_names(args.n_layers).items()}
+
+        def reorder(name: str, weight: Tensor) -> Tensor:
+            return from_hf(name.removeprefix(PREFIX), weight, args)
+
         # Rows change places when a tensor is written, so that no copy of all is needed.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            write_tensors(
-                state,
-                draft,
-                transform=lambda name, weight: from_hf(name.removeprefix(PREFIX), weight, args),
-            )
+            write_tensors(state, draft, transform=reorder)
 
         settings = {"flavor": flavor}
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
@@ -167,10 +168,6 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(draft)
             raise
         fsync_folder(target.parent)
-
-
-def _write_json(path: Path, fields: dict[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
@@ -252,7 +249,7 @@ def write_weights(
         files |= dict.fromkeys(converted, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        _write_json(folder / INDEX, index)
+        replace_file(folder / INDEX, json.dumps(index, indent=2))
 
 
 def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | None:
@@ -282,18 +279,6 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     return tokenizer
 
 
-def read_model_args(path: Path) -> ModelArgs:
-    """Return the dimensions in a config.json. Raises CheckpointError with the file and the key."""
-    try:
-        return model_args(read_json_object(path))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}; name a Hugging Face model's folder."
-        ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not of a model that can be imported: {error}.") from error
-
-
 def fitting_flavor(args: ModelArgs, folder: Path) -> str:
     """Return the flavor with the dimensions `args`. Raises CheckpointError, with the differences
     from the nearest flavor, if there is none."""
@@ -316,26 +301,36 @@ def map_weights(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of the Hugging Face model in `folder`, memory-mapped. Raises
     CheckpointError for files that are missing or damaged."""
     # Imported here because only the [hf] extra installs it.
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = folder / SINGLE
+    files = [SINGLE]
+    if not (folder / SINGLE).exists():
+        with hf_errors(folder / INDEX):
+            files = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
+            if paths := [file for file in files if Path(file).name != file]:
+                raise ValueError(f"{paths[0]} is not a file's name")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        with hf_errors(folder / file):
+            weights |= load_file(folder / file)
+    return weights
+
+
+@contextmanager
+def hf_errors(path: Path) -> Iterator[None]:
+    """Turn an error in reading a file of a Hugging Face model into a CheckpointError with its
+    path."""
+    from safetensors import SafetensorError
+
     try:
-        if path.exists():
-            return load_file(path)
-        path = folder / INDEX
-        weights: dict[str, Tensor] = {}
-        for name in sorted(set(read_json_object(path)["weight_map"].values())):
-            if Path(name).name != name:
-                raise ValueError(f"{name} is not a file's name")
-            path = folder / name
-            weights |= load_file(path)
-        return weights
+        yield
     except OSError as error:
         reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be read: {reason}; download it again.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}; download it again.") from error
+        fix = "name the folder of a complete Hugging Face model"
+        raise CheckpointError(f"{path} cannot be read: {reason}; {fix}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        fix = "if it is damaged, download it again"
+        raise CheckpointError(f"{path} cannot be imported: {error}; {fix}.") from error
 
 
 def check_weights(weights: Mapping[str, Tensor], args: ModelArgs, folder: Path) -> None:

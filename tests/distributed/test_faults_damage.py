@@ -151,7 +151,7 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
     output = finish(folder, f"{STEPS}=6")
     assert not marker.exists()
     refused = (
-        r"is broken: \.metadata names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
+        r"is broken: \.metadata: names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
     )
     assert re.search(f"{path} {refused}", output)
     assert f"resumed from {checkpoint(folder, 5)}" in output

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -94,6 +94,8 @@ def test_windows_held_out_are_by_store():
         0,
         0,
     )
+    for no_count in ("7", 2**63):
+        assert replace(NEW_RUN, data={"store 1 held out": no_count}).held_out(1) == 0
     assert (NEW_RUN.step, NEW_RUN.samples, NEW_RUN.tokens, NEW_RUN.loss_mean) == (0, 0, 0, None)
 
 
@@ -128,16 +130,8 @@ def test_windows_held_out_are_by_store():
             r"progress\.skipped_steps: Input should be less",
         ),
         (
-            {"progress": PROGRESS | {"data": {"store 1 held out": "7"}}},
-            r"progress\.data: .*store 1 held out = '7' is no",
-        ),
-        (
             {"progress": PROGRESS | {"data": {"store 1 held out": -1}}},
-            r"progress\.data: .*store 1 held out = -1 is no",
-        ),
-        (
-            {"progress": PROGRESS | {"data": {"store 1 held out": 2**63}}},
-            r"progress\.data: .* is no number of windows",
+            r"progress\.data\.store 1 held out.*: Input should be greater",
         ),
         ({"config": "not [ toml"}, r"config: Value error, Expected '='"),
         ({"config": "a = 1"}, r"config: Value error, has a key outside of a table"),

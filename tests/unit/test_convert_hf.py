@@ -317,19 +317,19 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
     [
         (
             lambda d: (d / "config.json").unlink(),
-            "config.json cannot be read: No such file or directory; name a",
+            "config.json cannot be read: No such file or directory; name the",
         ),
         (
             lambda d: (d / "config.json").write_text("{"),
-            "config.json is not of a model that can be imported: Expect",
+            "config.json cannot be imported: not JSON: Expect",
         ),
         (
             lambda d: (d / "config.json").write_text("[]"),
-            "config.json is not of a model that can be imported: ",
+            "config.json cannot be imported: not a JSON object",
         ),
         (
             lambda d: edit_config(d, mlp_bias=True),
-            "config.json is not .*: mlp_bias = true: this model has only false",
+            "config.json cannot be imported: mlp_bias = true: this model has only false",
         ),
         (
             lambda d: edit_config(d, num_hidden_layers=5),
@@ -360,17 +360,20 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
             lambda d: (d / "model.safetensors").unlink(),
             "model.safetensors.index.json cannot be read: No such file",
         ),
-        (lambda d: truncate(d / "model.safetensors"), "model.safetensors is damaged: "),
+        (lambda d: truncate(d / "model.safetensors"), "model.safetensors cannot be imported: "),
         (
             lambda d: split(d, "part.safetensors", "b.safetensors"),
             "b.safetensors cannot be read: No such file",
         ),
         (
             lambda d: split(d, "../hf/part.safetensors"),
-            "damaged: ../hf/part.safetensors is not a file's name",
+            "cannot be imported: ../hf/part.safetensors is not a file's name",
         ),
-        (lambda d: (d / "model.safetensors").rename(d / INDEX), "index.json is damaged: "),
-        (lambda d: truncate(d / "model.safetensors", to=0), "model.safetensors is damaged: "),
+        (lambda d: (d / "model.safetensors").rename(d / INDEX), "index.json cannot be imported: "),
+        (
+            lambda d: truncate(d / "model.safetensors", to=0),
+            "model.safetensors cannot be imported: ",
+        ),
     ],
 )
 def test_what_cannot_be_imported(tmp_path: Path, hf_dir: Path, damage: Any, message: str) -> None:

@@ -260,7 +260,7 @@ def test_a_table_cannot_change_what_it_names(found, checkpoint):
     (checkpoint / ".metadata").write_bytes(set_parent)
     renew_manifest(checkpoint)
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata sets parent of \w+, which no table of tensors does$"
+        BrokenCheckpoint, match=r"^\.metadata: sets parent of \w+, which no table of tensors does$"
     ):
         SafeReader(checkpoint)
     assert Path("/a/b").parent == Path("/a")
@@ -273,7 +273,7 @@ def test_a_table_that_runs_code_is_refused(checkpoint, marker):
     (checkpoint / ".metadata").write_bytes(payload)
     renew_manifest(checkpoint)
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata names posix\.mkdir, which no table of tensors does$"
+        BrokenCheckpoint, match=r"^\.metadata: names posix\.mkdir, which no table of tensors does$"
     ):
         SafeReader(checkpoint)
     assert not marker.exists()
@@ -344,7 +344,7 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
 
     edit_table(checkpoint, redirect)
     with pytest.raises(
-        BrokenCheckpoint, match=rf"^\.metadata reads {name}, which is not in the manifest$"
+        BrokenCheckpoint, match=rf"^\.metadata: reads {name}, which is not in the manifest$"
     ):
         SafeReader(checkpoint)
 
@@ -367,7 +367,7 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
 )
 def test_a_table_whose_places_are_not_in_the_files_is_refused(checkpoint, fields, reason):
     edit_table(checkpoint, lambda table: vars(place_of(table)).update(fields))
-    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata {reason}$"):
+    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata: {reason}$"):
         SafeReader(checkpoint)
 
 
@@ -384,7 +384,7 @@ def test_tensors_that_are_larger_than_the_files_are_refused(checkpoint):
     tensors = manifest.tensors | {"model.b": TensorEntry("bfloat16", tuple(size))}
     write_manifest(checkpoint, replace(manifest, tensors=tensors))
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata has tensors of 70368744177716 bytes, and the files"
+        BrokenCheckpoint, match=r"^\.metadata: has tensors of 70368744177716 bytes, and the files"
     ):
         SafeReader(checkpoint)
 
@@ -400,7 +400,7 @@ def test_a_size_that_is_none(checkpoint):
 
 
 def test_a_size_of_very_many_dimensions():
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata has a tensor of 65 dimensions$"):
+    with pytest.raises(BrokenCheckpoint, match=r"^has a tensor of 65 dimensions$"):
         _TableUnpickler(io.BytesIO(pickle.dumps(torch.Size([1] * 65)))).load()
 
 
@@ -435,10 +435,10 @@ HUGE = (2**40).to_bytes(8, "little")
 HOSTILE_TABLES = {
     "LONG_BINPUT": (
         b"Nr\xff\xff\xff\x7f.",
-        r"\.metadata holds the opcode LONG_BINPUT, which no table",
+        r"\.metadata: holds the opcode LONG_BINPUT, which no table",
     ),
-    "BINPUT": (b"Nq\x05.", r"\.metadata holds the opcode BINPUT, which no table"),
-    "PUT": (b"Np2000000000\n.", r"\.metadata holds the opcode PUT, which no table"),
+    "BINPUT": (b"Nq\x05.", r"\.metadata: holds the opcode BINPUT, which no table"),
+    "PUT": (b"Np2000000000\n.", r"\.metadata: holds the opcode PUT, which no table"),
     "BYTEARRAY8": (
         b"\x96" + HUGE + b".",
         r"\.metadata: not a table of tensors: ValueError: expected 10995",
@@ -465,7 +465,7 @@ HOSTILE_TABLES = {
     ),
     "fields": (
         quadratic_table(),
-        r"\.metadata has a ChunkStorageMetadata of other fields than a table's",
+        r"\.metadata: has a ChunkStorageMetadata of other fields than a table's",
     ),
 }
 LIMITED = """

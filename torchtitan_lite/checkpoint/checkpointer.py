@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CheckpointConfig
@@ -56,6 +54,9 @@ from .manifest import (
 )
 from .reading import METADATA, SafeReader, first_failure
 from .resume import DISK_TIMEOUT, verify
+
+RANDOM_FILE = "rank-{:05d}.json"
+"""Name of the file with a rank's random state."""
 
 
 class Checkpointer:
@@ -112,7 +113,7 @@ class Checkpointer:
         self._read(path, state)
 
         # With more ranks than the run that saved it, some ranks share a random state.
-        random_file = path / random_file_name(dist.get_rank() % manifest.world_size)
+        random_file = path / RANDOM_FILE.format(dist.get_rank() % manifest.world_size)
         with naming(path):
             on_all_ranks(lambda: states.load_random_state(random_file, device=self._device))
 
@@ -126,13 +127,10 @@ class Checkpointer:
         manifest = verify(path, hashes=hashes)
         check_model(manifest.model, self._model_args, path=path)
         state = states.model_state(self._model)
-        wanted = states.entries(state)
-        saved = {
-            name: replace(entry, dtype=wanted[name].dtype if name in wanted else entry.dtype)
-            for name, entry in manifest.tensors.items()
-            if name.startswith("model.")
-        }
-        check_tensors(saved, wanted, path=path)
+        saved = manifest.tensors.items()
+        shapes = {name: entry.shape for name, entry in saved if name.startswith("model.")}
+        wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        check_tensors(shapes, wanted, path=path)
         self._read(path, state)
         logger.info(f"weights from {path}")
 
@@ -223,11 +221,12 @@ class Checkpointer:
         """Write this rank's random state, and return size and hash of all files of this rank."""
         rank = dist.get_rank()
         with storage_errors(draft):
-            replace_file(draft / random_file_name(rank), json.dumps(random_state))
-            names = [random_file_name(rank), *(path.name for path in draft.glob(f"__{rank}_*"))]
+            random_file = draft / RANDOM_FILE.format(rank)
+            replace_file(random_file, json.dumps(random_state))
+            files = [random_file, *draft.glob(f"__{rank}_*")]
             if rank == 0:
-                names.append(METADATA)
-            return {name: hash_file(draft / name) for name in names}
+                files.append(draft / METADATA)
+            return {file.name: hash_file(file) for file in files}
 
     def _commit(self, draft: Path, target: Path, manifest: CheckpointManifest) -> None:
         """Complete and rename the draft, then delete checkpoints that are too old; on rank 0."""
@@ -245,11 +244,6 @@ class Checkpointer:
             logger.warning(f"{error} The new checkpoint is complete.")
 
 
-def random_file_name(rank: int) -> str:
-    """Return the name of the file with a rank's random state."""
-    return f"rank-{rank:05d}.json"
-
-
 def write_tensors(
     state: dict[str, Tensor],
     folder: Path,
@@ -260,16 +254,12 @@ def write_tensors(
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
     alone. `transform` is applied to each tensor when it is written. Raises StorageError."""
-    writer = _Writer(folder)
+    writer, planner = _Writer(folder), _Planner(transform)
     if not copy_ahead:
         writer.per_thread_copy_ahead = 0
     try:
         dcp.save(
-            state,
-            storage_writer=writer,
-            planner=_Planner(transform),
-            process_group=group,
-            no_dist=group is None,
+            state, storage_writer=writer, planner=planner, process_group=group, no_dist=not group
         )
     except CheckpointException as error:
         # torch does not always say that the disk is full.
@@ -293,12 +283,10 @@ class _Writer(FileSystemWriter):
     """Writer that fails with the disk's error, instead of torch's error about an archive that it
     could not complete."""
 
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(self, *args: Any) -> Any:
         """Write this rank's tensors."""
         try:
-            return super().write_data(plan, planner)
+            return super().write_data(*args)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None

@@ -51,9 +51,7 @@ class _Sealed(type):
     """Metaclass of the stand-ins: a pickle may try to set attributes of what it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        raise BrokenCheckpoint(
-            f"{METADATA} sets {name} of {cls.__name__}, which no table of tensors does"
-        )
+        raise BrokenCheckpoint(f"sets {name} of {cls.__name__}, which no table of tensors does")
 
 
 def _stand_in(made: type, make: Callable[..., Any] | None = None) -> type:
@@ -63,9 +61,7 @@ def _stand_in(made: type, make: Callable[..., Any] | None = None) -> type:
     def set_state(self: Any, state: dict[str, Any]) -> None:
         # One large dictionary may be the state of many objects, and each of them copies it.
         if not isinstance(state, dict) or len(state) > MAX_FIELDS:
-            raise BrokenCheckpoint(
-                f"{METADATA} has a {made.__name__} of other fields than a table's"
-            )
+            raise BrokenCheckpoint(f"has a {made.__name__} of other fields than a table's")
         self.__dict__.update(state)
         object.__setattr__(self, "__class__", made)
 
@@ -81,7 +77,7 @@ def _stand_in(made: type, make: Callable[..., Any] | None = None) -> type:
 
 def _make_size(sizes: tuple[int, ...]) -> torch.Size:
     if len(sizes) > MAX_DIMENSIONS:
-        raise BrokenCheckpoint(f"{METADATA} has a tensor of {len(sizes)} dimensions")
+        raise BrokenCheckpoint(f"has a tensor of {len(sizes)} dimensions")
     return torch.Size(sizes)
 
 
@@ -135,9 +131,7 @@ class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name in the pickle. Raises BrokenCheckpoint for other names."""
         if (module, name) not in ALLOWED:
-            raise BrokenCheckpoint(
-                f"{METADATA} names {module}.{name}, which no table of tensors does"
-            )
+            raise BrokenCheckpoint(f"names {module}.{name}, which no table of tensors does")
         return ALLOWED[module, name]
 
 
@@ -147,31 +141,30 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
         content = read_regular(folder / METADATA, max_bytes=MAX_TABLE_BYTES)
         found = FileEntry(len(content), hashlib.sha256(content).hexdigest())
         if found != manifest.files.get(METADATA):
-            raise BrokenCheckpoint(f"{METADATA}: its contents have changed")
+            raise BrokenCheckpoint("its contents have changed")
 
         # genops also finds lengths past the end, which the unpickler would allocate first.
         opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
         if by_number := opcodes & MEMO_BY_NUMBER:
             raise BrokenCheckpoint(
-                f"{METADATA} holds the opcode {min(by_number)}, which no table of tensors does"
+                f"holds the opcode {min(by_number)}, which no table of tensors does"
             )
 
         table = _TableUnpickler(io.BytesIO(content)).load()
         for info in table.storage_data.values():
             _check_location(info, manifest)
         tensors = {name: _entry(tensor) for name, tensor in table.state_dict_metadata.items()}
+        _check_tensors(tensors, manifest)
+        return table
     except OSError as error:
         raise BrokenCheckpoint(f"{METADATA}: {error.strerror}") from error
-    except BrokenCheckpoint:
-        raise
+    except BrokenCheckpoint as broken:
+        raise BrokenCheckpoint(f"{METADATA}: {broken}") from broken
     except Exception as error:  # damaged bytes can raise any
         reason = " ".join(str(error).split())  # on one line
         raise BrokenCheckpoint(
             f"{METADATA}: not a table of tensors: {type(error).__name__}: {reason}"
         ) from error
-
-    _check_tensors(tensors, manifest)
-    return table
 
 
 def _check_location(info: _StorageInfo, manifest: CheckpointManifest) -> None:
@@ -179,14 +172,14 @@ def _check_location(info: _StorageInfo, manifest: CheckpointManifest) -> None:
     files."""
     name, location = info.relative_path, (info.offset, info.length)
     if name not in manifest.files:
-        raise BrokenCheckpoint(f"{METADATA} reads {name}, which is not in the manifest")
+        raise BrokenCheckpoint(f"reads {name}, which is not in the manifest")
     valid = all(type(number) is int and number >= 0 for number in location)
     if not valid or sum(location) > manifest.files[name].size:
         raise BrokenCheckpoint(
-            f"{METADATA} reads {info.length} bytes at {info.offset}, beyond the end of {name}"
+            f"reads {info.length} bytes at {info.offset}, beyond the end of {name}"
         )
     if info.transform_descriptors:
-        raise BrokenCheckpoint(f"{METADATA} has {name} unpacked, and a save packs nothing")
+        raise BrokenCheckpoint(f"has {name} unpacked, and a save packs nothing")
 
 
 def _entry(tensor: dcp_metadata.TensorStorageMetadata) -> TensorEntry:
@@ -199,13 +192,12 @@ def _entry(tensor: dcp_metadata.TensorStorageMetadata) -> TensorEntry:
 
     for chunk in chunks:
         sizes, offsets = list(chunk.sizes), list(chunk.offsets)
-        ends = [offset + length for offset, length in zip(offsets, sizes, strict=True)]
-        if len(ends) != len(shape) or any(
-            e > length for e, length in zip(ends, shape, strict=True)
-        ):
-            raise ValueError(
-                f"a part of {sizes} at {offsets} is not within a tensor of {list(shape)}"
-            )
+        bounds = (
+            zip(offsets, sizes, shape, strict=True) if len(sizes) == len(shape) else [(1, 0, 0)]
+        )
+        if any(offset + length > bound for offset, length, bound in bounds):
+            part = f"a part of {sizes} at {offsets}"
+            raise ValueError(f"{part} is not within a tensor of {list(shape)}")
 
     begins = [chunk.offsets for chunk in chunks if math.prod(chunk.sizes)]
     if len(set(begins)) < len(begins):
@@ -220,15 +212,13 @@ def _check_tensors(tensors: dict[str, TensorEntry], manifest: CheckpointManifest
     """Raise BrokenCheckpoint unless the table has the tensors of the manifest, which are no larger
     than the files."""
     if differing := sorted(name for name, _ in tensors.items() ^ manifest.tensors.items()):
-        raise BrokenCheckpoint(f"{METADATA}: {differing[0]} is not as in the manifest")
+        raise BrokenCheckpoint(f"{differing[0]} is not as in the manifest")
     wanted = sum(
         math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize for entry in tensors.values()
     )
     stored = sum(entry.size for entry in manifest.files.values())
     if wanted > stored:
-        raise BrokenCheckpoint(
-            f"{METADATA} has tensors of {wanted} bytes, and the files have {stored}"
-        )
+        raise BrokenCheckpoint(f"has tensors of {wanted} bytes, and the files have {stored}")
 
 
 class SafeReader(FileSystemReader):
@@ -252,13 +242,8 @@ class SafeReader(FileSystemReader):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(
-                    state,
-                    storage_reader=self,
-                    planner=SafePlanner(),
-                    process_group=group,
-                    no_dist=group is None,
-                )
+                options = {"process_group": group, "no_dist": group is None}
+                dcp.load(state, storage_reader=self, planner=SafePlanner(), **options)
         except CheckpointException as error:
             raise BrokenCheckpoint(first_failure(error)) from error
 

@@ -121,9 +121,8 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _require(
-        kind in ("default", "llama3"), "rope_type", kind, 'this model has only "default", "llama3"'
-    )
+    rule = 'this model has only "default" and "llama3"'
+    _require(kind in ("default", "llama3"), "rope_type", kind, rule)
     scaling = None
     if kind == "llama3":
         factors = {key: _positive(rope, key) for key in _ROPE_FACTORS}
