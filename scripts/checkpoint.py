@@ -2,7 +2,7 @@
 """Checkpoints of runs.
 
   ls FOLDER        list the checkpoints of a run
-  verify PATH...   read every byte of them and name what is broken
+  verify PATH...   read every byte of checkpoints and report damage
   diff A B         print the differences between two
 
 FOLDER is a run folder or its folder of checkpoints, PATH one of these or a step's folder, A and B
@@ -32,7 +32,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     ls = commands.add_parser("ls", parents=[common], help=text)
     ls.add_argument("folder", type=Path, help="run folder, or its folder of checkpoints")
 
-    text = "name what is broken; exit code 4 if anything is"
+    text = "report damage; exit code 4 if there is any"
     verify = commands.add_parser("verify", parents=[common], help=text)
     text = "step folder, or a folder that ls takes"
     verify.add_argument("paths", type=Path, nargs="+", metavar="path", help=text)
@@ -54,8 +54,8 @@ def ls(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print what is wrong with each checkpoint; return CheckpointError's exit code if anything
-    is."""
+    """Print the problems of each checkpoint; return CheckpointError's exit code if there are
+    any."""
     # Imported here because torch takes seconds to import, and ls does without.
     from torchtitan_lite.checkpoint.compare import verify_checkpoint
 

@@ -65,10 +65,10 @@ def export_hf(
     with new_folder(out_dir) as draft:
         try:
             reader, args = open_verified(step_dir)
-            saved = reader.manifest.tensors
             dtypes: dict[str, torch.dtype] = {
-                name: getattr(torch, saved[PREFIX + name].dtype if dtype == "keep" else dtype)
-                for name in hf_names(args.n_layers)
+                name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
+                for name, saved in reader.manifest.tensors.items()
+                if name.startswith(PREFIX)
             }
             write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
         except BrokenCheckpoint as broken:
@@ -103,15 +103,11 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
         weights = map_weights(hf_dir)
         check_weights(weights, args, hf_dir)
 
-        state = {PREFIX + ours: weights[theirs] for ours, theirs in hf_names(args.n_layers).items()}
-
-        def reorder(name: str, weight: Tensor) -> Tensor:
-            return from_hf(name.removeprefix(PREFIX), weight, args)
-
-        # Rows change places when a tensor is written, so that no copy of all is needed.
+        state = {ours: weights[theirs] for ours, theirs in weight_names(args).items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            write_tensors(state, draft, transform=reorder)
+            # Rows change places when a tensor is written, so that no copy of all is needed.
+            write_tensors(state, draft, transform=functools.partial(from_hf, args=args))
 
         settings = {"flavor": flavor}
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
@@ -156,9 +152,11 @@ def new_folder(target: Path) -> Iterator[Path]:
         if draft.exists() or taken:
             found = draft if draft.exists() else target
             raise ConfigError(f"{found} exists; remove it, or write to another folder.")
+
         draft.mkdir(parents=True)
         try:
             yield draft
+            # On disk before the rename, so that a power cut leaves no incomplete `target`.
             for path in draft.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
@@ -176,16 +174,15 @@ def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
     if problems := verify_checkpoint(folder, hashes=True):
         raise BrokenCheckpoint(listed(problems))
     reader = SafeReader(folder)
-    model, tensors = reader.manifest.model, reader.manifest.tensors
-    weights = [name for name in tensors if name.startswith(PREFIX)]
-    found = {name.removeprefix(PREFIX): tensors[name].shape for name in weights}
+    model, tensors = reader.manifest.model, reader.manifest.tensors.items()
+    found = {name: entry.shape for name, entry in tensors if name.startswith(PREFIX)}
     try:
         scaling = model["rope_scaling"]
         args = ModelArgs(**model | {"rope_scaling": scaling and RopeScaling(**scaling)})
         # Very many layers would take much memory, on the meta device too.
         if args.n_layers > len(found):
             raise ValueError(f"n_layers is {args.n_layers}, and there are {len(found)} weights")
-        expected = parameter_shapes(args)
+        expected = weight_shapes(args)
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise BrokenCheckpoint(f"manifest.json: model: {type(error).__name__}: {error}") from error
     if differing := changes(expected, found, absent="missing"):
@@ -193,10 +190,16 @@ def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
     return reader, args
 
 
-def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a model."""
+def weight_names(args: ModelArgs) -> dict[str, str]:
+    """Return Hugging Face's name of each weight by its name in a checkpoint."""
+    return {PREFIX + ours: theirs for ours, theirs in hf_names(args.n_layers).items()}
+
+
+def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a model by its name in a checkpoint."""
     with torch.device("meta"):
-        return {name: tuple(weight.shape) for name, weight in Transformer(args).named_parameters()}
+        weights = Transformer(args).named_parameters()
+    return {PREFIX + name: tuple(weight.shape) for name, weight in weights}
 
 
 def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
@@ -227,26 +230,23 @@ def write_weights(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    names, tensors = hf_names(args.n_layers), reader.manifest.tensors
-    sizes = {
-        name: math.prod(tensors[PREFIX + name].shape) * dtype.itemsize
-        for name, dtype in dtypes.items()
-    }
+    names, shapes = weight_names(args), weight_shapes(args)
+    sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in names}
     shards = plan_shards(sizes, max_bytes=max_shard_bytes)
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = SINGLE if len(shards) == 1 else several
-        weights = reader.read_whole(PREFIX + name for name in shard)
+        weights = reader.read_whole(shard)
         converted = {
-            names[name]: to_hf(name, weights.pop(PREFIX + name), args).to(dtypes[name])
-            for name in shard
+            names[name]: to_hf(name, weights.pop(name), args).to(dtypes[name]) for name in shard
         }
         try:
             save_file(converted, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise unwritable(folder / file, error) from error
         files |= dict.fromkeys(converted, file)
+        del converted  # before the next shard is read
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         replace_file(folder / INDEX, json.dumps(index, indent=2))
@@ -336,8 +336,8 @@ def hf_errors(path: Path) -> Iterator[None]:
 def check_weights(weights: Mapping[str, Tensor], args: ModelArgs, folder: Path) -> None:
     """Raise CheckpointError unless the weights of a Hugging Face model are what its config.json
     describes."""
-    names = hf_names(args.n_layers)
-    expected = {names[name]: shape for name, shape in parameter_shapes(args).items()}
+    names = weight_names(args)
+    expected = {names[name]: shape for name, shape in weight_shapes(args).items()}
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     problems = changes(expected, found, absent="missing") + [
         f"{name}: one of {', '.join(map(str, IMPORTED_DTYPES))} -> {weight.dtype}"

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build, train, trainer
-from torchtitan_lite.checkpoint import checkpointer
+from torchtitan_lite.checkpoint import checkpointer, folders
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.data.dataloader import Batch
@@ -268,7 +268,7 @@ def commit(draft: Path, target: Path) -> None:
     happen(f"committed {int(target.name[-8:])}")
 
 
-COMMIT, WRITE_TENSORS = checkpointer.commit, checkpointer.write_tensors
+COMMIT, WRITE_TENSORS = folders.commit, checkpointer.write_tensors
 
 
 if __name__ == "__main__":
@@ -277,6 +277,6 @@ if __name__ == "__main__":
     flavors.FLAVORS.update(debugmodel=tiny, wider=replace(tiny, dim=64))
     train.Trainer = FaultyTrainer  # type: ignore[misc]
     build.Checkpointer = FaultyCheckpointer  # type: ignore[misc]
-    checkpointer.commit, checkpointer.write_tensors = commit, write_tensors
+    folders.commit, checkpointer.write_tensors = commit, write_tensors
     happen("start")
     train.main()

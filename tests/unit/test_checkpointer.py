@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torchtitan_lite.checkpoint import checkpointer as module
+from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
@@ -354,7 +355,7 @@ def test_a_disk_that_fails_later_in_a_save_leaves_no_trace_either(
 
     run = Run(tmp_path)
     run.train(2)
-    monkeypatch.setattr(module, operation, fail)
+    monkeypatch.setattr(folders if operation == "commit" else module, operation, fail)
     with pytest.raises(StorageError):
         run.save()
     assert list(tmp_path.iterdir()) == []
@@ -401,7 +402,7 @@ def test_a_prune_that_fails_does_not_undo_the_save(
     def fail(*arguments: Any) -> None:
         raise StorageError("old files cannot be deleted.")
 
-    monkeypatch.setattr(module, "prune", fail)
+    monkeypatch.setattr(folders, "prune", fail)
     run = Run(tmp_path)
     run.train(2)
     with caplog.at_level("WARNING"):

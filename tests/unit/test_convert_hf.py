@@ -435,7 +435,7 @@ def test_a_checkpoint_without_some_weights_is_not_exported(tmp_path: Path) -> No
     folder = save(tmp_path / "step", state | {"model.other": torch.zeros(1)}, ARGS)
     with pytest.raises(
         CheckpointError,
-        match=r"broken: .*: norm.weight: \[64\] -> missing; other: missing -> \[1\]; export",
+        match=r"broken: .*: model.norm.weight: \[64\] -> missing; model.other: missing -> \[1\]; export",
     ):
         export_hf(folder, tmp_path / "out")
 

@@ -30,18 +30,9 @@ from torchtitan_lite.errors import RunError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
+from . import folders
 from . import state as states
 from .compare import check_model, check_tensors
-from .folders import (
-    commit,
-    prune,
-    remove_drafts,
-    set_aside_after,
-    start_draft,
-    step_folder,
-    storage_errors,
-    unwritable,
-)
 from .manifest import (
     CheckpointManifest,
     FileEntry,
@@ -107,7 +98,7 @@ class Checkpointer:
     def load(self, manifest: CheckpointManifest) -> None:
         """Load the checkpoint of `manifest` into model, optimizer and random generators, and set
         later checkpoints aside. Raises CheckpointError if it is of another model."""
-        path = step_folder(self.folder, manifest.progress.step)
+        path = folders.step_folder(self.folder, manifest.progress.step)
         state = states.training_state(self._model, self._optimizer)
         check_tensors(manifest.tensors, states.entries(state), path=path)
         self._read(path, state)
@@ -117,7 +108,7 @@ class Checkpointer:
         with naming(path):
             on_all_ranks(lambda: states.load_random_state(random_file, device=self._device))
 
-        on_rank0(lambda: set_aside_after(self.folder, manifest.progress.step))
+        on_rank0(lambda: folders.set_aside_after(self.folder, manifest.progress.step))
         self.last_saved = path
         logger.info(f"resumed from {path}")
 
@@ -190,8 +181,8 @@ class Checkpointer:
         deleting what was written."""
         group, step = self.group, progress.step
         on_all_ranks(lambda: states.check_finite(state, step=step), group=group)
-        draft = on_rank0(lambda: start_draft(self.folder, step), group=group)
-        target = step_folder(self.folder, step)
+        draft = on_rank0(lambda: folders.start_draft(self.folder, step), group=group)
+        target = folders.step_folder(self.folder, step)
         try:
             # A snapshot is on the CPU already; copying ahead would wait for the training's stream.
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
@@ -210,7 +201,7 @@ class Checkpointer:
         except RunError:
             if dist.get_rank() == 0:
                 with suppress(StorageError):
-                    remove_drafts(self.folder)
+                    folders.remove_drafts(self.folder)
             raise
         logger.info(f"saved {target}")
         return target
@@ -220,7 +211,7 @@ class Checkpointer:
     ) -> dict[str, FileEntry]:
         """Write this rank's random state, and return size and hash of all files of this rank."""
         rank = dist.get_rank()
-        with storage_errors(draft):
+        with folders.storage_errors(draft):
             random_file = draft / RANDOM_FILE.format(rank)
             replace_file(random_file, json.dumps(random_state))
             files = [random_file, *draft.glob(f"__{rank}_*")]
@@ -235,11 +226,11 @@ class Checkpointer:
                 f"[checkpoint] {draft} does not contain on rank 0 what all ranks have written: "
                 f"{problems[0]}; [job] dump_folder must be on a disk that all of them share."
             )
-        with storage_errors(draft):
+        with folders.storage_errors(draft):
             write_manifest(draft, manifest)
-        commit(draft, target)
+        folders.commit(draft, target)
         try:
-            prune(self.folder, self._settings.keep_latest_k)
+            folders.prune(self.folder, self._settings.keep_latest_k)
         except StorageError as error:
             logger.warning(f"{error} The new checkpoint is complete.")
 
@@ -258,14 +249,13 @@ def write_tensors(
     if not copy_ahead:
         writer.per_thread_copy_ahead = 0
     try:
-        dcp.save(
-            state, storage_writer=writer, planner=planner, process_group=group, no_dist=not group
-        )
+        options = {"process_group": group, "no_dist": group is None}
+        dcp.save(state, storage_writer=writer, planner=planner, **options)
     except CheckpointException as error:
         # torch does not always say that the disk is full.
         free_gib = shutil.disk_usage(folder.parent).free / 2**30
         reason = f"{first_failure(error)}; {free_gib:,.2f} GiB are free there"
-        raise unwritable(folder, reason) from error
+        raise folders.unwritable(folder, reason) from error
 
 
 class _Planner(DefaultSavePlanner):

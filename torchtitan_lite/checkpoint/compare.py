@@ -178,8 +178,8 @@ def _value_difference(name: str, old: Tensor, new: Tensor) -> ValueDifference | 
 
 
 def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """Return what is wrong with the checkpoint at `path`, one line for each: with its files, else
-    with its table of tensors."""
+    """Return the problems of the checkpoint at `path`, one line each: of its files or, if there are
+    none, of its table of tensors."""
     if problems := find_problems(path, hashes=hashes):
         return problems
     try:

@@ -42,8 +42,11 @@ def draft_folder(folder: Path, step: int) -> Path:
 
 def named_steps(folder: Path) -> list[int]:
     """Return the steps that have a folder, ascending, whatever the folder contains."""
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+    if not folder.is_dir():
+        return []
+    # Not by glob, to which a folder that cannot be read is an empty one.
+    matches = (STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def committed_steps(folder: Path) -> list[int]:
@@ -53,8 +56,8 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def find_problems(path: Path, *, hashes: bool) -> list[str]:
-    """Return what is wrong with the files of the checkpoint at `path`, one line for each. With
-    `hashes`, every byte is read."""
+    """Return the problems of the files of the checkpoint at `path`, one line each. With `hashes`,
+    every byte is read."""
     try:
         return broken_files(path, read_manifest(path).files, hashes=hashes)
     except BrokenCheckpoint as broken:

@@ -193,12 +193,13 @@ def broken_files(
     rank: int = 0,
     world_size: int = 1,
 ) -> list[str]:
-    """Return what is wrong with the `files` of the checkpoint in `folder`, one line for each.
+    """Return the problems of the `files` of the checkpoint in `folder`, one line each.
 
     Sizes are compared for all files; contents for the small files, and with `hashes` for all. Of
     `world_size` callers each reads a different share of the contents. Other files in the folder are
     ignored. Raises StorageError if the disk fails."""
     problems = []
+    # Largest first, so that the shares of the callers are about equal.
     by_size = sorted(files.items(), key=lambda file: -file[1].size)
     for number, (name, entry) in enumerate(by_size):
         path = folder / name
