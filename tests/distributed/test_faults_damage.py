@@ -106,7 +106,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(
         find_resume(CheckpointConfig(enable=True, load_step=10), folder=folder / "checkpoint")
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_unless_told_not_to(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_unless_load_step_is_set(
     folder: Path,
 ) -> None:
     expected = {step: record["loss"] for step, record in records(folder).items()}
@@ -192,8 +192,8 @@ def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_do
         file.write(b"\xff\xff")
     output = finish(tmp_path / "run", f"{STEPS}=1", f"--training.dataset_path={store}")
     assert (
-        f"the unigram entropy is not known: token store {store} is damaged: tokens-00000.bin: id 65535"
-        in output
+        f"the unigram entropy is not known: token store {store} is damaged: "
+        "tokens-00000.bin: id 65535" in output
     )
     assert re.search(r"final loss \d\.\d\d nat$", output, re.MULTILINE)
     assert status(tmp_path / "run")["state"] == "done"

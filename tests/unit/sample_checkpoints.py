@@ -20,7 +20,13 @@ from torchtitan_lite.checkpoint.manifest import (
     write_manifest,
 )
 
-CONFIG = '[optimizer]\nlr = 0.0008\n\n[float8]\nenable_float8_linear = true\nrecipe_name = "tensorwise"\n'
+CONFIG = """[optimizer]
+lr = 0.0008
+
+[float8]
+enable_float8_linear = true
+recipe_name = "tensorwise"
+"""
 
 
 def small_tensors(step: int) -> dict[str, torch.Tensor]:

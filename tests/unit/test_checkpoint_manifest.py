@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it takes for damage, and how it finds that of the files."""
+"""The manifest of a checkpoint: damage to it, and to the files that it lists."""
 
 import errno
 import hashlib
@@ -215,7 +215,7 @@ def test_sound_files_beside_others(folder):
     assert broken_files(folder, SAMPLE.files, hashes=True) == []
 
 
-def test_damage_that_sizes_tell(folder):
+def test_damage_that_changes_sizes(folder):
     (folder / "__0_0.distcp").write_bytes(b"a" * 8999)
     (folder / ".metadata").unlink()
     expected = ["__0_0.distcp has 8999 bytes, not 9000", ".metadata: No such file or directory"]
@@ -226,7 +226,7 @@ def test_damage_that_sizes_tell(folder):
 
 
 @pytest.mark.parametrize("damage", [b"a" * 8999 + b"b", b"a" * 4000 + b"\0" * 4096 + b"a" * 904])
-def test_damage_that_only_hashes_tell(folder, damage):
+def test_damage_that_changes_only_hashes(folder, damage):
     (folder / "__0_0.distcp").write_bytes(damage)
     assert broken_files(folder, SAMPLE.files, hashes=False) == []
     assert broken_files(folder, SAMPLE.files, hashes=True) == [

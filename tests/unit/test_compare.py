@@ -186,7 +186,7 @@ def test_a_difference_is_listed():
         assert difference in str(e.value)
 
 
-def test_moments_of_another_type_are_told_with_the_keys_that_decide_it():
+def test_moments_of_another_type_are_refused_with_the_keys_that_decide_it():
     saved = {
         "model.a": TensorEntry("float32", (2, 3)),
         "optimizer.a.exp_avg": TensorEntry("uint8", (2, 3)),

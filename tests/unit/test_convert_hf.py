@@ -306,7 +306,8 @@ def split(folder: Path, *files: str) -> None:
 
 
 UNFIT = {  # 8B but for its vocabulary
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336, "head_dim": 128
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "intermediate_size": 14336, "head_dim": 128,
 }  # fmt: skip
 DOUBLE_NORM = {"model.norm.weight": torch.zeros(256, dtype=torch.float64)}
 STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
@@ -435,7 +436,7 @@ def test_a_checkpoint_without_some_weights_is_not_exported(tmp_path: Path) -> No
     folder = save(tmp_path / "step", state | {"model.other": torch.zeros(1)}, ARGS)
     with pytest.raises(
         CheckpointError,
-        match=r"broken: .*: model.norm.weight: \[64\] -> missing; model.other: missing -> \[1\]; export",
+        match=r"broken: .*: model.norm.weight: .* -> missing; model.other: missing -> .*; export",
     ):
         export_hf(folder, tmp_path / "out")
 
@@ -522,7 +523,8 @@ def test_the_shipped_tokenizer_is_exported(tmp_path: Path) -> None:
     out = exported_tokenizer(tmp_path, tokenizer_path="")
     ours, theirs = build_tokenizer(""), transformers.AutoTokenizer.from_pretrained(out)
     assert end_ids(out) == (ours.bos_id, ours.eos_id)
-    text = "def f(x):\n    return x  # \t∑é\n" + SHIPPED_MODEL.with_name("tokenizer.py").read_text()
+    source = SHIPPED_MODEL.with_name("tokenizer.py").read_text()
+    text = "def f(x):\n    return x  # \t∑é\n" + source
     assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
 
 

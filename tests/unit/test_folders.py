@@ -392,7 +392,7 @@ def test_later_steps_are_set_aside(folder, caplog):
     ],
     ids=["start_draft", "commit", "prune", "set_aside_after", "remove_drafts"],
 )
-def test_a_disk_that_fails_is_told_of(folder, monkeypatch, action):
+def test_a_disk_that_fails_raises_a_storage_error(folder, monkeypatch, action):
     make_draft(folder, 60)
 
     def fail(path, *args, **kwargs):

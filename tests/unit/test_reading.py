@@ -478,7 +478,8 @@ size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesi
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**29,) * 2)
 for folder in map(Path, sys.argv[1:]):
     try:
-        print((verify_checkpoint(folder, hashes=True) or [SafeReader(folder).read_whole() and "read"])[0])
+        problems = verify_checkpoint(folder, hashes=True)
+        print(problems[0] if problems else SafeReader(folder).read_whole() and "read")
     except BrokenCheckpoint as broken:
         print(broken)
 """
@@ -512,16 +513,16 @@ def test_no_table_gets_much_memory(checkpoint):
         flipped = bytearray(table)
         flipped[flips.randrange(len(table))] ^= 1 << flips.randrange(8)
         folders.append(copy_with_table(checkpoint, f"flip {number}", bytes(flipped)))
-    told = read_in_little_memory(folders)
-    assert len(told) == len(folders)
-    for (_, reason), message in zip(HOSTILE_TABLES.values(), told, strict=False):
+    lines = read_in_little_memory(folders)
+    assert len(lines) == len(folders)
+    for (_, reason), message in zip(HOSTILE_TABLES.values(), lines, strict=False):
         assert re.match(reason, message)
-    of_flips = told[len(HOSTILE_TABLES) :]
+    of_flips = lines[len(HOSTILE_TABLES) :]
     assert all(
         message == "read" or re.match(r"\.metadata|rank 0: |has no tensor", message)
         for message in of_flips
     )
-    assert not any("MemoryError" in message for message in told)
+    assert not any("MemoryError" in message for message in lines)
     assert 20 < of_flips.count("read") < 100  # of names that are not looked at, such as the save's
 
 
@@ -540,10 +541,10 @@ def test_only_regular_files_are_read(checkpoint):
             else:
                 (copied / name).symlink_to("/dev/zero")
             folders.append(copied)
-    told = read_in_little_memory(folders)
+    lines = read_in_little_memory(folders)
     names = [folder.name.split()[1] for folder in folders]
-    told_of = [re.fullmatch(r"(.+?)(?:: | is )not a regular file", line) for line in told]
-    assert [match and match[1] for match in told_of] == names
+    matches = [re.fullmatch(r"(.+?)(?:: | is )not a regular file", line) for line in lines]
+    assert [match and match[1] for match in matches] == names
 
 
 def test_a_table_of_other_tensors_than_the_manifest_is_refused(checkpoint):
