@@ -10,9 +10,9 @@ from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.build_model import build_model, rates_of
-from torchtitan_lite.checkpoint.changes import check_model, config_changes
+from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import NEW_RUN, Manifest, Progress
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CheckpointConfig, Config, check_decay
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
@@ -71,7 +71,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 class Parts:
     """What a Trainer needs, built and loaded."""
 
-    progress: Progress
+    progress: TrainingProgress
     """Where the run continues."""
     batches: TrainingBatches
     validation_batches: ValidationBatches | None
@@ -93,7 +93,7 @@ class Parts:
 
 
 def build_parts(
-    job: Job, tokenizer: Tokenizer, *, device: torch.device, resume: Manifest | None
+    job: Job, tokenizer: Tokenizer, *, device: torch.device, resume: CheckpointManifest | None
 ) -> Parts:
     """Build every part of `job` and load the checkpoint. A collective call.
 
@@ -154,7 +154,7 @@ def build_parts(
     )
 
 
-def accept_progress(resume: Manifest | None, job: Job) -> Progress:
+def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProgress:
     """Return the progress to continue from, and log the keys that have changed since.
 
     Raises CheckpointError for a checkpoint of another model.
@@ -168,7 +168,7 @@ def accept_progress(resume: Manifest | None, job: Job) -> Progress:
 
 
 def build_batches(
-    job: Job, tokenizer: Tokenizer, *, dp_rank: int, progress: Progress
+    job: Job, tokenizer: Tokenizer, *, dp_rank: int, progress: TrainingProgress
 ) -> tuple[TrainingBatches, ValidationBatches | None]:
     """Build the batches of a data-parallel rank after `progress`, and those of its validation.
 
@@ -240,7 +240,7 @@ def build_checkpointer(
 
 
 def load_state(
-    checkpointer: Checkpointer, checkpoint: CheckpointConfig, *, resume: Manifest | None
+    checkpointer: Checkpointer, checkpoint: CheckpointConfig, *, resume: CheckpointManifest | None
 ) -> None:
     """Load the checkpoint to continue from, or the weights to start with, if there are any."""
     initial = checkpoint.initial_load_path
@@ -253,7 +253,7 @@ def load_state(
 
 
 def build_metrics(
-    job: Job, ledger: FlopsLedger, *, device: torch.device, total_steps: int, progress: Progress
+    job: Job, ledger: FlopsLedger, *, device: torch.device, total_steps: int, progress: TrainingProgress
 ) -> MetricsProcessor:
     """Build the metrics of a run that continues after `progress`. Only rank 0 writes.
 

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import prepare_job
 from torchtitan_lite.checkpoint.folders import remove_drafts
-from torchtitan_lite.checkpoint.manifest import Manifest, installed_versions
+from torchtitan_lite.checkpoint.manifest import CheckpointManifest, installed_versions
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import Config, format_help, load_config, shared_settings
@@ -119,7 +119,7 @@ def start_facts(config: Config) -> dict[str, str]:
     }
 
 
-def open_folder(config: Config) -> tuple[RunFolder | None, Manifest | None]:
+def open_folder(config: Config) -> tuple[RunFolder | None, CheckpointManifest | None]:
     """Lock the run folder, and move an earlier run aside if nothing is resumed. A collective call.
 
     Returns the folder, on rank 0 only, and the manifest of the checkpoint to resume from, on all

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import build_parts
-from torchtitan_lite.checkpoint.manifest import Manifest, Progress
+from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import Wishes, agree, on_rank0
 from torchtitan_lite.config import TrainingConfig
@@ -56,7 +56,7 @@ class Trainer:
         *,
         device: torch.device,
         run_folder: RunFolder | None,
-        resume: Manifest | None,
+        resume: CheckpointManifest | None,
         watchdog: Watchdog,
     ) -> None:
         """Build the parts of `job`. A collective call.
@@ -310,10 +310,10 @@ class Trainer:
         if self.run_folder is not None:
             self.run_folder.check_is_ours(step=self.step)
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """Return the numbers that a checkpoint of the last finished step holds."""
         loss_mean = self.parts.guard.loss_mean.item()
-        return Progress(
+        return TrainingProgress(
             step=self.step,
             samples=self.parts.batches.samples(self.step),
             tokens=self.tokens,
