@@ -33,7 +33,6 @@ from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import OUTPUT, LinearChoice, format_choices
-from torchtitan_lite.float8.shared_casts import keep_shared_casts
 from torchtitan_lite.logger import logger
 from torchtitan_lite.meta import build_meta_model, device_rates, predict_step, resolve_checkpointing
 from torchtitan_lite.metrics.devices import lookup_device
@@ -42,18 +41,14 @@ from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, tot
 from torchtitan_lite.metrics.metrics import MetricsProcessor
 from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
-from torchtitan_lite.models.attention import (
-    attention_backend,
-    attention_inputs,
-    prefer_backend,
-    time_backends,
-)
+from torchtitan_lite.models.attention import attention_backend
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.distributed import local_world_size
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
+from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
 
 
 def build_batches(
@@ -225,41 +220,16 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
         )
 
 
-def choose_attention(
-    config: Config, args: ModelArgs, *, tp_degree: int, device: torch.device
-) -> str:
-    """What is to compute attention: on a GPU the fastest of what can, as rank 0 finds it, and
-    elsewhere, or where runs are to be the same by the bit, what PyTorch chooses. A collective
-    call."""
-    kind = {
-        "tp_degree": tp_degree,
-        "dtype": getattr(torch, config.training.mixed_precision_param),
-        "device": device,
-    }
-    chosen = attention_backend(args, **kind)
-    if device.type == "cpu" or config.debug.deterministic or chosen == "FLEX_ATTENTION":
-        return chosen
-    batch_size = config.training.local_batch_size
-    seconds = on_rank0(
-        lambda: time_backends(*attention_inputs(args, batch_size=batch_size, **kind))
-    )
-    if not seconds:
-        return chosen
-    fastest = min(seconds, key=seconds.__getitem__)
-    prefer_backend(fastest)
-    logger.info(
-        f"attention, forward and backward: {', '.join(f'{name} {1e3 * s:.2f} ms' for name, s in seconds.items())}"
-    )
-    return fastest
-
-
 def build_model(
     config: Config, args: ModelArgs, *, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Transformer, FlopsLedger, Asked]:
     """The model, converted, sharded and initialised, the FLOPs of a token counted before it was
     sharded, and what of float8 a step is to show."""
     training, float8, tp = config.training, config.float8, mesh["tp"].size()
-    attention = choose_attention(config, args, tp_degree=tp, device=device)
+    dtype = getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(args, tp_degree=tp, dtype=dtype, device=device)
+    if config.compile.enable:  # the compiler's cache does not distinguish the backends
+        tag_compiler_cache(attention)
     spec = lookup_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     rates = device_rates(spec, config.metrics)
     degrees = resolve_degrees(config.parallelism, world_size=mesh.size())

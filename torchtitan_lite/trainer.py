@@ -47,7 +47,7 @@ from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
+from torchtitan_lite.optim import UpdateGuard, build_optimizer, learning_rate, step_unless
 from torchtitan_lite.parallel.distributed import set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.parallel.watchdog import Watchdog
@@ -216,8 +216,12 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`."""
         training, accum_steps = self.config.training, self.batch.grad_accum_steps
-        schedule = lr_factor(step, schedule=self.config.lr_scheduler, training_steps=self.last_step)
-        lr = self.config.optimizer.lr * schedule
+        lr = learning_rate(
+            step,
+            optimizer=self.config.optimizer,
+            schedule=self.config.lr_scheduler,
+            training_steps=self.last_step,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # FSDP averages gradients over the data-parallel ranks; each sums its microbatches' share of

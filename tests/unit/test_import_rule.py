@@ -13,9 +13,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HUBS = {"train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
+COMMON = {
+    *("config", "errors", "logger", "files", "collectives", "tables", "torchao_types"),
+    *("patches", "lr_schedule"),
+}
 OURS = {  # what a part of the package may import of it, besides itself
-    "config": {"errors", "logger", "models.flavors"},
+    "config": {"errors", "logger", "models.flavors", "lr_schedule"},
+    "patches": set(),
+    "lr_schedule": set(),
     "errors": set(),
     "logger": set(),
     "files": set(),
@@ -31,6 +36,8 @@ THIRD_PARTIES = {  # what it may import of others, where that is not left open
     "files": set(),
     "tables": set(),
     "torchao_types": {"torchao"},
+    "patches": {"torch", "torchao"},
+    "lr_schedule": set(),
     "collectives": {"torch"},
     "models": {"torch"},
     "models.flavors": set(),

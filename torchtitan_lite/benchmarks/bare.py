@@ -28,13 +28,13 @@ from torchtitan_lite.data.prefetch import Prefetcher
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import build_scale_hook, resolve_emulate
+from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.meta import build_meta_model, device_rates, resolve_model_args
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.models.attention import attention_backend
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.optim import lr_factor
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.trainer import Trainer
 
@@ -129,7 +129,9 @@ class BareLoop:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
             lambda done: lr_factor(
-                done + 1, schedule=config.lr_scheduler, training_steps=trainer.last_step
+                done + 1,
+                **config.lr_scheduler.model_dump(exclude={"total_steps"}),
+                total_steps=config.lr_scheduler.total_steps or trainer.last_step,
             ),
         )
         self.scale_hook = build_scale_hook(self.model, float8=config.float8)

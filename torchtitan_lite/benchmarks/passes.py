@@ -16,9 +16,9 @@ from torch import nn
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
-from torchtitan_lite.float8.shared_casts import keep_shared_casts
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.patches import keep_shared_casts
 
 SCALE = 16
 """By which the dimensions of Llama 3 8B, and its 8192 tokens, are divided: all traffic in

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
+from torchtitan_lite.lr_schedule import DECAYS
+
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 AllOrCount = Annotated[int, Field(ge=-1)]
@@ -83,7 +85,7 @@ class LRSchedulerConfig(Section):
     decay_ratio: Fraction | None = None
     """Share of total_steps that decays at the end, after a constant phase; unset: all steps after
     the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: Literal[tuple(DECAYS)] = "linear"  # type: ignore[valid-type]
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of optimizer.lr."""
