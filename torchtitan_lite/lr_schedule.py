@@ -18,23 +18,25 @@ DECAYS: dict[str, Callable[[float], float]] = {
 def lr_factor(
     step: int,
     *,
-    total_steps: int,
+    training_steps: int,
     warmup_steps: int,
+    total_steps: int | None,
     decay_ratio: float | None,
     decay_type: str,
     min_lr_factor: float,
 ) -> float:
     """Return the learning rate of `step` (1-based) as a share of its peak.
 
-    The warm-up rises linearly; the step after it has the peak. The decay takes `decay_ratio` of
-    `total_steps`, or all steps after the warm-up if that is None. It would reach `min_lr_factor` in
-    the step after the last one, so that no step has a learning rate of 0."""
-    warmup = min(warmup_steps, total_steps)
+    The arguments after `training_steps` are the keys of [lr_scheduler]. The warm-up rises linearly;
+    the step after it has the peak. The decay would reach `min_lr_factor` in the step after the last
+    one, so that no step has a learning rate of 0."""
+    total = total_steps or training_steps
+    warmup = min(warmup_steps, total)
     if step <= warmup:
         return step / (warmup + 1)
 
-    decay = total_steps - warmup
+    decay = total - warmup
     if decay_ratio is not None:
-        decay = min(round(total_steps * decay_ratio), decay)
-    progress = min(1.0, max(0.0, (step - (total_steps - decay)) / (decay + 1)))
+        decay = min(round(total * decay_ratio), decay)
+    progress = min(1.0, max(0.0, (step - (total - decay)) / (decay + 1)))
     return min_lr_factor + (1 - min_lr_factor) * DECAYS[decay_type](progress)

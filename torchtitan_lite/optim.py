@@ -9,27 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.logger import logger
-from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 LOSS_MEAN_DECAY = 0.98
 """Decay of the running mean of the losses: a loss has half its weight after 34 steps."""
-
-
-def learning_rate(
-    step: int, *, optimizer: OptimizerConfig, schedule: LRSchedulerConfig, training_steps: int
-) -> float:
-    """Return the learning rate of `step` (1-based) in a run of `training_steps`."""
-    return optimizer.lr * lr_factor(
-        step,
-        total_steps=schedule.total_steps or training_steps,
-        warmup_steps=schedule.warmup_steps,
-        decay_ratio=schedule.decay_ratio,
-        decay_type=schedule.decay_type,
-        min_lr_factor=schedule.min_lr_factor,
-    )
 
 
 def build_optimizer(
@@ -55,9 +40,7 @@ def build_optimizer(
     return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
 
 
-# ---------------------------------------------------------------------------------------------
-# AdamW with moments in 16 or 8 bits
-# ---------------------------------------------------------------------------------------------
+# ----- AdamW with moments in 16 or 8 bits -----
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's moments by their names in its state, and whether each is signed."""
@@ -261,9 +244,7 @@ def _update(
         old.copy_(torch.where(skip == 0, value, old))
 
 
-# ---------------------------------------------------------------------------------------------
-# Steps without an update
-# ---------------------------------------------------------------------------------------------
+# ----- Steps without an update -----
 
 
 class UpdateGuard:

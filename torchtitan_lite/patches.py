@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# ---------------------------------------------------------------------------------------------
-# The compiler
-# ---------------------------------------------------------------------------------------------
+# ----- The compiler -----
 
 
 def tag_compiler_cache(label: str) -> None:
@@ -154,9 +152,7 @@ def keep_shared_casts() -> None:
     config.post_grad_custom_post_pass = KeepSharedCasts()
 
 
-# ---------------------------------------------------------------------------------------------
-# torchao
-# ---------------------------------------------------------------------------------------------
+# ----- torchao -----
 
 
 def scale_gathered_weights_over(mesh: DeviceMesh | None) -> None:

@@ -41,13 +41,14 @@ from torchtitan_lite.float8.convert import build_scale_hook, is_float8
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.logger import logger
+from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.meta import resolve_model_args
 from torchtitan_lite.metrics.cpu_peaks import report_moved_peaks
 from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import UpdateGuard, build_optimizer, learning_rate, step_unless
+from torchtitan_lite.optim import UpdateGuard, build_optimizer, step_unless
 from torchtitan_lite.parallel.distributed import set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.parallel.watchdog import Watchdog
@@ -216,12 +217,8 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`."""
         training, accum_steps = self.config.training, self.batch.grad_accum_steps
-        lr = learning_rate(
-            step,
-            optimizer=self.config.optimizer,
-            schedule=self.config.lr_scheduler,
-            training_steps=self.last_step,
-        )
+        schedule = self.config.lr_scheduler.model_dump()
+        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # FSDP averages gradients over the data-parallel ranks; each sums its microbatches' share of

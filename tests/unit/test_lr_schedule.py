@@ -4,20 +4,14 @@ import math
 
 import pytest
 
-from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig
-from torchtitan_lite.lr_schedule import DECAYS
-from torchtitan_lite.optim import learning_rate
+from torchtitan_lite.config import LRSchedulerConfig
+from torchtitan_lite.lr_schedule import DECAYS, lr_factor
 
 
 def factors(steps: int, *, of: int | None = None, **schedule: object) -> list[float]:
     """Shares of the peak in the first `steps` steps of a run of `of`, by default the same."""
-    config = LRSchedulerConfig(**schedule)
-    return [
-        learning_rate(
-            step, optimizer=OptimizerConfig(lr=1.0), schedule=config, training_steps=of or steps
-        )
-        for step in range(1, steps + 1)
-    ]
+    keys = LRSchedulerConfig(**schedule).model_dump()
+    return [lr_factor(step, training_steps=of or steps, **keys) for step in range(1, steps + 1)]
 
 
 def test_warm_up_then_linear_decay_over_all_that_is_left() -> None:
@@ -53,16 +47,6 @@ def test_the_schedule_spans_total_steps_rather_than_the_steps_trained() -> None:
 
 def test_a_schedule_shorter_than_its_warm_up_only_warms_up() -> None:
     assert factors(4, warmup_steps=200) == pytest.approx([0.2, 0.4, 0.6, 0.8])
-
-
-def test_the_peak_is_the_learning_rate_of_the_optimizer() -> None:
-    rate = learning_rate(
-        3,
-        optimizer=OptimizerConfig(lr=4e-3),
-        schedule=LRSchedulerConfig(warmup_steps=2),
-        training_steps=6,
-    )
-    assert rate == 4e-3 * 0.8
 
 
 @pytest.mark.parametrize("decay_type", DECAYS)

@@ -101,9 +101,10 @@ def test_async_tensor_parallelism_lets_the_compiler_fuse_over_the_group(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(memory, "empty", lambda *size, device: (size, device))
     monkeypatch.setattr(memory, "rendezvous", lambda probe, group: met.append((probe, group)))
-    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
     enabled = []
     monkeypatch.setattr(memory, "enable_symm_mem_for_group", enabled.append)
-    enable_async_tensor_parallel(SimpleNamespace(device_type="cuda", get_group=lambda: group))
+    with torch._inductor.config.patch(_micro_pipeline_tp=False):
+        enable_async_tensor_parallel(SimpleNamespace(device_type="cuda", get_group=lambda: group))
+        assert torch._inductor.config._micro_pipeline_tp
     assert met == [(((1,), torch.device("cuda", 0)), group)]
-    assert torch._inductor.config._micro_pipeline_tp and enabled == ["tp"] and not recwarn
+    assert enabled == ["tp"] and not recwarn

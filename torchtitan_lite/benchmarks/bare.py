@@ -130,8 +130,8 @@ class BareLoop:
             self.optimizer,
             lambda done: lr_factor(
                 done + 1,
-                **config.lr_scheduler.model_dump(exclude={"total_steps"}),
-                total_steps=config.lr_scheduler.total_steps or trainer.last_step,
+                training_steps=trainer.last_step,
+                **config.lr_scheduler.model_dump(),
             ),
         )
         self.scale_hook = build_scale_hook(self.model, float8=config.float8)
