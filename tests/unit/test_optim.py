@@ -100,8 +100,8 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
 def updates(
     state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256)
 ) -> tuple[torch.Tensor, Any]:
-    """What `steps` steps on random gradients, of rows that differ in size by far, add to a weight,
-    and its state."""
+    """Return the change of a weight after `steps` steps, and its optimizer state. The gradients are
+    random, of very different magnitudes in different rows."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(shape))
     optimizer = build_optimizer(
