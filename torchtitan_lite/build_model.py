@@ -9,7 +9,6 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.float8.convert import resolve_emulate
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import LinearChoice, format_choices
-from torchtitan_lite.float8.shared_casts import keep_shared_casts
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import lookup_device
@@ -19,6 +18,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
+from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
 from torchtitan_lite.planner.meta_model import (
     DeviceRates,
     build_meta_model,
@@ -60,6 +60,8 @@ def build_model(
             logger.info(f"predicted: {predict_step(job, meta, rates=rates).verdict}")
     log_flops(job, ledger)
 
+    if config.compile.enable:
+        tag_compiler_cache(attention)  # its key does not contain the backend
     if float8.enable_float8_linear and config.compile.covers("model"):
         keep_shared_casts()
     parallelize(

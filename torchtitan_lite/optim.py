@@ -1,9 +1,7 @@
-"""The optimizer, which steps it takes, and the learning rate as a pure function of the step."""
+"""The optimizer, and the guard that decides which steps update the parameters."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from operator import methodcaller
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,20 +9,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.logger import logger
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 LOSS_MEAN_DECAY = 0.98
-"""Of the running mean of the losses: a loss counts half after 34 steps."""
-BLOCK = 128
-"""Neighbours in a row of a weight whose moments in 8 bits share a scale."""
+"""Decay of the running mean of the losses: a loss has half its weight after 34 steps."""
 
 
 def build_optimizer(
     parameters: Iterable[Parameter], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over `parameters`, with the update implemented, and its moments kept, as asked for."""
+    """Build AdamW over `parameters`, with the implementation and moments that [optimizer] names."""
     settings: dict[str, Any] = {
         "lr": optimizer.lr,
         "betas": (optimizer.beta1, optimizer.beta2),
@@ -33,73 +29,87 @@ def build_optimizer(
     }
     if optimizer.state_dtype != "float32":
         return LowBitAdamW(parameters, state_dtype=optimizer.state_dtype, **settings)
-    if optimizer.implementation != "fused":
+
+    implementation = optimizer.implementation
+    if implementation != "fused":
         logger.info(
-            f'[optimizer] implementation = "{optimizer.implementation}" waits for the device in every step, to learn '
-            'whether the gradient is finite; "fused" does not'
+            f'[optimizer] implementation = "{implementation}" waits for the device in every step '
+            'to read whether the gradient is finite; "fused" does not'
         )
-    return torch.optim.AdamW(
-        parameters,
-        fused=optimizer.implementation == "fused",
-        foreach=optimizer.implementation == "foreach",
-        **settings,
-    )
+    fused, foreach = implementation == "fused", implementation == "foreach"
+    return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
+
+
+# ----- AdamW with moments in 16 or 8 bits -----
+
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""AdamW's moments by their names in its state, and whether each is signed."""
+FLOAT8 = {"exp_avg": torch.float8_e4m3fn, "exp_avg_sq": torch.float8_e5m2}
+"""The types of moments in float8. The second moment needs the larger range (arXiv 2409.12517)."""
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}
+"""Of the types to which a second moment is rounded stochastically."""
+BLOCK = 128
+"""Neighbours in a row of a weight whose 8-bit moments share a scale."""
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW that computes in float32, and keeps the two moments of each parameter in less: in
-    bfloat16; or in 8 bits, with a float32 scale for each BLOCK neighbours in a row, by the map of
-    8-bit Adam (arXiv 2110.02861), or as float8, the second moment, which spans more, with more
-    exponent (e4m3 and e5m2: arXiv 2409.12517). In 8 bits are those of matrices whose rows, as this
-    rank has them, are whole blocks; others stay float32. A second moment that is a floating-point
-    number is rounded stochastically.
+    """AdamW that computes in float32 and stores the two moments in 16 or 8 bits.
 
-    Like torch's fused AdamW it takes a `found_inf`, on the device, with which a step leaves all
-    as it was. On a GPU the update is compiled: to 2 kernels a parameter in bfloat16, 5 to 7 in 8
-    bits."""
+    `state_dtype` is one of
+
+    - "bfloat16";
+    - "int8": codes of a dynamic map, as in 8-bit Adam (arXiv 2110.02861);
+    - "float8": e4m3 and e5m2.
+
+    In 8 bits each `BLOCK` neighbours in a row share a float32 scale, and moments of parameters
+    whose rows on this rank are not whole blocks stay float32. A second moment that is stored as a
+    floating-point number is rounded stochastically.
+
+    Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
+    a GPU the update is compiled, to 2 kernels a parameter in bfloat16, 5 to 7 in 8 bits."""
 
     found_inf: Tensor | None = None
 
     def __init__(
         self, parameters: Iterable[Parameter], *, state_dtype: str, **settings: Any
     ) -> None:
-        """`state_dtype` is "bfloat16", "int8" or "float8"; `settings` are lr, betas, eps and
-        weight_decay."""
+        """`settings` are lr, betas, eps and weight_decay."""
+        # torchao is slow to import, and most runs have moments in float32.
         from torchao.optim.quant_utils import create_dynamic_map
 
         super().__init__(parameters, {**settings, "fused": True})
         self._state_dtype = state_dtype
         self._device = self.param_groups[0]["params"][0].device
-        # What the codes of a moment in int8 stand for, as shares of their block's largest.
-        maps = {name: create_dynamic_map(signed=signed) for name, signed in MOMENTS.items()}
-        self._maps = {
-            name: torch.tensor(values, device=self._device) for name, values in maps.items()
-        }
         self._never = torch.zeros((), device=self._device)
-        on_gpu = self._device.type == "cuda"
-        self._update: Callable[..., None] = (
-            torch.compile(_update, dynamic=False) if on_gpu else _update
-        )
+        # The value of each int8 code, as a share of the largest in its block.
+        self._maps = {
+            name: torch.tensor(create_dynamic_map(signed=signed), device=self._device)
+            for name, signed in MOMENTS.items()
+        }
+        self._update: Callable[..., None] = _update
+        if self._device.type == "cuda":
+            self._update = torch.compile(_update, dynamic=False)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no loss is computed again
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each parameter that has a gradient."""
         assert closure is None, "the loss is computed once a step"
         skip = self._never if self.found_inf is None else self.found_inf
         for group in self.param_groups:
-            lr = torch.full(
-                (), group["lr"], device=self._device
-            )  # as a number it would be compiled anew for each
+            # A tensor, since the compiler would compile the update again for each new number.
+            lr = torch.full((), group["lr"], device=self._device)
+
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if not self.state[parameter]:
-                    self.state[parameter] = {"step": torch.zeros((), device=self._device)}
-                    self.state[parameter] |= _empty_moments(parameter, self._state_dtype)
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), device=self._device)
+                    state |= _empty_moments(parameter, self._state_dtype)
                 self._update(
                     _local(parameter.detach()),
                     _local(parameter.grad),
-                    {name: _local(tensor) for name, tensor in self.state[parameter].items()},
+                    {name: _local(tensor) for name, tensor in state.items()},
                     self._maps,
                     skip=skip,
                     lr=lr,
@@ -110,100 +120,93 @@ class LowBitAdamW(torch.optim.Optimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`, without torchao's wrapper of float8-gathered weights."""
+    """Return this rank's shard of `tensor`, without torchao's wrapper for float8 all-gathers."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local._tensor if is_gathered_in_float8(local) else local
 
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""AdamW's two, and whether each has a sign."""
-FLOAT8 = {"exp_avg": torch.float8_e4m3fn, "exp_avg_sq": torch.float8_e5m2}
-"""Their types as float8."""
-
-
 def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
-    """The moments of `parameter` before its first step, and the scales of those in 8 bits,
-    distributed as it is."""
+    """Return zero moments for `parameter`, with scales if in 8 bits, sharded as it is."""
     if state_dtype == "bfloat16":
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
     if parameter.ndim != 2 or _local(parameter).shape[-1] % BLOCK:
         return {name: torch.zeros_like(parameter) for name in MOMENTS}
+
     dtypes = FLOAT8 if state_dtype == "float8" else dict.fromkeys(MOMENTS, torch.uint8)
     moments = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
     return moments | {f"{name}_scale": _scales_like(parameter) for name in MOMENTS}
 
 
 def _scales_like(parameter: Tensor) -> Tensor:
-    """A zero for each block of `parameter`, distributed as it is."""
+    """Return a zero for each block of `parameter`, sharded as it is."""
     rows, columns = parameter.shape
     local = _local(parameter)
     scales = torch.zeros(len(local), local.shape[-1] // BLOCK, device=local.device)
     if not isinstance(parameter, DTensor):
         return scales
-    shape = torch.Size((rows, columns // BLOCK))
     return DTensor.from_local(
         scales,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=shape,
-        stride=(shape[1], 1),
+        shape=torch.Size((rows, columns // BLOCK)),
+        stride=(columns // BLOCK, 1),
     )
 
 
 def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Tensor:
-    """A moment in float32."""
+    """Return a moment in float32."""
     stored, scale = state[name], state.get(f"{name}_scale")
     if scale is None:
         return stored.float()
     if stored.dtype is torch.uint8:
+        # Imported here for the reason given in LowBitAdamW.
         from torchao.optim.quant_utils import dequant_with_qmap
 
         return dequant_with_qmap(stored, maps[name], scale.flatten())
     return (stored.float().view(-1, BLOCK) * scale.view(-1, 1)).view(stored.shape)
 
 
-MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}
-"""Of the types of a second moment."""
+def _encode(
+    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor], *, step: Tensor
+) -> dict[str, Tensor]:
+    """Return the tensors of `state` that store `moment`, and its scales if it has any."""
+    dtype, scale_name = state[name].dtype, f"{name}_scale"
+    rounds = name == "exp_avg_sq" and dtype in MANTISSA_BITS
+
+    def cast(x: Tensor) -> Tensor:
+        return _round_stochastically(x, dtype, step) if rounds else x.to(dtype)
+
+    if scale_name not in state:
+        return {name: cast(moment)}
+
+    # Imported here for the reason given in LowBitAdamW.
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
+    scaled, scale = scale_tensor(moment, BLOCK)  # to at most 1
+    if dtype is torch.uint8:
+        codes = quantize_8bit_with_qmap(scaled, maps[name])
+    else:
+        largest = torch.finfo(dtype).max
+        codes, scale = cast(scaled * largest), scale / largest
+    return {name: codes, scale_name: scale.view(state[scale_name].shape)}
 
 
 def _round_stochastically(x: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
-    """`x`, float32 and not negative, in `dtype`: each element rounded up with the probability by
-    which it is nearer to the upper neighbour. To the nearest, a second moment hardly falls where 1
-    - beta2 is less than half a rounding: 0.05 in e5m2, 0.001 in bfloat16. The random numbers are a
-    hash of the step and of the element's place, so that they take no state, and are the same on all
-    ranks that hold the same elements."""
+    """Round `x`, float32 and not negative, to a neighbour in `dtype`, so that the mean is exact.
+
+    Rounded to the nearest, a second moment hardly falls if 1 - beta2 is less than half a rounding
+    step: 0.05 in e5m2, 0.001 in bfloat16. The random bits are a hash of the step and of the
+    element's position. They need no state and are equal on all ranks that hold the same elements.
+    """
     dropped, mask = 23 - MANTISSA_BITS[dtype], 2**31 - 1
     place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    # Odd factors modulo 2^32, negative to fit int32: Triton multiplies a place by no other.
+    # Odd factors modulo 2^32, negative so that they fit in int32: Triton refuses larger constants.
     bits = (place * -0x61C8864F + step.long() * -0x7A143589) & mask
-    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product is above 2^63
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product exceeds 2^63
         bits = ((bits >> shift) ^ bits) * factor & mask
     threshold = (bits >> (31 - dropped)).int()
     return ((x.view(torch.int32) + threshold) & -(1 << dropped)).view(torch.float32).to(dtype)
-
-
-def _encode(
-    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor], *, step: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """What of `state` is to hold `moment` from `step` on."""
-    stored, scale_name = state[name], f"{name}_scale"
-    cast: Callable[[Tensor], Tensor] = methodcaller("to", stored.dtype)
-    if name == "exp_avg_sq" and stored.dtype in MANTISSA_BITS:
-        cast = partial(_round_stochastically, dtype=stored.dtype, step=step)
-    if scale_name not in state:
-        yield name, cast(moment)
-        return
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
-
-    scaled, scale = scale_tensor(moment, BLOCK)  # to 1 at most
-    if stored.dtype is torch.uint8:
-        yield name, quantize_8bit_with_qmap(scaled, maps[name])
-    else:
-        largest = torch.finfo(stored.dtype).max
-        yield name, cast(scaled * largest)
-        scale = scale / largest
-    yield scale_name, scale.view(state[scale_name].shape)
 
 
 def _update(
@@ -218,36 +221,37 @@ def _update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """AdamW's step (arXiv 1711.05101, algorithm 2) in place, where `skip` is 0; elsewhere all stays
-    as it is."""
+    """Make AdamW's step (arXiv 1711.05101, algorithm 2) in place, unless `skip` is 1."""
     gradient = gradient.float()
     step = state["step"] + 1
+    inputs = {"exp_avg": gradient, "exp_avg_sq": gradient.square()}
     moments = {
-        name: torch.lerp(
-            gradient if name == "exp_avg" else gradient.square(), _decode(name, state, maps), beta
-        )
+        name: torch.lerp(inputs[name], _decode(name, state, maps), beta)
         for name, beta in zip(MOMENTS, betas, strict=True)
     }
     mean, square = (
         moments[name] / (1 - beta**step) for name, beta in zip(MOMENTS, betas, strict=True)
     )
     updated = parameter * (1 - lr * weight_decay) - lr * mean / (square.sqrt() + eps)
+
+    # Store everything, or what was there before.
     new = {"step": step}
     for name, moment in moments.items():
         new |= _encode(name, moment, state, maps, step=step)
-    for old, value in (
-        (parameter, updated),
-        *((state[name], value) for name, value in new.items()),
-    ):
-        if old.dtype.itemsize == 1:  # the compiler selects no float8
+    for old, value in [(parameter, updated), *((state[name], new[name]) for name in new)]:
+        if old.dtype.itemsize == 1:  # the compiler cannot select float8 values
             old, value = old.view(torch.uint8), value.view(torch.uint8)
         old.copy_(torch.where(skip == 0, value, old))
 
 
+# ----- Steps without an update -----
+
+
 class UpdateGuard:
-    """Decides on the device which steps have no update, and counts them there: those whose loss or
-    gradient is not finite, and, with a loss_spike_factor, those whose loss is above that times the
-    running mean of the losses before.
+    """Decides on the device which steps do not update the parameters, and counts them there.
+
+    These are steps whose loss or gradient is not finite and, with a `loss_spike_factor`, those
+    whose loss exceeds that factor times the running mean of the losses before.
 
     Its tensors are [] float32 on `device`."""
 
@@ -260,24 +264,25 @@ class UpdateGuard:
         consecutive_skips: int,
         loss_mean: float | None,
     ) -> None:
-        """Goes on from the counts and the mean of the steps before."""
+        """Continue from the counts and the mean of the steps before."""
         self._spike_factor = training.loss_spike_factor
         self.skipped_steps = torch.tensor(float(skipped_steps), device=device)
         self.consecutive_skips = torch.tensor(float(consecutive_skips), device=device)
-        """Steps without an update since the last one that had one."""
+        """Number of steps without an update since the last step with one."""
         self.loss_mean = torch.tensor(math.nan if loss_mean is None else loss_mean, device=device)
-        """Nats, of the steps that had an update; NaN before the first."""
+        """Running mean over the steps that had an update, in nat; NaN before the first."""
 
     def found_inf(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1 if this step must not update the parameters, else 0. The same on all ranks if `loss`
-        and `grad_norm`, [] float32, are; nothing is read on the host, which would stall the
+        """Return 1 if this step must not update the parameters, else 0.
+
+        Equal on all ranks if `loss` and `grad_norm`, [] float32, are. Does not wait for the
         device."""
         good = loss.isfinite() & grad_norm.isfinite()
         if self._spike_factor:
-            good &= ~(loss > self._spike_factor * self.loss_mean)  # of NaN, nothing is above
-        mean = torch.where(
-            self.loss_mean.isnan(), loss, torch.lerp(loss, self.loss_mean, LOSS_MEAN_DECAY)
-        )
+            good &= ~(loss > self._spike_factor * self.loss_mean)  # false if the mean is NaN
+
+        mean = torch.lerp(loss, self.loss_mean, LOSS_MEAN_DECAY)
+        mean = torch.where(self.loss_mean.isnan(), loss, mean)
         self.loss_mean = torch.where(good, mean, self.loss_mean)
         skipped = 1 - good.float()
         self.skipped_steps = self.skipped_steps + skipped
@@ -286,35 +291,11 @@ class UpdateGuard:
 
 
 def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Update the parameters unless `found_inf`, [] float32 on their device, is 1. The fused update
-    decides that on the device; for the others it is read here, which waits for the device."""
+    """Update the parameters unless `found_inf`, [] float32 on their device, is 1.
+
+    The fused update reads it on the device. For the others it is read here, which waits."""
     if optimizer.defaults["fused"]:
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # where torch's gradient scaler puts it too
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # set as GradScaler does
         optimizer.step()
     elif not found_inf.item():
         optimizer.step()
-
-
-def lr_factor(step: int, *, schedule: LRSchedulerConfig, training_steps: int) -> float:
-    """Learning rate of `step` (1-based) as a share of the peak: warm-up, stable phase, decay (arXiv
-    2404.06395).
-
-    The warm-up rises linearly, and the step after it has the peak. The decay falls to
-    min_lr_factor, which the step after total_steps would have, so that no step is wasted on a
-    learning rate of 0."""
-    total = schedule.total_steps or training_steps
-    warmup = min(schedule.warmup_steps, total)
-    if step <= warmup:
-        return step / (warmup + 1)
-    decay = (
-        total - warmup
-        if schedule.decay_ratio is None
-        else min(round(total * schedule.decay_ratio), total - warmup)
-    )
-    progress = min(1.0, max(0.0, (step - (total - decay)) / (decay + 1)))
-    remaining = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[schedule.decay_type]
-    return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * remaining

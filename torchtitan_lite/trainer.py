@@ -27,9 +27,10 @@ from torchtitan_lite.errors import NumericError, RunError
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
+from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.metrics.metrics import Skips, StepValues
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
-from torchtitan_lite.optim import lr_factor, step_unless
+from torchtitan_lite.optim import step_unless
 from torchtitan_lite.parallel.distributed import set_determinism, set_timeouts
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import profile
@@ -175,8 +176,8 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
-        schedule = lr_factor(step, schedule=self.config.lr_scheduler, training_steps=self.last_step)
-        lr = self.config.optimizer.lr * schedule
+        schedule = self.config.lr_scheduler.model_dump()
+        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
         for group in self.parts.optimizer.param_groups:
             group["lr"] = lr
 

@@ -1,5 +1,5 @@
-"""Whatever the layout, ranks begin with the same weights, mask the same documents, and gather in
-the types they say."""
+"""On any layout ranks start from the same weights, mask the same documents, and gather in the
+types that the config asks for."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def models() -> Callable[[int], dict[str, Any]]:
-    """Gives what is told of the models of RUNS on a number of processes."""
+    """Return a function that inspects the models of RUNS on a number of processes."""
 
     @cache
     def inspect(processes: int) -> dict[str, Any]:

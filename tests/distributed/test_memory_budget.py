@@ -1,4 +1,4 @@
-"""Under a memory budget the compiler trains the same, also with tensor parallelism."""
+"""A memory budget does not change the losses, also under tensor parallelism."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Moments in fewer bits train as float32 ones nearly do, and a run resumes with them, also on other
-ranks."""
+"""Moments in fewer bits train nearly as float32 ones do, and a run resumes with them, also on
+another number of ranks."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loss over a vocabulary that is split among ranks is that over the whole one."""
+"""The loss over a vocabulary that is split over ranks equals the loss over the whole one."""
 
 import pytest
 from launching import FOLDER, finish

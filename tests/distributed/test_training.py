@@ -52,24 +52,6 @@ def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
         assert ("torchao.float8" in result.stderr) == loads
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("settings", "times"),
-    [({}, 1), ({"OMP_NUM_THREADS": "1"}, 0), ({"OMP_WAIT_POLICY": "ACTIVE"}, 0)],
-)
-def test_torchrun_without_a_wait_policy_for_several_threads_is_said_once(
-    tmp_path: Path, settings: dict[str, str], times: int
-) -> None:
-    env = {name: value for name, value in ENV.items() if name != "OMP_WAIT_POLICY"}
-    env |= {"OMP_NUM_THREADS": "2", "LOG_RANK": "0,1"} | settings
-    refused = train_arguments(tmp_path, "--checkpoint.enable", "--checkpoint.load_step=5")
-    command = [sys.executable, *launcher(2), *refused]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert "load_step = 5" in result.stdout, result.stderr
-    line = "OMP_WAIT_POLICY is not set, so the 2 OpenMP threads of a process spin while they wait"
-    assert result.stdout.count(line) == times
-
-
 @pytest.mark.timeout(300)
 def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
     tmp_path: Path,

@@ -1,5 +1,4 @@
-"""What a run says of its first step is what it ran, and what it did not ask for is a warning or an
-error."""
+"""A run logs what its first step ran; a mismatch with the config is a warning or an error."""
 
 from pathlib import Path
 
@@ -31,13 +30,12 @@ def test_under_tensorwise_the_run_says_what_it_multiplied_and_gathered(tmp_path:
         "--float8.precompute_float8_dynamic_scale_for_fsdp",
     ]
     output = finish(tmp_path, *FLOAT8, *gather, TP, "--training.global_batch_size=2", processes=4)
-    assert (
-        "tensor parallelism gathers 8 activations and gradients a step in float8, the others in bfloat16"
-        in output
-    )
+    gathers = "tensor parallelism gathers 8 activations and gradients a step in float8"
+    assert f"{gathers}, the others in bfloat16" in output
     assert said(output) == [
         # Two blocks of seven linears, and one of the vocabulary, multiply three times.
-        "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 (float8 is emulated in float32)",
+        "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 "
+        "(float8 is emulated in float32)",
         # The first block is gathered forward and backward; the second and the output stay, and the
         # embedding is not needed again.
         "gathers of weights by FSDP: 2 in bfloat16, 3 in float8",

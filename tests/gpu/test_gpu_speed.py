@@ -12,16 +12,8 @@ import torch
 from launching import ENV, ROOT, finish, losses, train, train_arguments
 from micro import measure_losses
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from torchtitan_lite.config import OptimizerConfig
-from torchtitan_lite.models.attention import (
-    attention_backend,
-    attention_inputs,
-    prefer_backend,
-    time_backends,
-)
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.optim import build_optimizer, step_unless
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -70,57 +62,10 @@ def test_moments_in_fewer_bits_train_nearly_as_float32_does(
     assert found == pytest.approx(expected, rel=5e-3) and found != expected
 
 
-def test_the_fastest_attention_that_shares_heads_is_taken() -> None:
-    args, device = FLAVORS["8B"], torch.device("cuda")
-    kind = {"tp_degree": 1, "dtype": torch.bfloat16, "device": device}
-    before = torch._C._get_sdp_priority_order()
-    seconds = time_backends(*attention_inputs(args, batch_size=1, **kind))
-    assert len(seconds) >= 2, seconds
-    try:
-        with torch.compiler.config.patch(cache_key_tag=""):
-            for name in seconds:
-                prefer_backend(name)
-                assert attention_backend(args, **kind) == name
-    finally:
-        torch._C._set_sdp_priority_order(before)
-
-
-def test_a_backend_that_cannot_compute_attention_is_left_out_in_silence(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
-    kind = {
-        "tp_degree": 1,
-        "dtype": torch.float32,
-        "device": torch.device("cuda"),
-    }  # no kernel of flash attention
-    args = ModelArgs(
-        dim=256, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=16, max_seq_len=128
-    )
-    assert "FLASH_ATTENTION" not in time_backends(*attention_inputs(args, batch_size=1, **kind))
-    assert [str(warning.message) for warning in recwarn] == []
-
-
-def test_a_preferred_backend_is_taken_at_the_first_choice_of_a_process() -> None:
-    program = """
-import torch
-from torchtitan_lite.models.attention import attention_backend, prefer_backend
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
-
-prefer_backend("FLASH_ATTENTION")
-print(attention_backend(FLAVORS["8B"], tp_degree=1, dtype=torch.bfloat16, device=torch.device("cuda")))
-"""
-    output = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    assert output == "FLASH_ATTENTION\n"
-
-
 def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
     output = finish(*train_arguments(tmp_path, "--training.steps=2"), processes=1)
     (chosen,) = re.findall(r"attention by (\w+)", output)
-    (timed,) = re.findall(r"attention, forward and backward: (.*)", output)
-    milliseconds = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+) ms", timed)}
-    assert chosen in SDPBackend.__members__ and milliseconds[chosen] == min(milliseconds.values())
+    assert chosen in {"CUDNN_ATTENTION", "FLASH_ATTENTION"}
 
 
 def test_memory_is_taken_in_segments_that_grow() -> None:

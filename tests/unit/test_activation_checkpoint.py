@@ -1,5 +1,5 @@
-"""What each mode recomputes, counted, in high precision and under emulated float8; and that it
-changes no gradient."""
+"""Activation checkpointing: which operators each mode recomputes, in high precision and under
+emulated float8, and that gradients do not change."""
 
 from collections import Counter
 from dataclasses import replace

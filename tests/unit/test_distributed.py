@@ -1,9 +1,7 @@
-"""Joining the process group: what is refused before it. Agreements between ranks are tested with
-real processes."""
+"""Joining the process group: what is refused before it, and how a GPU is set up."""
 
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +11,25 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.parallel import distributed
 from torchtitan_lite.parallel.distributed import init_distributed
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
-def test_a_process_that_torchrun_did_not_start_is_told_how_to(
+
+def start_on(monkeypatch: pytest.MonkeyPatch, *, gpus: int, processes: int = 1) -> None:
+    """Call init_distributed on a host with `gpus`, up to its search for the other processes."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(processes))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "connect_store", lambda timeout: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        init_distributed(CommConfig(trace_buf_size=7))
+
+
+def test_a_process_that_torchrun_did_not_start_is_refused_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -24,70 +39,38 @@ def test_a_process_that_torchrun_did_not_start_is_told_how_to(
         init_distributed(CommConfig())
 
 
-def start_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call init_distributed as on a host with a GPU, up to where it looks for the other
-    processes."""
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(distributed, "connect_store", lambda timeout: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        init_distributed(CommConfig(trace_buf_size=7))
-
-
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "4",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
         ConfigError, match=r"4 processes were started on a host with 2 GPUs.*NGPU=2"
     ):
-        init_distributed(CommConfig())
+        start_on(monkeypatch, gpus=2, processes=4)
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0")
     with pytest.raises(
         ConfigError, match=r"has NVIDIA GPUs that PyTorch .* cannot use.*CUDA_VISIBLE_DEVICES="
     ):
-        init_distributed(CommConfig())
+        start_on(monkeypatch, gpus=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start_on(monkeypatch, gpus=0)
 
 
-@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_the_memory_of_a_gpu_is_taken_in_segments_that_grow_unless_told_otherwise(
+@pytest.mark.parametrize("variable", [None, *ALLOCATOR])
+def test_a_gpus_memory_segments_can_grow_unless_the_environment_configures_the_allocator(
     variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "max_split_size_mb:512")
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")  # so that it is restored afterwards
     asked: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    start_on_a_gpu(monkeypatch)
+    start_on(monkeypatch, gpus=1)
     assert asked == ([] if variable else ["expandable_segments:True"])
 
 
@@ -95,10 +78,8 @@ def test_the_trace_buffer_has_its_size_by_the_name_that_is_not_deprecated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
-    with mock.patch.dict(os.environ):
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-            os.environ.pop(name, None)
-        start_on_a_gpu(monkeypatch)
-        assert {name: value for name, value in os.environ.items() if "BUFFER_SIZE" in name} == {
-            "TORCH_FR_BUFFER_SIZE": "7"
-        }
+    for name in BUFFER_SIZE:
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    start_on(monkeypatch, gpus=1)
+    assert [os.environ.get(name) for name in BUFFER_SIZE] == ["7", None]

@@ -29,7 +29,8 @@ SCALING = RopeScaling(
 
 def small_args(**changes: object) -> ModelArgs:
     defaults = {
-        "dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 50, "max_seq_len": 48
+        "dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96,
+        "vocab_size": 50, "max_seq_len": 48,
     }  # fmt: skip
     return ModelArgs(**(defaults | changes))
 
@@ -67,9 +68,11 @@ def reference(model: Transformer) -> transformers.LlamaForCausalLM:
         )
     )
     names = {
-        "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
+        "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+        "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.w3": "mlp.up_proj",
     }  # fmt: skip
     weights = {
         "model.embed_tokens.weight": model.tok_embeddings.weight,

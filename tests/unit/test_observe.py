@@ -1,4 +1,4 @@
-"""What a step is seen to run, and what of it was not asked for."""
+"""StepObserver: the counts of what a step runs, and their comparison with the config."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -71,12 +71,13 @@ def test_observing_changes_no_gradient() -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_what_was_asked_for_is_no_mismatch_and_is_told() -> None:
+def test_a_step_that_runs_as_asked_has_no_mismatch_and_is_described() -> None:
     model = build("tensorwise")
     observer = observe(model)
     assert observer.mismatches(model, TENSORWISE) == []
     assert observer.lines(model, TENSORWISE) == [
-        "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 (float8 is emulated in float32)"
+        "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 "
+        "(float8 is emulated in float32)"
     ]
 
 
@@ -125,7 +126,7 @@ def test_real_float8_matmuls_and_fused_ones_are_counted() -> None:
     fused = MagicMock(overloadpacket=SimpleNamespace(__name__="fused_all_gather_scaled_matmul"))
     observer.__torch_dispatch__(fused, (), (shard, [shard, shard, shard]))
     assert observer.matmuls == {"float8": 4} and observer.tp_gathers == {"float8": 1}
-    assert (
-        observer.lines(nn.Module(), Asked(fused=1))[-1]
-        == "gathers of activations by tensor parallelism: 1 in float8, 1 collectives fused with matmuls"
+    assert observer.lines(nn.Module(), Asked(fused=1))[-1] == (
+        "gathers of activations by tensor parallelism: 1 in float8, "
+        "1 collectives fused with matmuls"
     )

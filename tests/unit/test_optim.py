@@ -1,4 +1,4 @@
-"""The schedule's values, literally, and the optimizer's settings."""
+"""The optimizer's update, its moments in few bits, and the steps that have no update."""
 
 import math
 from typing import Any
@@ -9,53 +9,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_lite import optim
-from torchtitan_lite.config import LRSchedulerConfig, OptimizerConfig, TrainingConfig
-from torchtitan_lite.optim import UpdateGuard, build_optimizer, lr_factor, step_unless
-
-
-def factors(steps: int, **schedule: object) -> list[float]:
-    config = LRSchedulerConfig(**schedule)
-    return [lr_factor(step, schedule=config, training_steps=steps) for step in range(1, steps + 1)]
-
-
-def test_warm_up_then_linear_decay_over_all_that_is_left() -> None:
-    assert factors(6, warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
-
-
-def test_warm_up_stable_decay() -> None:
-    assert factors(10, warmup_steps=1, decay_ratio=0.3) == pytest.approx(
-        [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]
-    )
-
-
-def test_no_decay() -> None:
-    assert factors(4, warmup_steps=0, decay_ratio=0.0) == [1.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("decay_type", "halfway"),
-    [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)],
-)
-def test_decays_end_at_min_lr_factor(decay_type: str, halfway: float) -> None:
-    values = factors(9, warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1)
-    assert values[4] == pytest.approx(0.1 + 0.9 * halfway)
-    assert values == sorted(values, reverse=True)
-    past_the_end = lr_factor(
-        50,
-        schedule=LRSchedulerConfig(
-            warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1, total_steps=9
-        ),
-        training_steps=60,
-    )
-    assert past_the_end == pytest.approx(0.1)
-
-
-def test_the_schedule_spans_total_steps_rather_than_the_steps_trained() -> None:
-    assert factors(3, warmup_steps=0, total_steps=9) == pytest.approx([0.9, 0.8, 0.7])
-
-
-def test_a_schedule_shorter_than_its_warm_up_only_warms_up() -> None:
-    assert factors(4, warmup_steps=200) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+from torchtitan_lite.config import OptimizerConfig, TrainingConfig
+from torchtitan_lite.optim import UpdateGuard, build_optimizer, step_unless
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
@@ -145,8 +100,8 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
 def updates(
     state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256)
 ) -> tuple[torch.Tensor, Any]:
-    """What `steps` steps on random gradients, of rows that differ in size by far, add to a weight,
-    and its state."""
+    """Return the change of a weight after `steps` steps, and its optimizer state. The gradients are
+    random, of very different magnitudes in different rows."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(shape))
     optimizer = build_optimizer(

@@ -1,7 +1,5 @@
-"""That the blocks of a model are compiled, how often, and for which instruction set."""
+"""How often the blocks of a model are compiled, and how the compiler is set up."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,27 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch import partitioners
-from torch._inductor import config
-from torch._inductor.cpu_vec_isa import VecISA
 
-from torchtitan_lite.config import ActivationCheckpointConfig, CompileConfig, Float8Config
+from torchtitan_lite import patches
+from torchtitan_lite.config import ActivationCheckpointConfig, Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.parallelize import (
-    apply_compile,
-    trust_instruction_set,
-    weigh_cudnn_attention,
-)
+from torchtitan_lite.parallel.parallelize import compile_blocks, set_up_compiler
 
 ARGS = ModelArgs(
     dim=32, n_layers=6, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=48, max_seq_len=16
 )
-MESH: Any = type("Mesh", (dict,), {"device_type": "cuda"})(tp=SimpleNamespace(size=lambda: 1))
-"""Of one rank; on a device for which the compiler is left as it is."""
 
 
 def frames(n_layers: int, *, recipe: str | None) -> int:
@@ -40,7 +30,7 @@ def frames(n_layers: int, *, recipe: str | None) -> int:
     if recipe is not None:
         choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=32)
         convert_linears(model, choices, float8=Float8Config(recipe_name=recipe), emulate=True)
-    apply_compile(model, MESH, CompileConfig(enable=True), ActivationCheckpointConfig(mode="none"))
+    compile_blocks(model)
     model.to_empty(device="cpu")
     init_weights(model, seed=0, buffer_device=torch.device("cpu"))
     torch._dynamo.reset()
@@ -57,48 +47,36 @@ def test_blocks_that_are_equal_are_compiled_once_however_many_they_are(recipe: s
     assert frames(32, recipe=recipe) == 1
 
 
-def test_a_memory_budget_counts_cudnns_attention_as_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioners, "get_default_op_list", partitioners.get_default_op_list)
-    before = partitioners.get_default_op_list()
-    weigh_cudnn_attention()
-    after = partitioners.get_default_op_list()
-    assert after.compute_intensive_ops - before.compute_intensive_ops == {
-        torch.ops.aten._scaled_dot_product_cudnn_attention
-    }
+def set_up(
+    monkeypatch: pytest.MonkeyPatch, *, device: str, tp: int = 1, **checkpointing: Any
+) -> tuple[set[str], float]:
+    """The patches that are applied for rank 2 of 4, and the compiler's memory budget."""
+    applied = set()
+    for name in (
+        "tag_compiler_cache",
+        "save_no_rng_state",
+        "name_mxfp8_scales_in_cpp",
+        "trust_instruction_set",
+        "weigh_cudnn_attention",
+        "count_no_memory_for_meshes",
+    ):
+        monkeypatch.setattr(
+            patches, name, lambda *label, name=name: applied.add(" ".join([name, *label]))
+        )
+    mesh: Any = type("Mesh", (dict,), {"device_type": device})(tp=SimpleNamespace(size=lambda: tp))
+    mesh.get_rank, mesh.size = lambda: 2, lambda: 4
+    with torch._functorch.config.patch(activation_memory_budget=0.7):
+        set_up_compiler(mesh, ActivationCheckpointConfig(**checkpointing))
+        return applied, torch._functorch.config.activation_memory_budget
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2"
-)
-def test_the_best_instruction_set_is_used_without_a_program_for_each() -> None:
-    code = (
-        "from torch._inductor import cpu_vec_isa; "
-        "from torchtitan_lite.parallel.parallelize import trust_instruction_set; "
-        "build = cpu_vec_isa.VecISA.check_build; built = []; cpu_vec_isa.VecISA.check_build = "
-        "lambda isa, code: built.append(isa.build_arch_flags()) or build(isa, code); "
-        "trust_instruction_set(); print(cpu_vec_isa.pick_vec_isa()); print(all('amx' in flags for flags in built))"
+def test_the_compiler_is_patched_where_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set_up(monkeypatch, device="cuda") == (set(), 1.0)
+    assert set_up(monkeypatch, device="cuda", tp=2)[0] == {"tag_compiler_cache rank 2 of 4"}
+    cpu = {"save_no_rng_state", "name_mxfp8_scales_in_cpp", "trust_instruction_set"}
+    assert set_up(monkeypatch, device="cpu")[0] == cpu
+    budget = {"weigh_cudnn_attention", "count_no_memory_for_meshes"}
+    assert set_up(monkeypatch, device="cuda", mode="memory_budget", memory_budget=0.3) == (
+        budget,
+        0.3,
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    found, only_amx = result.stdout.splitlines()
-    assert (
-        found.split()[0] == torch.backends.cpu.get_cpu_capability().lower() and only_amx == "True"
-    )
-
-
-def test_an_instruction_set_that_pytorch_does_not_use_is_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    check = VecISA.check_build
-    with config.patch({"cpp.vec_isa_ok": None}):
-        trust_instruction_set()
-    assert VecISA.check_build is check
-
-
-def test_what_the_environment_says_of_instruction_sets_stays() -> None:
-    check = VecISA.check_build
-    with config.patch({"cpp.vec_isa_ok": False}):
-        trust_instruction_set()
-    assert VecISA.check_build is check

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
+from torchtitan_lite.lr_schedule import DECAYS
+
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 AllOrCount = Annotated[int, Field(ge=-1)]
@@ -76,7 +78,7 @@ class LRSchedulerConfig(Section):
     """Length of the schedule in steps; unset: the run, by training.steps or training.epochs."""
     decay_ratio: Fraction | None = None
     """Share of total_steps in the final decay, after a constant phase; unset: all after warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: Literal[tuple(DECAYS)] = "linear"  # type: ignore[valid-type]
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of optimizer.lr."""

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.patches import observe_float8_casts
 from torchtitan_lite.torchao_types import is_float8_linear
 
 ROLES = ("input", "weight", "grad_output")
@@ -104,23 +104,10 @@ class NumericsMonitor:
     def observe(self) -> Iterator[None]:
         """Measure the casts that are made until the end, and no others. Compiled blocks run eagerly
         meanwhile: a compiled cast cannot be looked at."""
-        from torchao.float8 import float8_training_tensor as torchao_casts
-
         self._sums.zero_()
         self._amax.zero_()
-        cast_function = torchao_casts._ToFloat8ConstrFunc
-
-        def cast_and_look(tensor: Tensor, *args: Any) -> Tensor:
-            cast = cast_function.apply(tensor, *args)
-            self._add(tensor, cast)
-            return cast
-
-        with run_eagerly(self._model):
-            try:
-                torchao_casts._ToFloat8ConstrFunc = SimpleNamespace(apply=cast_and_look)
-                yield
-            finally:
-                torchao_casts._ToFloat8ConstrFunc = cast_function
+        with run_eagerly(self._model), observe_float8_casts(self._add):
+            yield
 
     @torch.no_grad()
     def _add(self, tensor: Tensor, cast: Any) -> None:

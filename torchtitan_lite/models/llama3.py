@@ -1,5 +1,7 @@
-"""Llama 3 as Meta published it: RMSNorm, grouped-query attention, rotary embeddings, SwiGLU, untied
-output.
+"""Llama 3 as published by Meta.
+
+RMSNorm, grouped-query attention, rotary position embeddings, SwiGLU, and an output projection that
+does not share its weight with the embedding.
 
 Shapes: B batch, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 Under tensor parallelism H, K and F are this rank's share.
@@ -22,15 +24,15 @@ from torch.nn.attention.flex_attention import (
 from .flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
-"""Heads up to this wide attend in float32 on CPU, where PyTorch's kernel takes up to 2.7 times as
-long in bfloat16."""
+"""Largest head_dim for which attention on CPU is computed in float32: PyTorch's CPU kernel takes up
+to 2.7 times as long in bfloat16."""
 
 
-# Compiled also where blocks are not: eager, each computes S x S values. The compiler is loaded at
-# first use.
+# FlexAttention is compiled even if blocks are not: eager, it computes S x S values. The compiler is
+# loaded at the first use.
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    # Wrapped, attention is one operator that activation checkpointing can keep.
+    # Wrapped as one operator, so that activation checkpointing can keep its output.
     return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
@@ -40,11 +42,11 @@ def _compiled_create_block_mask() -> Callable[..., BlockMask]:
 
 
 def rope_frequencies(args: ModelArgs) -> Tensor:
-    """Rotation in radians per position of each pair of a head's dimensions, [Q/2] float32.
+    """Return the rotation per position, in radians, of each pair of dimensions, [Q/2] float32.
 
-    RoFormer (arXiv 2104.09864), and for Llama 3.1 the scaling of its reference implementation:
-    wavelengths longer than the old context are stretched by `factor`, short ones kept, those
-    between blended."""
+    RoFormer (arXiv 2104.09864), with the scaling of Llama 3.1's reference implementation: it
+    stretches wavelengths longer than the old context by `factor`, keeps short ones, and
+    interpolates between the two."""
     frequencies = args.rope_theta ** -(torch.arange(0, args.head_dim, 2).double() / args.head_dim)
     if (scaling := args.rope_scaling) is not None:
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
@@ -57,19 +59,20 @@ def rope_frequencies(args: ModelArgs) -> Tensor:
 
 
 def rope_table(args: ModelArgs) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's rotation, each [max_seq_len, Q/2] float32."""
+    """Return the cosines and sines of all positions' angles, each [max_seq_len, Q/2] float32."""
     angles = torch.outer(torch.arange(args.max_seq_len).float(), rope_frequencies(args))
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [B, S, H, Q] with dimensions (0, 1), (2, 3), ... of each head rotated by its position's
-    angles, computed in float32. The pairs are neighbours, as in Meta's checkpoints; `cos` and `sin`
-    are [S, Q/2] or [B, S, Q/2]."""
+    """Rotate dimensions (0, 1), (2, 3), ... of each head of `x` [B, S, H, Q], in float32.
+
+    The pairs are neighbours, as in Meta's checkpoints. `cos` and `sin` are [S, Q/2] or
+    [B, S, Q/2]."""
     pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
     if torch.compiler.is_compiling():
-        # The compiler knows no complex numbers. This it fuses into one pass; what is put together
-        # of two halves, pairs or signed sines, it would write first.
+        # The compiler does not support complex numbers. It fuses this form into one kernel; it
+        # would first store a tensor that is stacked from two halves.
         cos, sin = (table[..., None, :, None] for table in (cos, sin))  # [(B,) S, 1, Q/2, 1]
         rotated = pairs * cos + pairs.flip(-1) * (sin * torch.arange(-1, 2, 2, device=x.device))
     else:
@@ -79,17 +82,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
-    """Index within its sequence at which the document of each of `tokens` starts, [B, S]: that of
-    the last `bos_id` up to the token, or 0 for the rest of a document that started before the
-    sequence."""
+    """Return for each of `tokens` [B, S] the index at which its document starts, [B, S].
+
+    A document starts at a `bos_id`. The tokens before the first one belong to a document that
+    started before the sequence; for them the index is 0."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == bos_id, index, 0).cummax(1).values
 
 
 def document_mask(starts: Tensor) -> Tensor | BlockMask:
-    """Which keys each query sees: those of its document, which starts at `starts` [B, S], up to
-    itself. On CUDA by blocks, for FlexAttention, which does not train on CPU; elsewhere [B, 1, S,
-    S], True where seen."""
+    """Let each query attend to the keys of its own document, from `starts` [B, S] up to itself.
+
+    Return a BlockMask for FlexAttention on CUDA. Elsewhere, since FlexAttention does not train on
+    CPU, return booleans [B, 1, S, S], True for keys that take part."""
     batch_size, seq_len = starts.shape
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -100,12 +105,14 @@ def document_mask(starts: Tensor) -> Tensor | BlockMask:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Attention's output [B, H, S, Q] for `q` [B, H, S, Q], `k` and `v` [B, K, S, Q]; causal if
-    `mask` is None."""
+    """Compute attention of `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q], causal if `mask` is None.
+
+    Return [B, H, S, Q]."""
     if isinstance(mask, BlockMask):
-        if torch.compiler.is_compiling():  # with the whole block
+        if torch.compiler.is_compiling():  # it is compiled with its block
             return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
         return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+
     dtype = q.dtype
     if not q.is_cuda and q.shape[-1] <= CPU_FLOAT32_HEAD_DIM:
         q, k, v = q.float(), k.float(), v.float()
@@ -130,8 +137,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
-        """Attention over `x` [B, S, D]; for `cos` and `sin` see `apply_rope`, for `mask`
-        `attend`."""
+        """Attend within `x` [B, S, D]; see `apply_rope` for `cos`, `sin`, `attend` for `mask`."""
         heads = (-1, self.head_dim)
         q = apply_rope(self.wq(x).unflatten(-1, heads), cos, sin)  # [B, S, H, Q]
         k = apply_rope(self.wk(x).unflatten(-1, heads), cos, sin)  # [B, S, K, Q]
@@ -150,7 +156,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The feed-forward of `x` [B, S, D]."""
+        """Apply the feed-forward layer to `x` [B, S, D]."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -167,23 +173,23 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
-        """The block's output for `x` [B, S, D]; the others are as in `Attention`."""
+        """Apply the block to `x` [B, S, D]. See `Attention` for the other arguments."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Output(nn.Linear):
-    """The projection to the vocabulary, which can be handed to what fuses it with the loss."""
+    """The projection to the vocabulary, which a `head` can fuse with the loss."""
 
     def forward(self, x: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """Logits [B, S, V] for `x` [B, S, D]; with a `head`, what it makes of `x` and the weight
-        [V, D]."""
+        """Return the logits [B, S, V] of `x` [B, S, D], or `head(x, weight)`, weight [V, D]."""
         return super().forward(x) if head is None else head(x, self.weight)
 
 
 class Transformer(nn.Module):
-    """A Llama 3 language model. Build it under `torch.device("meta")`, then materialise it and call
-    `init_weights`."""
+    """A Llama 3 language model.
+
+    Build it under `torch.device("meta")`, then call `to_empty` and `init_weights`."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -201,20 +207,22 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Logits [B, S, V] of the token after each of `tokens` [B, S]; or what `head` makes of the
-        two that the logits are the product of, see `Output`."""
+        """Return logits [B, S, V] for the token after each of `tokens` [B, S].
+
+        With a `head`, return its result instead; see `Output`."""
         seq_len = tokens.shape[1]
-        cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None
+        cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None  # [S, Q/2]
+
+        # With a document mask, positions restart at each document.
         if (bos_id := self.args.document_bos_id) is not None:
             starts = document_starts(tokens, bos_id=bos_id)
-            positions = torch.arange(seq_len, device=tokens.device) - starts
-            cos, sin, mask = (
-                self.rope_cos[positions],
-                self.rope_sin[positions],
-                document_mask(starts),
-            )
+            positions = torch.arange(seq_len, device=tokens.device) - starts  # [B, S]
+            cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, S, Q/2]
+            mask = document_mask(starts)
+
         x = self.tok_embeddings(tokens)  # [B, S, D]
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         x = self.norm(x)
-        return self.output(x) if head is None else self.output(x, head)  # only an Output takes one
+        # A Float8Linear, which can replace the Output, takes no head.
+        return self.output(x) if head is None else self.output(x, head)

@@ -1,11 +1,12 @@
-"""Cross-entropy of next-token prediction, in pieces: logits of all tokens never exist in float32.
+"""Cross-entropy of next-token prediction, without float32 logits of all tokens.
 
-The forward pass turns the logits, in place, into the gradient of the loss, as all that it depends
-on is known there; the backward pass only hands it on. Where the logits come from a linear, the
-gradients of its input and weight are made there too, a chunk of tokens at a time.
+The gradient of the loss depends on values that are known in the forward pass. The forward pass
+therefore overwrites the logits with it, and the backward pass only multiplies it by the incoming
+gradient. If the logits are the output of a linear, the forward pass also computes the gradients of
+the linear's input and weight, a chunk of tokens at a time.
 
-Shapes: N tokens, B batch, S seq_len, D dim, V vocab_size. Over a vocabulary that is split, V is
-this rank's share.
+Shapes: N tokens, B batch, S seq_len, D dim, V vocab_size; V is this rank's share if the vocabulary
+is split over ranks.
 """
 
 from collections.abc import Callable
@@ -20,37 +21,36 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 IGNORED = -100
-"""The label of a token that does not count."""
+"""Label of a token that does not count."""
 CHUNK_LOGITS = 2**30
-"""Logits that a chunk of tokens has at most: 2 GiB in bfloat16. More chunks take less memory, but
-each but the first costs a pass over the weight's gradient in float32."""
+"""Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. More chunks take less memory,
+but each one after the first costs a pass over the weight's gradient in float32."""
 PIECE_LOGITS = 2**24
-"""Logits that are in float32 at once where the kernels are not compiled: 64 MiB. Compiled, none
-are."""
+"""Number of logits that are in float32 at a time in eager kernels: 64 MiB. Compiled kernels store
+none."""
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    """That of each token's logits [N, V], [N] float32."""
+    """Compute the log-sum-exp of each token's `logits` [N, V], [N] float32."""
     largest = logits.amax(-1, keepdim=True).float()
     scores = logits.to(torch.float32, copy=True)
     return scores.sub_(largest).exp_().sum(-1).log_() + largest.squeeze(-1)
 
 
 def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
-    """Overwrite `logits` [N, V] by `scale` [N] times their softmax."""
+    """Overwrite `logits` [N, V] by their softmax times `scale` [N]."""
     scores = logits.to(torch.float32, copy=True)
     logits.copy_(scores.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)))
 
 
 def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
-    """The same, and the log-sum-exp [N] that they had: with one exponential for both, and compiled
-    in one kernel."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # it would keep the exponentials, in float32, for the second use
+    """Do the same and return the log-sum-exp [N] that the logits had, in one kernel."""
+    if torch.compiler.is_compiling():
+        # The compiler would store shared exponentials in float32. It computes them twice instead.
         log_sum_exp = _log_sum_exp(logits)
         _to_softmax(logits, log_sum_exp, scale)
         return log_sum_exp
+
     largest = logits.amax(-1, keepdim=True).float()
     scores = logits.to(torch.float32, copy=True).sub_(largest).exp_()
     total = scores.sum(-1, keepdim=True)
@@ -59,18 +59,31 @@ def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Vocabulary:
-    """The part of a vocabulary that this rank has the logits of."""
+class _Call:
+    """What one call of a loss computes, apart from its tensors."""
 
-    start: int = 0
-    """Id of the first."""
+    scale: float
+    with_gradient: bool
+    first_id: int = 0
+    """Token id of this rank's first logit."""
     group: dist.ProcessGroup | None = None
-    """The ranks that have the others; None: there are none."""
+    """Ranks that share the vocabulary; None: it is not split."""
+
+    @classmethod
+    def on(cls, split: Tensor, *, dim: int, scale: float) -> "_Call":
+        """Describe a call on logits or a weight whose dimension `dim` is the vocabulary."""
+        with_gradient = torch.is_grad_enabled()
+        if not isinstance(split, DTensor):
+            return cls(scale, with_gradient)
+        mesh = split.device_mesh
+        _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
+        return cls(scale, with_gradient, offset[dim], mesh.get_group())
 
 
 class CrossEntropy:
-    """The sum over tokens of the cross-entropy in nat of their labels, times a scale: [] float32. A
-    label of -100 does not count. The backward pass can run once."""
+    """The cross-entropy of labels in nat, summed over tokens and scaled, [] float32.
+
+    A label of -100 does not count. The backward pass can run once."""
 
     def __init__(self, *, compiled: bool) -> None:
         kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax, _turn_to_softmax)
@@ -80,131 +93,104 @@ class CrossEntropy:
         )
 
     def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """The loss of `labels` [B, S] under `logits` [B, S, V], which may be a DTensor split over
-        the vocabulary."""
-        vocabulary = _Vocabulary()
-        if isinstance(logits, DTensor):
-            vocabulary = _vocabulary(logits, dim=-1)
-            logits = logits.to_local()
-        wanted = torch.is_grad_enabled()
-        loss: Tensor = _OfLogits.apply(
-            logits.flatten(0, 1), labels.flatten(), self, scale, vocabulary, wanted
-        )
+        """Return the loss of `labels` [B, S] for `logits` [B, S, V].
+
+        The logits may be a DTensor that is split over the vocabulary."""
+        call = _Call.on(logits, dim=-1, scale=scale)
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        loss: Tensor = _OfLogits.apply(logits.flatten(0, 1), labels.flatten(), self, call)
         return loss
 
     def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """The loss of `labels` [B, S] under the logits that a linear with `weight` [V, D] makes of
-        `x` [B, S, D]. Both may be DTensors: the weight split over the vocabulary, and `x` whole on
-        each rank."""
-        vocabulary = _Vocabulary()
+        """Return the loss of `labels` [B, S] for the logits x @ weight.t().
+
+        `x` is [B, S, D], `weight` [V, D]. Both may be DTensors: the weight split over the
+        vocabulary, `x` the same on all ranks."""
+        call = _Call.on(weight, dim=0, scale=scale)
         if isinstance(weight, DTensor):
-            assert isinstance(x, DTensor), "x is distributed as the weight is"
-            vocabulary = _vocabulary(weight, dim=0)
+            assert isinstance(x, DTensor), "x is a DTensor if the weight is one"
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
-        wanted = torch.is_grad_enabled()
-        loss: Tensor = _OfLinear.apply(
-            x.flatten(0, 1), weight, labels.flatten(), self, scale, vocabulary, wanted
-        )
+        loss: Tensor = _OfLinear.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
         return loss
 
-    def _take(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        *,
-        scale: float,
-        vocabulary: _Vocabulary,
-        to_gradient: bool,
-    ) -> Tensor:
-        """The loss of `labels` [N] under `logits` [N, V], which are overwritten by their gradient
-        if that is wanted."""
-        size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
-        ids = labels - vocabulary.start
-        here = (ids >= 0) & (ids < logits.shape[-1])  # whether this rank has the logit of the label
+    def _take(self, logits: Tensor, labels: Tensor, call: _Call) -> Tensor:
+        """Return the loss of `labels` [N] for `logits` [N, V].
+
+        With a gradient, `logits` are overwritten by it: the softmax, less 1 at the label."""
+        # The logit of each label, 0 if another rank has it.
+        ids = labels - call.first_id
+        here = (ids >= 0) & (ids < logits.shape[-1])
         at_label = torch.arange(len(ids), device=ids.device), torch.where(here, ids, 0)
         picked = torch.where(here, logits[at_label].float(), 0)
-        scales = scale * (labels != IGNORED)
-        pieces, scales_of_pieces = logits.split(size), scales.split(size)
-        if to_gradient and vocabulary.group is None:
-            log_sum_exp = torch.cat(
-                list(map(self._turn_to_softmax, pieces, scales_of_pieces))
-            )  # [N]
+
+        # Eager kernels process a piece of the tokens at a time. If no other rank has logits, one
+        # kernel computes both the log-sum-exp and the softmax.
+        scales = call.scale * (labels != IGNORED)
+        size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
+        pieces, piece_scales = logits.split(size), scales.split(size)
+        if call.with_gradient and call.group is None:
+            log_sums = list(map(self._turn_to_softmax, pieces, piece_scales))
         else:
-            log_sum_exp = torch.cat(list(map(self._log_sum_exp, pieces)))
-        if vocabulary.group is not None:
+            log_sums = list(map(self._log_sum_exp, pieces))
+        log_sum_exp = torch.cat(log_sums)  # [N]
+
+        # Combine the parts of the vocabulary before the softmax.
+        if call.group is not None:
             scores = torch.stack((log_sum_exp, picked))  # [2, N]
-            of_ranks = [torch.empty_like(scores) for _ in range(vocabulary.group.size())]
-            dist.all_gather(of_ranks, scores, group=vocabulary.group)
-            log_sums, parts = torch.stack(of_ranks, dim=1)  # [ranks, N] each
-            log_sum_exp, picked = log_sums.logsumexp(0), parts.sum(0)
-            if to_gradient:
-                for each in zip(pieces, log_sum_exp.split(size), scales_of_pieces, strict=True):
-                    self._to_softmax(*each)
-        if to_gradient:
-            # The gradient is the softmax, less 1 at the label.
+            gathered = [torch.empty_like(scores) for _ in range(call.group.size())]
+            dist.all_gather(gathered, scores, group=call.group)
+            rank_log_sums, rank_picked = torch.stack(gathered, dim=1)  # [ranks, N] each
+            log_sum_exp, picked = rank_log_sums.logsumexp(0), rank_picked.sum(0)
+            if call.with_gradient:
+                for piece in zip(pieces, log_sum_exp.split(size), piece_scales, strict=True):
+                    self._to_softmax(*piece)
+
+        if call.with_gradient:
             gradient = ((picked - log_sum_exp).exp() - 1) * scales
             logits[at_label] = torch.where(here, gradient.to(logits.dtype), logits[at_label])
         return ((log_sum_exp - picked) * scales).sum()
 
 
-def _vocabulary(of: DTensor, *, dim: int) -> _Vocabulary:
-    """The part of the vocabulary, along `dim`, that is in this rank's shard of a DTensor."""
-    _, offset = compute_local_shape_and_global_offset(of.shape, of.device_mesh, of.placements)
-    return _Vocabulary(offset[dim], of.device_mesh.get_group())
-
-
 class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        loss: CrossEntropy,
-        scale: float,
-        vocabulary: _Vocabulary,
-        wanted: bool,
+        ctx: Any, logits: Tensor, labels: Tensor, loss: CrossEntropy, call: _Call
     ) -> Tensor:
-        gradient = logits.clone() if wanted else logits
+        gradient = logits.clone() if call.with_gradient else logits
         ctx.save_for_backward(gradient)
-        return loss._take(gradient, labels, scale=scale, vocabulary=vocabulary, to_gradient=wanted)
+        return loss._take(gradient, labels, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(incoming), None, None, None, None, None
+        return gradient.mul_(incoming), None, None, None
 
 
 class _OfLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss: CrossEntropy,
-        scale: float,
-        vocabulary: _Vocabulary,
-        wanted: bool,
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss: CrossEntropy, call: _Call
     ) -> Tensor:
         tokens = max(1, CHUNK_LOGITS // len(weight))
-        several = len(x) > tokens
-        x_grad = torch.empty_like(x) if wanted else None
+        x_grad = torch.empty_like(x) if call.with_gradient else None
         weight_grad: Tensor | None = None
         total = torch.zeros((), device=x.device)
+
         for start in range(0, len(x), tokens):
             chunk = slice(start, start + tokens)
             logits = x[chunk] @ weight.t()
-            total += loss._take(
-                logits, labels[chunk], scale=scale, vocabulary=vocabulary, to_gradient=wanted
-            )
-            if x_grad is not None:
-                torch.mm(logits, weight, out=x_grad[chunk])
-                if weight_grad is not None:
-                    weight_grad += logits.t() @ x[chunk]
-                else:
-                    weight_grad = logits.t() @ x[chunk]
-                    weight_grad = weight_grad.float() if several else weight_grad
+            total += loss._take(logits, labels[chunk], call)
+            if x_grad is None:
+                continue
+            # The logits are now their gradient. Several chunks are summed in float32.
+            torch.mm(logits, weight, out=x_grad[chunk])
+            if weight_grad is None:
+                weight_grad = logits.t() @ x[chunk]
+                weight_grad = weight_grad.float() if len(x) > tokens else weight_grad
+            else:
+                weight_grad += logits.t() @ x[chunk]
+
         if x_grad is not None and weight_grad is not None:
             ctx.save_for_backward(x_grad, weight_grad.to(weight.dtype))
         return total
@@ -213,4 +199,4 @@ class _OfLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad.mul_(incoming), weight_grad.mul_(incoming), None, None, None, None, None
+        return x_grad.mul_(incoming), weight_grad.mul_(incoming), None, None, None

@@ -13,72 +13,72 @@ from torchtitan_lite.config import ActivationCheckpointConfig
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten._scaled_mm.default}
-"""A float8 matmul is a matmul: aten.mm of float8 tensors where it is emulated or eager, _scaled_mm
-where compiled."""
+"""Matmuls of linears. In float8: mm if eager or emulated, _scaled_mm if compiled."""
 SAVED = {
+    # Attention: fused, in a compiled block, and in an eager block, where it alone is compiled.
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,  # in a compiled block
-    torch.ops.higher_order.inductor_compiled_code,  # in an eager one, where FlexAttention alone is compiled
+    torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.inductor_compiled_code,
+    # The sums that tensor parallelism scatters.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    aten.max.default,  # the amax of a float8 cast of a tensor: small, and the recomputed cast needs nothing else
-    aten.amax.default,  # and of its rows
+    # The amax of a float8 cast, of a tensor and of its rows: small, and with it the cast can be
+    # recomputed without a second pass over its input.
+    aten.max.default,
+    aten.amax.default,
 }
-"""What is kept besides every second matmul: dear to compute or to communicate, cheap to keep."""
+"""Operators besides matmuls whose outputs the "op" policy keeps: expensive to recompute, small."""
 LINEARS = (
     *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
     *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
 )
-"""The linears of a block in the order in which its forward calls them."""
+"""The linears of a block in the order of their calls."""
 
 
 def _keep_every_second_matmul(
     seen: Counter[str], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
+    keep = op in SAVED
     if op in MATMULS:
         phase = "recompute" if ctx.is_recompute else "forward"
         seen[phase] += 1
         keep = seen[phase] % 2 == 1
-    else:
-        keep = op in SAVED
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _op_contexts() -> Any:
-    # A new count for each block and pass: the recomputation must decide as the forward did.
+    # Counts start at 0 for each block and pass: the recomputation must decide as the forward did.
     return create_selective_checkpoint_contexts(partial(_keep_every_second_matmul, Counter()))
 
 
 def recomputed_modules(
     model: nn.Module, ac: ActivationCheckpointConfig, *, compiled: bool, fused_attention: bool
 ) -> frozenset[str]:
-    """Names of the linears and `attention` modules of `model`, still unwrapped, whose forward the
-    backward pass will run again.
+    """Return the names of the linears and `attention` modules whose forward runs again in backward.
 
-    A checkpointed block is run again up to the last tensor that backward needs: that is what w2
-    read, so that w2 is not run, unless it is a float8 one in an eager block, which saves what it
-    read after its matmul. Attention that is not one of the fused operators is no operator to
-    keep."""
+    `model` is not checkpointed yet. A block is recomputed up to the last tensor that its backward
+    pass needs, the input of w2; w2 runs again only if it is an eager float8 linear, which saves its
+    input after its matmul. Attention that is not fused has no operator whose output can be kept."""
     layers = model.get_submodule("layers")
     names = []
     for i in ac.checkpointed_layers(len(list(layers.children()))):
         if ac.keeps_by_op:
             parts = [*LINEARS[1::2], *([] if fused_attention else ["attention"])]
         else:
-            eager_float8 = (
-                type(layers.get_submodule(f"{i}.{LINEARS[-1]}")) is not nn.Linear and not compiled
-            )
-            parts = [*LINEARS[: None if eager_float8 else -1], "attention"]
+            w2_in_float8 = type(layers.get_submodule(f"{i}.{LINEARS[-1]}")) is not nn.Linear
+            parts = [*LINEARS[:-1], "attention"]
+            parts += [LINEARS[-1]] if w2_in_float8 and not compiled else []
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)
 
 
 def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of `model` in place as [activation_checkpoint] says: none, all, every n-th,
-    or all with the "op" policy, which keeps attention, the scattered sums of tensor parallelism and
-    every second matmul."""
+    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them.
+
+    The "op" policy keeps attention, the sums that tensor parallelism scatters, and every second
+    matmul."""
     contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"

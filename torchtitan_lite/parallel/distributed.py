@@ -1,4 +1,4 @@
-"""The process group: joining it, its time-outs, its end."""
+"""The process group: how a process joins it, its time-outs, how a process ends."""
 
 import os
 import sys
@@ -11,61 +11,48 @@ import torch.distributed as dist
 
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.logger import logger
-from torchtitan_lite.parallel.store import connect_store
+
+from .store import connect_store
 
 NCCL_EXTRA_SECONDS = 30
-"""That NCCL waits longer than gloo: at its time-out NCCL aborts the process, where gloo raises an
-error."""
+"""Added to NCCL's time-out: NCCL aborts the process, while gloo, whose time-out should come first,
+raises an error."""
 
 
 def read_rank() -> tuple[int, int]:
-    """This process's rank and the number of processes, from the environment. Raises ConfigError
-    outside torchrun."""
+    """Return this process's rank and the number of processes, which torchrun sets.
+
+    Raises ConfigError outside torchrun."""
     if "RANK" not in os.environ:
         raise ConfigError(
-            "this process was not started by torchrun (RANK is not set); use "
-            "torchrun --nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
+            "this process was not started by torchrun (RANK is not set); use torchrun "
+            "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def local_world_size() -> int:
-    """Processes of the job on this host, as torchrun started them."""
+    """Return the number of the job's processes on this host, which torchrun sets."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def init_distributed(comm: CommConfig) -> torch.device:
-    """This process's device, after joining the process group that torchrun describes in the
-    environment: NCCL for CUDA tensors and gloo for CPU tensors.
+    """Join the process group and return this process's device.
 
-    Raises ConfigError outside torchrun, and where a host has more processes than GPUs."""
+    CUDA tensors use NCCL, CPU tensors gloo. Raises ConfigError outside torchrun, on a host with
+    more processes than GPUs, and on a host whose GPUs PyTorch cannot use."""
     rank, world_size = read_rank()
-    local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
-        if local_world_size() > torch.cuda.device_count():
-            raise ConfigError(
-                f"{local_world_size()} processes were started on a host with {torch.cuda.device_count()} GPUs; "
-                f"start at most one a GPU (NGPU={torch.cuda.device_count()})."
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        _let_segments_grow()
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
-        backend = "cpu:gloo,cuda:nccl"
+        backend, device = "cpu:gloo,cuda:nccl", _set_up_gpu(comm)
+    elif Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        raise ConfigError(
+            f"this host has NVIDIA GPUs that PyTorch {torch.__version__} cannot use: its build or "
+            "the driver does not match; install one that does, or set "
+            'CUDA_VISIBLE_DEVICES="" to train on CPU.'
+        )
     else:
-        if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-            raise ConfigError(
-                f"this host has NVIDIA GPUs that PyTorch {torch.__version__} cannot use: its build or the driver does "
-                'not fit; mend that, or set CUDA_VISIBLE_DEVICES="" to train on CPU.'
-            )
-        device = torch.device("cpu")
-        backend = "gloo"
-        if rank == 0 and torch.get_num_threads() > 1 and "OMP_WAIT_POLICY" not in os.environ:
-            logger.info(
-                f"OMP_WAIT_POLICY is not set, so the {torch.get_num_threads()} OpenMP threads of a process spin while "
-                "they wait, which on a busy machine can slow training down many times; set OMP_WAIT_POLICY=PASSIVE."
-            )
+        backend, device = "gloo", torch.device("cpu")
+
     timeout = comm.init_timeout_seconds
     store = connect_store(timeout)
     dist.init_process_group(
@@ -75,30 +62,43 @@ def init_distributed(comm: CommConfig) -> torch.device:
     return device
 
 
-def _let_segments_grow() -> None:
-    """Have the GPU's memory taken in segments that grow, so that less of it lies idle in gaps that
-    nothing fits; unless the environment says how the allocator is to work."""
+def _set_up_gpu(comm: CommConfig) -> torch.device:
+    """Select this process's GPU and configure its allocator and NCCL's flight recorder."""
+    processes, gpus = local_world_size(), torch.cuda.device_count()
+    if processes > gpus:
+        raise ConfigError(
+            f"{processes} processes were started on a host with {gpus} GPUs; start at most one a "
+            f"GPU (NGPU={gpus})."
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+
+    # Memory segments that can grow leave fewer unusable gaps. The environment takes precedence.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    return device
 
 
 def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> None:
-    """Let collectives of every process group but one take `seconds` from now on."""
+    """Set the time-out of all process groups except `but_of`."""
+    timeout = timedelta(seconds=seconds)
     for group in dist.distributed_c10d._world.pg_map:
-        if group is not but_of:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            if "cuda:nccl" in dist.get_backend_config(
-                group
-            ):  # gloo alone is there for CUDA tensors too
-                group._get_backend(torch.device("cuda"))._set_default_timeout(
-                    timedelta(seconds=seconds + NCCL_EXTRA_SECONDS)
-                )
+        if group is but_of:
+            continue
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+        # Groups whose backend for CUDA tensors is gloo have no NCCL.
+        if "cuda:nccl" in dist.get_backend_config(group):
+            nccl = group._get_backend(torch.device("cuda"))
+            nccl._set_default_timeout(timeout + timedelta(seconds=NCCL_EXTRA_SECONDS))
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End this process without tearing the interpreter down: gloo's threads may outlive the process
-    group, and then abort the process after all its work is done; and a thread may wait for ranks
-    that are lost."""
+    """End this process without the interpreter's teardown.
+
+    gloo's threads can outlive the process group and then abort a process that has done all its
+    work, and threads can wait for ranks that are lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,9 +1,9 @@
 """Tensor parallelism with sequence parallelism: the plan as data, and its float8 variant.
 
-Between blocks the residual stream is split along the sequence; a block gathers it once before its
-column-split linears and scatters the sum after the row-split ones. Where all linears that read a
-gathered activation are tensorwise Float8Linears, it is cast before the gather, which then moves 1
-byte an element; so is the gradient of what such a row-split linear scattered.
+Between blocks the residual stream is split along the sequence. A block gathers it once before its
+column-split linears and scatters the sum of its row-split ones. If all linears that read a gathered
+activation are tensorwise Float8Linears, it is cast before the gather, which then moves 1 byte per
+element. The same holds for the gradient of the output of such a row-split linear.
 """
 
 import warnings
@@ -25,13 +25,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.patches import gather_float8_as_bytes
 from torchtitan_lite.torchao_types import is_float8_linear
 
 COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
-"""By module of a block: the linears that read its gathered input and are split along
-out_features."""
+"""The linears of each module of a block that read its gathered input; split along out_features."""
 ROW_SPLIT = {"attention": "wo", "feed_forward": "w2"}
-"""By module of a block: the linear that is split along in_features and whose outputs are summed."""
+"""The linear of each module of a block whose outputs are summed; split along in_features."""
 SHARDED_DIMS = (
     {name: 0 for names in COLUMN_SPLIT.values() for name in names}
     | dict.fromkeys(ROW_SPLIT.values(), 1)
@@ -41,90 +41,117 @@ SHARDED_DIMS = (
 
 
 class _WaitingRowwiseParallel(RowwiseParallel):
-    """Hands on its sum once that is there. A compiled block loses the gradient of an input that is
-    still on its way, and the embedding would not learn (pytorch/pytorch#179849)."""
+    """RowwiseParallel that waits for the sum of its outputs.
+
+    A compiled block loses the gradient of an input whose collective is still running, and the
+    embedding would not be trained (pytorch/pytorch#179849)."""
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Any,
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: Any,
-        device_mesh: DeviceMesh,
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, mesh: DeviceMesh
     ) -> torch.Tensor:
         return outputs.redistribute(placements=output_layouts).to_local()
 
 
 class _HeadParallel(ColwiseParallel):
-    """Splits the projection to the vocabulary; what it is to be fused with gets its gathered input
-    and its shard."""
+    """ColwiseParallel for the projection to the vocabulary, called with or without a `head`.
+
+    A head receives the gathered input and this rank's shard of the weight."""
 
     @staticmethod
     def _prepare_input_fn(
-        input_layouts: Any,
-        desired_input_layouts: Any,
-        mod: nn.Module,
-        inputs: Any,
-        device_mesh: DeviceMesh,
+        layouts: Any, desired_layouts: Any, mod: nn.Module, inputs: Any, mesh: DeviceMesh
     ) -> Any:
-        x = ColwiseParallel._prepare_input_fn(
-            input_layouts, desired_input_layouts, mod, inputs, device_mesh
-        )
+        x = ColwiseParallel._prepare_input_fn(layouts, desired_layouts, mod, inputs, mesh)
         return x, *inputs[1:]
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Any,
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: Any,
-        device_mesh: DeviceMesh,
+        layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, mesh: DeviceMesh
     ) -> Any:
         if not isinstance(outputs, DTensor):
-            return outputs  # a loss, the same on all ranks
-        return ColwiseParallel._prepare_output_fn(
-            output_layouts, use_local_output, mod, outputs, device_mesh
-        )
+            return outputs  # the loss that a head returned, the same on all ranks
+        return ColwiseParallel._prepare_output_fn(layouts, use_local_output, mod, outputs, mesh)
 
 
 def gathers_float8(module: nn.Module) -> bool:
-    """True for a Float8Linear whose input has one scale a tensor, so that shards of it can be
-    gathered."""
+    """Return whether `module` is a Float8Linear whose input has one scale per tensor.
+
+    Only then can shards of the input be cast before they are gathered."""
     if not is_float8_linear(module):
         return False
+    # torchao is slow to import, and has been imported if there is a Float8Linear.
     from torchao.float8.config import ScalingGranularity
 
     return module.config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Split `model` over `tp_mesh` in place. With `loss_parallel` the logits stay DTensors, split
-    over the vocabulary; without, each rank gets all of them."""
+    """Split `model` over `tp_mesh` in place.
+
+    With `loss_parallel` the logits stay DTensors that are split over the vocabulary; without it
+    each rank gathers all of them."""
+    # gloo cannot send float8 tensors.
     if tp_mesh.device_type == "cpu" and any(map(gathers_float8, model.modules())):
-        _gather_float8_as_bytes()
-    float8_output = gathers_float8(model.get_submodule("output"))
-    parallelize_module(
-        model,
-        tp_mesh,
-        {
-            "tok_embeddings": _WaitingRowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(1)
-            ),
-            "norm": SequenceParallel(),
-            "output": _style(_HeadParallel, float8=float8_output)(
-                input_layouts=Shard(1),
-                output_layouts=Shard(-1) if loss_parallel else Replicate(),
-                use_local_output=not loss_parallel,
-            ),
-        },
+        gather_float8_as_bytes()
+
+    # The ends of the model: the embedding scatters, the projection to the vocabulary gathers.
+    output = _style(_HeadParallel, float8=gathers_float8(model.get_submodule("output")))(
+        input_layouts=Shard(1),
+        output_layouts=Shard(-1) if loss_parallel else Replicate(),
+        use_local_output=not loss_parallel,
     )
+    embedding = _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    plan = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": output}
+    parallelize_module(model, tp_mesh, plan)
+
     for block in model.get_submodule("layers").children():
         parallelize_module(block, tp_mesh, _block_plan(block))
 
 
+def _block_plan(block: nn.Module) -> dict[str, Any]:
+    """Return the style of each module of `block` by its name."""
+    plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    for part, names in COLUMN_SPLIT.items():
+        summed = ROW_SPLIT[part]
+        float8 = {
+            name: gathers_float8(block.get_submodule(f"{part}.{name}")) for name in (*names, summed)
+        }
+
+        # One gather serves all column-split linears. The rotary tables and the mask, which
+        # attention also receives, are whole on every rank.
+        gather = _style(PrepareModuleInput, float8=all(float8[name] for name in names))
+        others = (None, None, None) if part == "attention" else ()
+        plan[part] = gather(
+            input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others)
+        )
+
+        for name in names:
+            plan[f"{part}.{name}"] = _style(ColwiseParallel, float8=float8[name])()
+        scatter = _style(RowwiseParallel, float8=float8[summed])
+        plan[f"{part}.{summed}"] = scatter(output_layouts=Shard(1))
+    return plan
+
+
+def _style(plain: type[ParallelStyle], *, float8: bool) -> Any:
+    """Return `plain`, or torchao's style that replaces it and gathers in float8."""
+    if not float8:
+        return plain
+    # torchao is slow to import, and has been imported if there is a Float8Linear.
+    from torchao.float8 import float8_tensor_parallel as styles
+
+    return {
+        PrepareModuleInput: styles.PrepareFloat8ModuleInput,
+        ColwiseParallel: styles.Float8ColwiseParallel,
+        RowwiseParallel: styles.Float8RowwiseParallel,
+        _HeadParallel: styles.Float8ColwiseParallel,
+    }[plain]
+
+
 def float8_gathers(tensorwise: Collection[str]) -> int:
-    """How many activations and gradients are gathered in float8 for a microbatch, if nothing is
-    recomputed, where the linears of these names scale a tensor at a time."""
+    """Count the activations and gradients that a microbatch gathers in float8, without recomputing.
+
+    `tensorwise` are the names of the linears that have one scale per tensor."""
     parts = {name.rpartition(".")[0] for name in tensorwise} - {""}
     linears = {path: path.rpartition(".")[2] for path in parts}
     inputs = sum(
@@ -136,9 +163,9 @@ def float8_gathers(tensorwise: Collection[str]) -> int:
 
 
 def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> None:
-    """Have the compiler split each gather and scatter over `tp_mesh` into pieces, and multiply one
-    while the next is on its way. Raises ConfigError on ranks whose GPUs do not share symmetric
-    memory."""
+    """Let the compiler overlap gathers and scatters over `tp_mesh` with matmuls, piece by piece.
+
+    Raises ConfigError if the GPUs of the ranks do not share symmetric memory."""
     group = tp_mesh.get_group()
     try:
         if tp_mesh.device_type != "cuda":
@@ -147,75 +174,14 @@ def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> None:
         symmetric_memory.rendezvous(probe, group)
     except RuntimeError as error:
         raise ConfigError(
-            f"[parallelism] enable_async_tensor_parallel = true needs symmetric memory between the {group.size()} GPUs "
-            f"of tensor_parallel_degree, as NVLink within a node gives it: {error}; set it to false."
+            "[parallelism] enable_async_tensor_parallel = true needs symmetric memory between the "
+            f"{group.size()} GPUs of tensor_parallel_degree, as NVLink within a node provides it: "
+            f"{error}; set it to false."
         ) from error
+
     torch._inductor.config._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        # Deprecated for eager code; the compiler still fuses in enabled groups only
+        # Deprecated for eager code, but the compiler fuses only in groups that are enabled
         # (pytorch/pytorch#193115).
         warnings.simplefilter("ignore", FutureWarning)
         symmetric_memory.enable_symm_mem_for_group(group.group_name)
-
-
-def _block_plan(block: nn.Module) -> dict[str, Any]:
-    plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-    for part, names in COLUMN_SPLIT.items():
-        float8 = {
-            name: gathers_float8(block.get_submodule(f"{part}.{name}"))
-            for name in (*names, ROW_SPLIT[part])
-        }
-        prepare = _style(PrepareModuleInput, float8=all(float8[name] for name in names))
-        # Attention is also handed the rotary tables and the mask, which every rank has whole.
-        others = (None, None, None) if part == "attention" else ()
-        plan[part] = prepare(
-            input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others)
-        )
-        for name in names:
-            plan[f"{part}.{name}"] = _style(ColwiseParallel, float8=float8[name])()
-        summed = ROW_SPLIT[part]
-        plan[f"{part}.{summed}"] = _style(RowwiseParallel, float8=float8[summed])(
-            output_layouts=Shard(1)
-        )
-    return plan
-
-
-def _style(plain: type[ParallelStyle], *, float8: bool) -> Any:
-    """`plain`, or torchao's style in its place, which gathers in float8."""
-    if not float8:
-        return plain
-    from torchao.float8 import float8_tensor_parallel as styles
-
-    return {
-        PrepareModuleInput: styles.PrepareFloat8ModuleInput,
-        ColwiseParallel: styles.Float8ColwiseParallel,
-        RowwiseParallel: styles.Float8RowwiseParallel,
-        _HeadParallel: styles.Float8ColwiseParallel,
-    }[plain]
-
-
-def _gather_float8_as_bytes() -> None:
-    """Make torchao's all-gather of a float8 activation move its bytes as uint8: gloo has no float8
-    type."""
-    from torchao.float8 import float8_ops
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor
-
-    ops = (
-        torch.ops.c10d_functional.all_gather_into_tensor.default,
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-    )
-
-    def gather(
-        op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Float8TrainingTensor:
-        shard: Float8TrainingTensor = args[0]
-        gathered = op(shard._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
-        return Float8TrainingTensor(
-            gathered.view(shard._data.dtype),
-            shard._scale,
-            shard._orig_dtype,
-            shard._linear_mm_config,
-            shard._gemm_input_role,
-        )
-
-    float8_ops.FLOAT8_OPS_TABLE.update(dict.fromkeys(ops, gather))

@@ -1,0 +1,292 @@
+"""The faults of torch and torchao that patches.py works around, without their patch and with it.
+
+A test that fails after an upgrade because a fault no longer occurs says that its patch can go.
+"""
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import partitioners
+from torch._inductor import config
+from torch._inductor.codegen import cpp_utils
+from torch._inductor.cpu_vec_isa import VecISA
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchao.float8 import float8_ops, fsdp_utils
+from torchao.float8.float8_training_tensor import LinearMMConfig
+
+from torchtitan_lite import patches
+from torchtitan_lite.config import ActivationCheckpointConfig
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_lite.parallel.tensor_parallel import apply_tensor_parallel
+
+TORCH = tuple(map(int, version("torch").split(".")[:2]))
+torch_213 = pytest.mark.skipif(TORCH < (2, 13), reason="seen with torch 2.13 only")
+
+
+@pytest.fixture
+def as_rank() -> Iterator[Callable[[int], None]]:
+    """Gives a function that makes this process one rank of two, whose collectives do nothing."""
+
+    def join(rank: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+
+    yield join
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo afterwards what patches change."""
+    for module, name in (
+        (partitioners, "has_recomputable_rng_ops"),
+        (partitioners, "get_default_op_list"),
+        (VecISA, "check_build"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(cpp_utils, "DTYPE_TO_CPP", dict(cpp_utils.DTYPE_TO_CPP))
+
+
+@torch_213
+def test_the_key_of_the_compilers_cache_has_no_rank_unless_tagged(
+    as_rank: Callable[[int], None],
+) -> None:
+    def key(rank: int) -> str:
+        as_rank(rank)
+        mesh = init_device_mesh("cpu", (2,))
+        weight = DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)], run_check=False)
+        return weight._stable_hash_for_caching()
+
+    assert key(0) == key(1)
+
+
+def test_a_tag_of_the_compilers_cache_is_added_once() -> None:
+    with torch.compiler.config.patch(cache_key_tag=""):
+        for label in ("rank 1 of 2", "FLASH_ATTENTION", "rank 1 of 2", "rank 1 of 20"):
+            patches.tag_compiler_cache(label)
+        tag = torch.compiler.config.cache_key_tag
+    assert tag == "; rank 1 of 2; FLASH_ATTENTION; rank 1 of 20"
+
+
+def compile_recomputed_block() -> None:
+    """Compile a block of two ranks that recomputes all of its forward, without generating code."""
+    args = ModelArgs(
+        dim=64, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=48, max_seq_len=16
+    )
+    with torch.device("meta"):
+        model = Transformer(args)
+    apply_tensor_parallel(model, init_device_mesh("cpu", (2,)), loss_parallel=True)
+    apply_activation_checkpointing(model, ActivationCheckpointConfig(mode="full"))
+    model.to_empty(device="cpu")
+    init_weights(model, seed=0)
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=lambda graph, example_inputs: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    model.layers[0].compile(backend=backend, fullgraph=True)
+    x = torch.randn(1, 8, 64, requires_grad=True)
+    model.layers[0](x, model.rope_cos, model.rope_sin, None).sum().backward()
+
+
+@torch_213
+def test_a_recomputed_block_saves_a_random_state_on_cpu_unless_patched(
+    as_rank: Callable[[int], None],
+) -> None:
+    as_rank(0)
+    with pytest.raises(AssertionError, match="expected all tensors_saved"):
+        compile_recomputed_block()
+    patches.save_no_rng_state()
+    compile_recomputed_block()
+
+
+def test_the_compiler_has_no_cpp_name_for_the_scales_of_mxfp8() -> None:
+    assert "float8_e8m0fnu" not in inspect.getsource(cpp_utils)
+    patches.name_mxfp8_scales_in_cpp()
+    assert cpp_utils.DTYPE_TO_CPP[torch.float8_e8m0fnu] == "at::Float8_e8m0fnu"
+
+
+def test_attention_by_cudnn_is_cheap_to_recompute_unless_patched() -> None:
+    before = partitioners.get_default_op_list().compute_intensive_ops
+    assert torch.ops.aten._scaled_dot_product_flash_attention in before
+    for _ in range(2):
+        patches.weigh_cudnn_attention()
+    after = partitioners.get_default_op_list
+    assert after().compute_intensive_ops - before == {
+        torch.ops.aten._scaled_dot_product_cudnn_attention
+    }
+    assert not hasattr(after.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]  # once
+
+
+@torch_213
+def test_a_mesh_has_no_size_under_a_memory_budget_unless_patched() -> None:
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    node = SimpleNamespace(meta={"val": FakeScriptObject(None, "mesh", None)})
+    with torch._functorch.config.patch(unsafe_treat_script_objects_as_zero_size=False):
+        with pytest.raises(RuntimeError, match="size of"):
+            partitioners._size_of(node)
+        patches.count_no_memory_for_meshes()
+        assert partitioners._size_of(node) == 0
+
+
+def instruction_sets_built(setup: str) -> tuple[str, list[str]]:
+    """The instruction set that the compiler takes in a new process, and those it builds for."""
+    code = (
+        "import json; from torch._inductor import cpu_vec_isa; from torchtitan_lite import patches;"
+        "built = []; cpu_vec_isa.VecISA.check_build = lambda isa, code: "
+        "not built.append(isa.build_arch_flags()); "
+        f"{setup}; print(json.dumps([str(cpu_vec_isa.pick_vec_isa()), built]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    found, built = json.loads(result.stdout)
+    return found, built
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="a CPU without AVX2"
+)
+def test_programs_are_built_for_instruction_sets_unless_patched() -> None:
+    _, built = instruction_sets_built("pass")
+    assert any("amx" not in flags for flags in built)
+    found, built = instruction_sets_built("patches.trust_instruction_set()")
+    assert found.split()[0] == torch.backends.cpu.get_cpu_capability().lower()
+    assert all("amx" in flags for flags in built)
+
+
+@pytest.mark.parametrize(("capability", "vec_isa_ok"), [("DEFAULT", None), (None, False)])
+def test_an_instruction_set_that_pytorch_or_the_environment_excludes_is_not_trusted(
+    capability: str | None, vec_isa_ok: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if capability is not None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    check = VecISA.check_build
+    with config.patch({"cpp.vec_isa_ok": vec_isa_ok}):
+        patches.trust_instruction_set()
+    assert VecISA.check_build is check
+
+
+X = torch.randn(32, 64).bfloat16()
+ONE = torch.ones(())
+WEIGHTS = [torch.randn(48, 64).to(torch.float8_e4m3fn).t() for _ in range(2)]
+
+
+def multiply_twice(x: torch.Tensor) -> list[torch.Tensor]:
+    cast = (x * 2).to(torch.float8_e4m3fn)
+    return [
+        torch._scaled_mm(cast, weight, ONE, ONE, out_dtype=torch.bfloat16) for weight in WEIGHTS
+    ]
+
+
+def compile_and_count() -> tuple[list[torch.Tensor], int]:
+    """The compiled function's results, and how many elements it writes in float8."""
+    written = []
+
+    def count(nodes: list[Any]) -> list[Any]:
+        outputs = [out.node for node in nodes if not node.is_extern() for out in node.get_outputs()]
+        written.extend(
+            int(out.get_numel()) for out in outputs if out.get_dtype() is torch.float8_e4m3fn
+        )
+        return nodes
+
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True, _post_fusion_custom_pass=count):
+        results = torch.compile(multiply_twice, fullgraph=True)(X)
+    return results, sum(written)
+
+
+def test_a_cast_is_computed_for_each_matmul_that_reads_it_unless_patched() -> None:
+    expected = multiply_twice(X)
+    with config.patch(post_grad_custom_post_pass=None):
+        plain, written = compile_and_count()
+        assert written == 2 * X.numel()
+        patches.keep_shared_casts()
+        shared, written = compile_and_count()
+        assert written == X.numel()
+    for results in (plain, shared):
+        assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_the_amax_of_a_gathered_weight_is_taken_over_fsdps_ranks_unless_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Weight = fsdp_utils.WeightWithDynamicFloat8CastTensor
+    monkeypatch.setattr(Weight, "fsdp_pre_all_gather", Weight.fsdp_pre_all_gather)
+    meshes: list[Any] = []
+
+    def cast(*args: Any, device_mesh: Any, **options: Any) -> Any:
+        meshes.append(device_mesh)
+        return SimpleNamespace(_data=None, _scale=None)
+
+    monkeypatch.setattr(fsdp_utils, "hp_tensor_to_float8_dynamic", cast)
+    weight = Weight(torch.ones(2, 2), LinearMMConfig(), torch.float8_e4m3fn)
+    fsdp: Any = "FSDP's mesh"
+    weight.fsdp_pre_all_gather(fsdp)
+    for mesh in ("all shards", "those of another model"):
+        patches.scale_gathered_weights_over(mesh)  # type: ignore[arg-type]
+        weight.fsdp_pre_all_gather(fsdp)
+    patches.scale_gathered_weights_over(None)
+    weight.fsdp_pre_all_gather(fsdp)
+    assert meshes == [fsdp, "all shards", "those of another model", fsdp]
+
+
+def test_gloo_gathers_no_float8_tensors() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        data = torch.ones(4).to(torch.float8_e4m3fn)
+        with pytest.raises(RuntimeError, match="Invalid scalar type"):
+            dist.all_gather_into_tensor(torch.empty_like(data), data)
+        dist.all_gather_into_tensor(torch.empty(4, dtype=torch.uint8), data.view(torch.uint8))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_float8_activations_are_gathered_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = dict(float8_ops.FLOAT8_OPS_TABLE)
+    monkeypatch.setattr(float8_ops, "FLOAT8_OPS_TABLE", table)
+    patches.gather_float8_as_bytes()
+    op = torch.ops._c10d_functional.all_gather_into_tensor.default
+    sent: list[torch.dtype] = []
+
+    def send(shard: torch.Tensor, *args: Any) -> torch.Tensor:
+        sent.append(shard.dtype)
+        return torch.cat([shard, shard])
+
+    shard = cast_to_float8(torch.ones(2, 4))
+    gathered = table[op](send, (shard, 2, "group"), {})
+    assert sent == [torch.uint8] and gathered._data.dtype is torch.float8_e4m3fn
+    assert torch.equal(gathered.to_original_precision(), torch.ones(4, 4))
+
+
+def cast_to_float8(tensor: torch.Tensor) -> Any:
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    return hp_tensor_to_float8_dynamic(tensor, torch.float8_e4m3fn, LinearMMConfig())
+
+
+def test_casts_to_float8_are_observed_until_the_context_ends() -> None:
+    seen: list[tuple[torch.Tensor, Any]] = []
+    x = torch.ones(2, 4)
+    with patches.observe_float8_casts(lambda tensor, cast: seen.append((tensor, cast))):
+        cast = cast_to_float8(x)
+    cast_to_float8(x)
+    assert len(seen) == 1 and seen[0][0] is x and seen[0][1] is cast

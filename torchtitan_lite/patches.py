@@ -1,0 +1,226 @@
+"""Every change that this package makes to torch or torchao at run time, one function each.
+
+Each function states what it changes, why, where that is reported upstream, the versions in which it
+was seen, and when to remove it. All of them can be called more than once. `test_patches.py` shows
+each fault without its patch, and so fails once the installed version no longer needs it.
+
+Heavy modules of torch and torchao are imported by the functions that change them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# ----- The compiler -----
+
+
+def tag_compiler_cache(label: str) -> None:
+    """Compile and cache separately what runs under another `label`.
+
+    Changes: `torch.compiler.config.cache_key_tag`.
+    Why: the key of the compiler's cache contains neither the rank's coordinate in a DTensor's mesh
+    nor the backend that computes attention. A rank would load code compiled for another rank's part
+    of the vocabulary and train on a wrong loss.
+    Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.11 to 2.13.
+    Remove: once the key contains both.
+    """
+    tag = torch.compiler.config.cache_key_tag
+    if label not in tag.split("; "):
+        torch.compiler.config.cache_key_tag = f"{tag}; {label}"
+
+
+def save_no_rng_state() -> None:
+    """Do not save the state of the random generator for operators that are recomputed.
+
+    Changes: `has_recomputable_rng_ops` of the compiler's partitioner.
+    Why: attention counts as a random operator, because it can apply dropout. The state of the CPU's
+    generator is inserted among the inputs where the partitioner expects DTensor's mesh, and
+    compilation fails. The model has no dropout.
+    Upstream: not reported. Seen: torch 2.13 on CPU, full recomputation under tensor parallelism.
+    Remove: once such a block compiles on CPU, or when the model gets a random operator.
+    """
+    from torch._functorch import partitioners
+
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
+
+
+def name_mxfp8_scales_in_cpp() -> None:
+    """Give the compiler the C++ name of float8_e8m0fnu, the type of the scales of MXFP8.
+
+    Changes: `DTYPE_TO_CPP` of Inductor's C++ backend.
+    Why: a block that keeps such scales for its backward pass does not compile on CPU.
+    Upstream: pytorch/pytorch#147873 (fixed for GPUs only). Seen: torch 2.11 to 2.13.
+    Remove: once the table has the type.
+    """
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+
+    DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
+
+
+def trust_instruction_set() -> None:
+    """Use the CPU's best vector instructions in compiled code wherever PyTorch itself uses them.
+
+    Changes: `VecISA.check_build` of Inductor, unless the environment sets `vec_isa_ok`.
+    Why: the compiler builds a test program for each instruction set, which takes seconds. AMX is
+    still tested, since a C++ compiler that PyTorch supports may not know its instructions.
+    Upstream: not reported. Seen: torch 2.11 to 2.13.
+    Remove: once the first compilation builds no test programs.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    best = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
+    if config.cpp.vec_isa_ok is not None or torch.backends.cpu.get_cpu_capability() != best:
+        return
+    build: Callable[[VecISA, str], bool] = inspect.unwrap(VecISA.check_build)
+
+    @wraps(build)
+    def check_build(isa: VecISA, code: str) -> bool:
+        return "amx" not in isa.build_arch_flags() or build(isa, code)
+
+    VecISA.check_build = check_build  # type: ignore[assignment, method-assign]
+
+
+def weigh_cudnn_attention() -> None:
+    """Count cuDNN's attention among the operators that are expensive to recompute.
+
+    Changes: `get_default_op_list` of the compiler's partitioner.
+    Why: the list has flash and memory-efficient attention only. Under any memory budget the
+    compiler would recompute cuDNN's, the most expensive operator of a block.
+    Upstream: not reported; pytorch/pytorch#129533 added the others. Seen: torch 2.11 to 2.13.
+    Remove: once the list has `_scaled_dot_product_cudnn_attention`.
+    """
+    from torch._functorch import partitioners
+
+    default_op_list = inspect.unwrap(partitioners.get_default_op_list)
+
+    @wraps(default_op_list)
+    def get_default_op_list() -> partitioners.OpTypes:
+        types = default_op_list()
+        types.compute_intensive_ops.add(torch.ops.aten._scaled_dot_product_cudnn_attention)
+        return types
+
+    partitioners.get_default_op_list = get_default_op_list
+
+
+def count_no_memory_for_meshes() -> None:
+    """Count DTensor's mesh as 0 bytes of activations under a memory budget.
+
+    Changes: `torch._functorch.config.unsafe_treat_script_objects_as_zero_size`, where it exists.
+    Why: under tensor parallelism a block keeps the mesh for its backward pass, and the partitioner
+    fails with "Cannot compute the size of FakeScriptObject". A mesh holds no activations.
+    Upstream: torch 2.13 added the option. Seen: torch 2.12 (no option, the mode is refused), 2.13.
+    Remove: once the partitioner counts a mesh as 0 bytes by default.
+    """
+    if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
+
+
+def keep_shared_casts() -> None:
+    """Compute a cast to float8 once for all matmuls of a compiled graph that read it.
+
+    Changes: `torch._inductor.config.post_grad_custom_post_pass`.
+    Why: Inductor passes a matmul its operand in memory of a given layout, and computes a cast that
+    several matmuls read, as wq, wk and wv do, once for each of them. Marked to be stored, it is
+    computed once.
+    Upstream: not reported. Seen: torch 2.11 to 2.13, torchao 0.17 and 0.18.
+    Remove: once Inductor stores such a cast by itself.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    scaled_mm = torch.ops.aten._scaled_mm.default
+
+    class KeepSharedCasts(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for matmul in graph.find_nodes(op="call_function", target=scaled_mm):
+                for operand in matmul.args[:2]:
+                    # Stored for one reader, a cast of another layout would only be copied.
+                    if sum(reader.target is scaled_mm for reader in operand.users) > 1:
+                        operand.meta["inductor_realize_to_strides"] = True
+
+        def uuid(self) -> object:
+            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
+
+    config.post_grad_custom_post_pass = KeepSharedCasts()
+
+
+# ----- torchao -----
+
+
+def scale_gathered_weights_over(mesh: DeviceMesh | None) -> None:
+    """Scale the weights of float8 all-gathers by their amax over `mesh`; None: over FSDP's mesh.
+
+    Changes: `WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather`.
+    Why: torchao takes the amax over the ranks of FSDP. Under tensor parallelism as well, each of
+    its shards would get a scale of its own, and results would depend on the layout.
+    Upstream: not reported. Seen: torchao 0.17 and 0.18.
+    Remove: once torchao takes the amax over all shards of a weight.
+    """
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
+
+    cast_shard = inspect.unwrap(Weight.fsdp_pre_all_gather)
+
+    @wraps(cast_shard)  # FSDP2 inspects the signature
+    def cast_with_mesh(weight: Weight, fsdp_mesh: DeviceMesh) -> Any:
+        return cast_shard(weight, mesh)
+
+    Weight.fsdp_pre_all_gather = cast_shard if mesh is None else cast_with_mesh
+
+
+def gather_float8_as_bytes() -> None:
+    """Gather float8 activations as uint8.
+
+    Changes: the all-gathers in torchao's `FLOAT8_OPS_TABLE`.
+    Why: gloo, the backend on CPU, has no float8 types.
+    Upstream: pytorch/pytorch#126338 (solved for NCCL only). Seen: torch 2.11 to 2.13.
+    Remove: once gloo gathers float8 tensors.
+    """
+    from torchao.float8 import float8_ops
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    def gather(op: Any, args: tuple[Any, ...], kwargs: Any = None) -> Float8TrainingTensor:
+        shard: Float8TrainingTensor = args[0]
+        gathered = op(shard._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+        return Float8TrainingTensor(
+            gathered.view(shard._data.dtype),
+            shard._scale,
+            shard._orig_dtype,
+            shard._linear_mm_config,
+            shard._gemm_input_role,
+        )
+
+    for namespace in (torch.ops.c10d_functional, torch.ops._c10d_functional):
+        float8_ops.FLOAT8_OPS_TABLE[namespace.all_gather_into_tensor.default] = gather
+
+
+@contextmanager
+def observe_float8_casts(observe: Callable[[Tensor, Any], None]) -> Iterator[None]:
+    """Call `observe` with each tensor that is cast to float8 and its Float8TrainingTensor.
+
+    Changes: the autograd function through which torchao makes all casts, until the end of the
+    context. Compiled code is not observed.
+    Why: torchao has no hook for casts. Seen: torchao 0.17 and 0.18.
+    Remove: once torchao has such a hook.
+    """
+    from torchao.float8 import float8_training_tensor as torchao_casts
+
+    cast_function = torchao_casts._ToFloat8ConstrFunc
+
+    def cast_and_observe(tensor: Tensor, *args: Any) -> Tensor:
+        cast = cast_function.apply(tensor, *args)
+        observe(tensor, cast)
+        return cast
+
+    torchao_casts._ToFloat8ConstrFunc = SimpleNamespace(apply=cast_and_observe)
+    try:
+        yield
+    finally:
+        torchao_casts._ToFloat8ConstrFunc = cast_function
