@@ -3,7 +3,6 @@ those that call it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +31,8 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.observe import Asked
-from torchtitan_lite.float8.selection import OUTPUT, LinearChoice, format_choices
+from torchtitan_lite.float8.recipes import RECIPES
+from torchtitan_lite.float8.selection import LinearChoice, format_choices
 from torchtitan_lite.float8.shared_casts import keep_shared_casts
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import lookup_device
@@ -47,7 +47,7 @@ from torchtitan_lite.models.attention import (
     prefer_backend,
     time_backends,
 )
-from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.flavors import OUTPUT, ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.distributed import local_world_size
@@ -57,7 +57,7 @@ from torchtitan_lite.planner.meta_model import (
     build_meta_model,
     device_rates,
     predict_step,
-    resolve_checkpointing,
+    resolve_auto,
 )
 
 
@@ -263,28 +263,29 @@ def build_model(
 ) -> tuple[Transformer, FlopsLedger, Asked]:
     """The model, converted, sharded and initialised, the FLOPs of a token counted before it was
     sharded, and what of float8 a step is to show."""
-    training, float8, tp = config.training, config.float8, mesh["tp"].size()
+    training, tp = config.training, mesh["tp"].size()
     attention = choose_attention(config, args, tp_degree=tp, device=device)
     spec = lookup_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     rates = device_rates(spec, config.metrics)
     degrees = resolve_degrees(config.parallelism, world_size=mesh.size())
-    build = partial(
-        build_meta_model,
-        args=args,
-        tp_degree=tp,
-        emulate=float8.enable_float8_linear and resolve_emulate(float8, device=device),
-        fused_attention=attention != "MATH",
-        rates=rates,
-    )
-    config, meta = resolve_checkpointing(
+    config = resolve_auto(
         config,
         args,
-        build,
         degrees=degrees,
+        rates=rates,
         memory_gib=min(
             on_all_ranks(lambda: total_memory_gib(device) or host_memory_gib() / local_world_size())
         ),
         on_cpu=device.type == "cpu",
+    )
+    float8 = config.float8
+    meta = build_meta_model(
+        config,
+        args,
+        tp_degree=tp,
+        emulate=float8.enable_float8_linear and resolve_emulate(float8, device=device),
+        fused_attention=attention != "MATH",
+        rates=None,
     )
     model, ledger = meta.model, meta.ledger
     asked = asked_of_step(config, meta.choices, degrees=degrees, ledger=ledger)
@@ -334,18 +335,18 @@ def asked_of_step(
     """What of float8 a step of `config`, with its linears as chosen, is to show on each rank."""
     float8 = config.float8
     microbatches = resolve_batch(config.training, dp_degree=degrees.dp).grad_accum_steps
-    converted = {choice.name for choice in choices if choice.converted}
-    blocks = {choice.name.split(".")[1] for choice in choices if choice.name != OUTPUT}
+    converted = {name for choice in choices if choice.converted for name in choice.names}
+    blocks = {
+        name.split(".")[1] for choice in choices if choice.kind != OUTPUT for name in choice.names
+    }
     groups = {
         tuple(name.split(".")[:2]) for name in converted
     }  # that FSDP gathers at once: a block, or the last one
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
-    gathers_activations = float8.recipe_name == "tensorwise" and degrees.tp > 1
+    gathers_activations = float8.recipe.gathers_activations and degrees.tp > 1
     return Asked(
         linears=len(converted),
-        matmuls=microbatches
-        * len(converted)
-        * (2 if float8.recipe_name == "rowwise_with_gw_hp" else 3),
+        matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),
         matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
         fsdp_gathers=len(groups) if gathers_weights else 0,
         tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
@@ -365,9 +366,10 @@ def log_float8(config: Config, choices: Sequence[LinearChoice], asked: Asked, *,
             f"{dtype}"
         )
     elif tp > 1:
+        names = " or ".join(f'"{row.name}"' for row in RECIPES.values() if row.gathers_activations)
         logger.info(
-            f"tensor parallelism gathers all activations in {dtype}: float8 needs linears that share an input to have "
-            f'recipe_name = "tensorwise", one scale for what is gathered'
+            f"tensor parallelism gathers all activations in {dtype}: to gather them in float8, all "
+            f"linears that share an input need recipe_name = {names}, one scale per tensor"
         )
 
 

@@ -308,8 +308,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                 "float8": {"enable_float8_linear": True, "recipe_name": "mxfp8"},
                 "training": {"mixed_precision_param": "float32"},
             },
-            '[training] mixed_precision_param = "float32" is not what the kernels of [float8] recipe_name = "mxfp8" '
-            'cast; use "bfloat16", or another recipe',
+            '[training] mixed_precision_param = "float32" cannot be cast by the kernels of [float8] recipe_name = "mxfp8"'
+            '; use "bfloat16", or another recipe',
         ),
         (
             1,

@@ -13,9 +13,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 HUBS = {"train", "trainer", "planner", "bench", "benchmarks", "build", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
+COMMON = {
+    *("config", "errors", "logger", "files", "collectives", "tables", "torchao_types"),
+    *("models.flavors", "float8.recipes"),
+}
 OURS = {  # what a part of the package may import of it, besides itself
-    "config": {"errors", "logger", "models.flavors"},
+    "config": {"errors", "float8.recipes", "logger", "models.flavors"},
     "errors": set(),
     "logger": set(),
     "files": set(),
@@ -34,6 +37,7 @@ THIRD_PARTIES = {  # what it may import of others, where that is not left open
     "collectives": {"torch"},
     "models": {"torch"},
     "models.flavors": set(),
+    "float8.recipes": set(),
     "run_folder": set(),
 }
 

@@ -109,9 +109,7 @@ def build_block(recipe: str | None, *, args: ModelArgs) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(args)
     if recipe is not None:
-        choices = select_linears(
-            model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=args.max_seq_len
-        )
+        choices = select_linears(model, filter_fqns=(), tp_degree=1, tokens=args.max_seq_len)
         float8 = Float8Config.model_validate({"recipe_name": recipe})
         convert_linears(model, choices, float8=float8, emulate=False)
     block = model.layers[0].to_empty(device="cpu").bfloat16()

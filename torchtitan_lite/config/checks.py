@@ -2,7 +2,7 @@
 judged before any process starts."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.metadata import version
@@ -24,6 +24,7 @@ from torchtitan_lite.config.sections import (
     ValidationConfig,
 )
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.recipes import RECIPES, Recipe
 from torchtitan_lite.models.flavors import FLAVORS
 
 RUN_FILES = (
@@ -77,7 +78,7 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
         raise ConfigError(
             "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = "
             f"{replicate} * {tp} = {others} does not divide the world size, {world_size}; "
-            f"run {_multiples_near(world_size, others)} processes"
+            f"run {multiples_near(world_size, others)} processes"
         )
     left = world_size // others
     if shard not in (-1, left):
@@ -98,7 +99,7 @@ def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
     if total < one_pass or total % one_pass:
         raise ConfigError(
             f"[training] global_batch_size = {total} is not a multiple of local_batch_size * dp_degree = "
-            f"{local} * {dp_degree} = {one_pass}; use {_multiples_near(total, one_pass)}"
+            f"{local} * {dp_degree} = {one_pass}; use {multiples_near(total, one_pass)}"
         )
     return BatchSizes(local, total, total // one_pass)
 
@@ -124,7 +125,8 @@ def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
     return shares
 
 
-def _multiples_near(value: int, step: int) -> str:
+def multiples_near(value: int, step: int) -> str:
+    """The two positive multiples of `step` nearest to `value`, in words."""
     below = max(value // step, 1) * step
     return f"{below} or {below + step}"
 
@@ -214,7 +216,7 @@ def _check_seq_len(
     if seq_len % tp:
         yield (
             f"[training] seq_len = {seq_len} is not a multiple of [parallelism] tensor_parallel_degree = {tp}, which "
-            f"shards the sequence too; use {_multiples_near(seq_len, tp)}"
+            f"shards the sequence too; use {multiples_near(seq_len, tp)}"
         )
     args = FLAVORS.get(model.flavor)
     if args and seq_len > args.max_seq_len:
@@ -319,25 +321,24 @@ def _check_async_tensor_parallel(
 def _check_float8(float8: Float8Config) -> Iterator[str]:
     if not float8.enable_float8_linear:
         return
-    if float8.pad_inner_dim and float8.recipe_name in ("rowwise_with_gw_hp", "mxfp8"):
-        why = (
-            "pads nothing"
-            if float8.recipe_name == "rowwise_with_gw_hp"
-            else "is not offered by torchao"
-        )
+    recipe, name = float8.recipe, show(float8.recipe_name)
+    if float8.pad_inner_dim and not recipe.pads_tokens:
+        why = "is not offered by torchao" if recipe.divides_tokens else "pads nothing"
         yield (
-            f"[float8] pad_inner_dim = true {why} under recipe_name = {show(float8.recipe_name)}; set it to false, or "
-            'the recipe to "tensorwise" or "rowwise"'
+            f"[float8] pad_inner_dim = true {why} under recipe_name = {name}; set it to false, or "
+            f"the recipe to {_recipes(lambda other: other.pads_tokens)}"
         )
-    if float8.log_numerics_freq and float8.recipe_name == "mxfp8":
+    if float8.log_numerics_freq and recipe.torchao_recipe is None:
         yield (
-            f"[float8] log_numerics_freq = {float8.log_numerics_freq} measures casts with a scale for a tensor or a "
-            'row, not those of recipe_name = "mxfp8"; set it to 0, or change the recipe'
+            f"[float8] log_numerics_freq = {float8.log_numerics_freq} measures casts with a scale "
+            f"for a tensor or a row, not those of recipe_name = {name}; set it to 0, or change the "
+            "recipe"
         )
-    if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
+    if float8.enable_fsdp_float8_all_gather and not recipe.gathers_weights:
         yield (
-            f'[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "tensorwise", not '
-            f"{show(float8.recipe_name)}; set it to false, or change the recipe"
+            "[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "
+            f"{_recipes(lambda other: other.gathers_weights)}, not {name}; set it to false, or "
+            "change the recipe"
         )
     if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
         yield (
@@ -354,11 +355,18 @@ def _check_float8_training(float8: Float8Config, training: TrainingConfig) -> It
             "[float8] precompute_float8_dynamic_scale_for_fsdp = true has no effect with [training] enable_cpu_offload "
             "= true: a weight comes to the GPU without its scale; set one of them to false"
         )
-    if float8.recipe_name == "mxfp8" and training.mixed_precision_param != "bfloat16":
+    dtype = float8.recipe.compute_dtype
+    if dtype is not None and training.mixed_precision_param != dtype:
         yield (
-            f"[training] mixed_precision_param = {show(training.mixed_precision_param)} is not what the kernels of "
-            '[float8] recipe_name = "mxfp8" cast; use "bfloat16", or another recipe'
+            f"[training] mixed_precision_param = {show(training.mixed_precision_param)} cannot be "
+            f"cast by the kernels of [float8] recipe_name = {show(float8.recipe_name)}; use "
+            f"{show(dtype)}, or another recipe"
         )
+
+
+def _recipes(having: Callable[[Recipe], bool]) -> str:
+    """The recipes with a property, in words."""
+    return " or ".join(show(name) for name, recipe in RECIPES.items() if having(recipe))
 
 
 def _check_datasets(training: TrainingConfig) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
+from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe, RecipeName
+
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 AllOrCount = Annotated[int, Field(ge=-1)]
@@ -212,7 +214,7 @@ class CompileConfig(Section):
 class Float8Config(Section):
     enable_float8_linear: bool = False
     """Train wq, wk, wv, wo, w1, w2 and w3 in float8."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
+    recipe_name: RecipeName = DEFAULT_RECIPE
     """One scale a tensor; a row; a row, with the weight gradient in high precision; or 32 elements
     (Blackwell's)."""
     enable_fsdp_float8_all_gather: bool = False
@@ -232,6 +234,11 @@ class Float8Config(Section):
     log_numerics_freq: Whole = 0
     """Steps between measurements of what the casts lose, each in a step that runs eagerly and
     longer; 0: none."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The row of the recipe table that `recipe_name` names."""
+        return RECIPES[self.recipe_name]
 
 
 class CheckpointConfig(Section):

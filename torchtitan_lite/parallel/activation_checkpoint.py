@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config import ActivationCheckpointConfig
+from torchtitan_lite.models.flavors import BLOCK_LINEARS
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten._scaled_mm.default}
@@ -27,10 +28,7 @@ SAVED = {
     aten.amax.default,  # and of its rows
 }
 """What is kept besides every second matmul: dear to compute or to communicate, cheap to keep."""
-LINEARS = (
-    *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
-    *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
-)
+LINEARS = tuple(BLOCK_LINEARS)
 """The linears of a block in the order in which its forward calls them."""
 
 
