@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.recipes import RECIPES as RECIPES
 from torchtitan_lite.float8.selection import LinearChoice
 
 M, K, N = 256, 128, 192
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
 class Data(NamedTuple):
@@ -57,7 +57,7 @@ def run_linear(
     input, weight, grad_output = (tensor.to(device, copy=True) for tensor in data)
     model["linear"].weight = nn.Parameter(weight)
     if recipe is not None:
-        choice = LinearChoice("linear", (N, K), (N, K), kept_because="")
+        choice = LinearChoice("linear", ("linear",), (N, K), (N, K))
         convert_linears(model, [choice], float8=Float8Config(recipe_name=recipe), emulate=emulate)
     linear = model["linear"]
     if compiled:

@@ -10,8 +10,8 @@ from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.build_model import build_model, rates_of
-from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
+from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CheckpointConfig, Config, check_decay
@@ -26,7 +26,7 @@ from torchtitan_lite.float8.convert import (
 )
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import Asked
-from torchtitan_lite.job import Job, TokenizerValues, build_job
+from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
@@ -49,10 +49,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     A collective call. Raises ConfigError or DataError.
     """
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    values = TokenizerValues(
-        str(tokenizer.path), tokenizer.vocab_size, tokenizer.bos_id, tokenizer.fingerprint
-    )
-    job = build_job(config, world_size=dist.get_world_size(), tokenizer=values)
+    job = build_job(config, world_size=dist.get_world_size(), tokenizer=tokenizer.values)
 
     # The rank with the least memory decides for all.
     memory_gib = on_all_ranks(
@@ -253,7 +250,12 @@ def load_state(
 
 
 def build_metrics(
-    job: Job, ledger: FlopsLedger, *, device: torch.device, total_steps: int, progress: TrainingProgress
+    job: Job,
+    ledger: FlopsLedger,
+    *,
+    device: torch.device,
+    total_steps: int,
+    progress: TrainingProgress,
 ) -> MetricsProcessor:
     """Build the metrics of a run that continues after `progress`. Only rank 0 writes.
 

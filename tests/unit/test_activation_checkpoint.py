@@ -55,7 +55,7 @@ def build_model(*, recipe: str | None, args: ModelArgs = ARGS) -> Transformer:
     with torch.device("meta"):
         model = Transformer(args)
     if recipe is not None:
-        choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=64)
+        choices = select_linears(model, filter_fqns=(), tp_degree=1, tokens=64)
         convert_linears(model, choices, float8=Float8Config(recipe_name=recipe), emulate=True)
     return model
 
@@ -152,7 +152,7 @@ def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
         n_heads=4,
         head_dim=16,
         seq_len=32,
-        high_precision=torch.float32,
+        high_precision="fp32",
         recomputed=recomputed_modules(model, ac, compiled=False, fused_attention=False),
     )
     return sum(ledger.recompute.values())

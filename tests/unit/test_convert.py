@@ -31,9 +31,7 @@ CUDA = torch.device("cuda", 0)
 def converted(float8: Float8Config) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(ARGS)
-    choices = select_linears(
-        model, filter_fqns=float8.filter_fqns, sharded_dims={}, tp_degree=1, tokens=64
-    )
+    choices = select_linears(model, filter_fqns=float8.filter_fqns, tp_degree=1, tokens=64)
     convert_linears(model, choices, float8=float8, emulate=True)
     return model
 
@@ -113,7 +111,7 @@ def test_a_gpu_without_mxfp8_is_refused_by_name_and_capability(
     have = ".".join(map(str, capability))
     with pytest.raises(
         ConfigError,
-        match=rf"capability 10\.x, .* and NVIDIA GPU has {have}; set \[float8\] emulate",
+        match=rf"capability 10\.x, and NVIDIA GPU has {have}; set \[float8\] emulate",
     ):
         resolve_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
@@ -166,7 +164,10 @@ def test_weight_gradients_sum_over_tokens_padded_to_a_multiple_where_asked_for(
     model = nn.ModuleDict({"linear": nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)})
     float8 = Float8Config(recipe_name=recipe, pad_inner_dim=padded)
     convert_linears(
-        model, [LinearChoice("linear", (32, 64), (32, 64), "")], float8=float8, emulate=False
+        model,
+        [LinearChoice("linear", ("linear",), (32, 64), (32, 64))],
+        float8=float8,
+        emulate=False,
     )
     tokens = torch.randn(24, 64, dtype=torch.bfloat16, requires_grad=True)
     model["linear"](tokens).sum().backward()

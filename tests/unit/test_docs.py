@@ -20,11 +20,7 @@ from test_roofline import (
     H100,
     H100_500W,
     LLAMA_8B,
-    PUBLISHED_LINEARS,
     PUBLISHED_STEPS,
-    ROWWISE,
-    SEVEN,
-    linears_of,
 )
 
 from torchtitan_lite.config import load_config
@@ -33,7 +29,7 @@ from torchtitan_lite.metrics.tensorboard_writer import TAGS
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner import roofline
 from torchtitan_lite.planner.plan import make_plan, resolve_device
-from torchtitan_lite.planner.roofline import Scheme, predict, step_time, time_linears
+from torchtitan_lite.planner.roofline import Scheme, predict, step_time
 
 ROOT = Path(__file__).parents[2]
 METRICS, PLAN, FLOAT8 = (
@@ -75,16 +71,27 @@ def key_paths(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
+def expand_braces(text: str) -> list[str]:
+    """All keys that `text` stands for: "a.{b,c}" for a.b and a.c."""
+    if not (innermost := re.search(r"\{([^{}]*)\}", text)):
+        return [text]
+    head, tail = text[: innermost.start()], text[innermost.end() :]
+    return [
+        key for choice in innermost[1].split(",") for key in expand_braces(head + choice + tail)
+    ]
+
+
 def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     reference = PLAN.partition("\n## JSON\n")[2]
-    explained = re.findall(r"^\| `([^`]+)` \|", reference, flags=re.MULTILINE)
-    assert sorted(explained) == sorted(set(key_paths(plan("debug_model"))))
+    rows = re.findall(r"^\| `([^`]+)` \|", reference, flags=re.MULTILINE)
+    explained = {key for row in rows for key in expand_braces(row)}
+    assert explained == set(key_paths(plan("debug_model")))
 
 
 def test_the_documented_command_prints_the_documented_report() -> None:
     command = re.search(r"^python (scripts/plan\.py .*)$", PLAN, flags=re.MULTILINE)
     sections = re.findall(r"^```text\n(.*?)\n```$", PLAN, flags=re.MULTILINE | re.DOTALL)
-    assert command and len(sections) == 7
+    assert command and sections
     words = [sys.executable, *shlex.split(command[1])]
     result = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
@@ -94,25 +101,22 @@ def test_the_documented_command_prints_the_documented_report() -> None:
 
 def test_the_rooflines_constants() -> None:
     constants = dict(re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", PLAN, flags=re.MULTILINE))
-    names = [name for name in vars(roofline) if name.isupper() and not name.startswith("_")]
-    assert constants == {name: f"{getattr(roofline, name):g}" for name in names}
+    values = {name: value for name, value in vars(roofline).items() if isinstance(value, float)}
+    assert constants == {name: f"{value:g}" for name, value in values.items()}
 
 
 def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
     for _, _, _, bf16_tps, float8_tps, predicted, error in PUBLISHED_STEPS:
         measured = f"{bf16_tps:,g} to {float8_tps:,g} | {float8_tps / bf16_tps:.2f}"
         assert_said(PLAN, f"| {measured} | {predicted:.2f} | +{error} % |")
-    for m, k, n, recipe, _, measured, _, predicted in PUBLISHED_LINEARS:
-        assert_said(PLAN, f"| {m} x {n} x {k} | {recipe} | {measured:.2f} | {predicted:.2f} |")
-    eager = predict(
-        *DEBUG_RUN, H100_500W, scheme=Scheme("tensorwise", compiled=False), converted=SEVEN
-    )
-    step = step_time(*LLAMA_8B, H100_500W, scheme=GATHERED, converted=())
+    eager = predict(*DEBUG_RUN, H100_500W, scheme=Scheme("tensorwise", compiled=False))
+    step = step_time(*LLAMA_8B, H100_500W, scheme=GATHERED, float8=False)
     assert_said(
         PLAN,
-        f"eager the model has {eager.step_speedup:.2f}",
+        f"since eager it would be {eager.step_speedup:.2f}",
         f"a step of 8B is predicted at {step.seconds:.2f} s",
-        f"the planner says {float8['prediction']['step_speedup']:.2f} for row 1",
+        f"the planner predicts {float8['prediction']['step_speedup']:.2f} for the first row",
+        f"{float8['schedule']['mfu']:.2f} % here",
         f"which is an upper bound: {plan('llama3_8b_float8')['schedule']['tps']:,.0f} here",
     )
 
@@ -131,17 +135,6 @@ def test_estimates_beside_what_gpus_reserved() -> None:
         )
         estimate = torchtitan_peak(rank) / 2**30
         assert_said(PLAN, f"| {estimate:.1f} | {reserved:.1f} | {reserved / estimate:.2f} |")
-
-
-def test_wk_under_tensor_parallelism() -> None:
-    def ratio(flavor: str, tp: int, tokens: int) -> str:
-        times = time_linears(
-            linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE
-        )
-        return next(f"{time.ratio:.2f}" for time in times if time.kind == "wk")
-
-    on_8b = f"{ratio('8B', 2, 8192)} on 8B with TP 2, {ratio('8B', 4, 8192)} with TP 4 and {ratio('8B', 8, 8192)} with TP 8"
-    assert_said(PLAN, on_8b, f"{ratio('70B', 8, 16 * 8192)} on 70B with TP 8 and batch 16")
 
 
 def test_the_flops_of_the_example(float8: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+from torchtitan_lite.float8.convert import is_float8
 from torchtitan_lite.float8.mxfp8 import convert_to_mxfp8
+from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops, count_flops
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
@@ -39,17 +41,22 @@ def ledger_of(
     *,
     emulate: bool = False,
     seq_len: int = 64,
-    dtype=torch.bfloat16,
+    dtype="bf16",
     convention="palm",
     recomputed=(),
 ) -> FlopsLedger:
+    model = build_model(args, recipe, emulate=emulate)
+    row = RECIPES[recipe] if recipe else None
     return count_flops(
-        build_model(args, recipe, emulate=emulate),
+        model,
         n_layers=args.n_layers,
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=seq_len,
         high_precision=dtype,
+        float8_linears=[name for name, module in model.named_modules() if is_float8(module)],
+        float8_matmuls=row.matmuls if row else (),
+        fp8_runs_in=(row.emulated_in or dtype) if row and emulate else "fp8",
         convention=convention,
         recomputed=recomputed,
     )
@@ -121,7 +128,7 @@ def test_emulated_fp8_counts_as_what_it_runs_in(recipe, runs_in):
 
 
 def test_high_precision_is_the_compute_dtype():
-    ledger = ledger_of(SMALL, "rowwise_with_gw_hp", dtype=torch.float32)
+    ledger = ledger_of(SMALL, "rowwise_with_gw_hp", dtype="fp32")
     assert ledger.by_precision["bf16"] == 0
     assert ledger.by_precision["fp32"] == ledger.total - ledger.by_precision["fp8"]
 

@@ -20,22 +20,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Config,
     Float8Config,
     OptimizerConfig,
     ParallelDegrees,
     ParallelismConfig,
     TrainingConfig,
+    resolve_batch,
 )
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models import loss
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
 from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM, Transformer
+from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.tensor_parallel import SHARDED_DIMS
 from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, Rank, step_memory
 
 WIDE = ModelArgs(
@@ -62,23 +63,21 @@ def build_rank(
 ) -> Rank:
     """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven
     linears are converted."""
-    float8 = changes.get("float8", Float8Config())
-    defaults = {
+    rank = {
         "degrees": ParallelDegrees(1, dp_shard, tp),
-        "training": TrainingConfig(seq_len=args.max_seq_len, local_batch_size=batch),
-        "parallelism": ParallelismConfig(),
-        "activation_checkpoint": NONE,
-        "compile": CompileConfig(),
-        "optimizer": OptimizerConfig(),
-        "float8": float8,
-        "float8_linears": tuple(block_linear_shapes(args)) if float8.enable_float8_linear else (),
-        "grad_accum_steps": 1,
-        "chunk_logits": loss.CHUNK_LOGITS,
-        "piece_logits": loss.PIECE_LOGITS,
-        "float32_attention": changes.get("on_cpu", True) and args.head_dim <= CPU_FLOAT32_HEAD_DIM,
         "on_cpu": True,
+        "float8_linears": frozenset(BLOCK_LINEARS if "float8" in changes else ()),
     }
-    return Rank(model=args, **(defaults | changes))
+    sections = {
+        "training": TrainingConfig(seq_len=args.max_seq_len, local_batch_size=batch),
+        "activation_checkpoint": NONE,
+    }
+    rank |= {name: changes.pop(name) for name in rank if name in changes}
+    return Rank(config=Config(**sections | changes), model=args, **rank)
+
+
+def accum_steps(rank: Rank) -> int:
+    return resolve_batch(rank.config.training, dp_degree=rank.degrees.dp).grad_accum_steps
 
 
 def peak(rank: Rank) -> Moment:
@@ -99,17 +98,15 @@ def build_model(rank: Rank) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(args)
     if rank.float8_linears:
-        choices = select_linears(
-            model, filter_fqns=(), sharded_dims=SHARDED_DIMS, tp_degree=tp, tokens=rank.tokens
-        )
-        convert_linears(model, choices, float8=rank.float8, emulate=True)
+        choices = select_linears(model, filter_fqns=(), tp_degree=tp, tokens=rank.tokens)
+        convert_linears(model, choices, float8=rank.config.float8, emulate=True)
     parallelize(
         model,
         build_mesh(rank.degrees, device_type="cpu"),
-        parallelism=rank.parallelism,
-        activation_checkpoint=rank.activation_checkpoint,
-        compile=rank.compile,
-        training=rank.training,
+        parallelism=rank.config.parallelism,
+        activation_checkpoint=rank.config.activation_checkpoint,
+        compile=rank.config.compile,
+        training=rank.config.training,
     )
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
@@ -120,14 +117,14 @@ def train(rank: Rank) -> None:
     """Two steps, as the trainer makes them; the second one's last microbatch and what follows is
     recorded as `measured`, and each backward."""
     model = build_model(rank)
-    optimizer = build_optimizer(model.parameters(), rank.optimizer)
-    cross_entropy = loss.CrossEntropy(compiled=rank.compile.enable)
+    optimizer = build_optimizer(model.parameters(), rank.config.optimizer)
+    cross_entropy = loss.CrossEntropy(compiled=rank.config.compile.enable)
     tokens = torch.randint(
-        rank.model.vocab_size, (rank.training.local_batch_size, rank.training.seq_len)
+        rank.model.vocab_size, (rank.config.training.local_batch_size, rank.config.training.seq_len)
     )
     for step in range(2):
-        for accum_step in range(rank.grad_accum_steps):
-            last = accum_step == rank.grad_accum_steps - 1
+        for accum_step in range(accum_steps(rank)):
+            last = accum_step == accum_steps(rank) - 1
             model.set_requires_gradient_sync(last)
             with record_function("measured") if step and last else contextlib.nullcontext():
                 if rank.fuses_loss:
@@ -201,7 +198,7 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
         (WIDE, 1, training(mixed_precision_reduce="bfloat16")),
         (WIDE, 1, {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}),
         (WIDE, 1, {"degrees": ParallelDegrees(2, 2, 1)}),
-        (WIDE, 1, {"grad_accum_steps": 2}),
+        (WIDE, 1, training(global_batch_size=16)),
         (VOCABULARY, 2, GATHERED_LOGITS),
         (WEIGHTS, 1, {"optimizer": OptimizerConfig(implementation="foreach")}),
     ],
@@ -324,7 +321,8 @@ def test_float8_all_gather_halves_the_gathered_blocks() -> None:
 
 
 def test_accumulated_gradients_are_not_sharded() -> None:
-    moments = step_memory(build_rank(FLAVORS["8B"], 8, grad_accum_steps=2, **GPU))
+    accumulate = TrainingConfig(seq_len=8192, local_batch_size=1, global_batch_size=16)
+    moments = step_memory(build_rank(FLAVORS["8B"], 8, training=accumulate, on_cpu=False))
     assert moments[0].gradients == 8_030_261_248 * 4
     assert moments[-1].gradients == 8_030_261_248 * 4 // 8
 
@@ -386,10 +384,9 @@ def torchtitan_peak(rank: Rank) -> int:
     """Bytes at the height of a step whose loss is not fused. It holds for each logit, eager, the
     log-probability, its gradient and the logit's, in float32; compiled, the logit and its gradient;
     split, copies of its own besides. The last block is freed as the others are."""
-    rank = dataclasses.replace(
-        rank, parallelism=ParallelismConfig(fsdp_reshard_after_forward="always")
-    )
-    if rank.compile.covers("loss"):
+    always = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="always")}
+    rank = dataclasses.replace(rank, config=rank.config.model_copy(update=always))
+    if rank.config.compile.covers("loss"):
         per_logit = 2 + 2 * 4 if rank.degrees.tp > 1 else 2 * 2
     else:
         per_logit = (4 if rank.degrees.tp > 1 else 3) * 4

@@ -1,7 +1,8 @@
 """What training and planning share: the refusal of auto without a known device, and the rates of a
 known one."""
 
-from functools import partial
+import dataclasses
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,12 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.devices import lookup_device
-from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.planner.meta_model import build_meta_model, device_rates, resolve_checkpointing
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.planner.meta_model import build_meta_model, device_rates, resolve_auto
 from torchtitan_lite.planner.roofline import DeviceRates
 
 H100 = lookup_device("H100 SXM")
+RATES = DeviceRates(989e12, 1979e12, 3.35e12)
 
 
 def test_rates_are_the_data_sheets_or_given():
@@ -42,7 +44,7 @@ def test_auto_needs_a_known_device():
         float8=Float8Config(enable_float8_linear=True, filter_fqns=("auto",)),
     )
     with pytest.raises(
-        ConfigError, match=r'filter_fqns = \["auto"\] weighs float8 by the bf16 and fp8 peaks'
+        ConfigError, match=r'filter_fqns = \["auto"\] compares float8 with bf16 by the bf16'
     ):
         build_meta_model(
             config, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None
@@ -54,6 +56,31 @@ def test_auto_needs_a_known_device():
     assert {choice.kept_because for choice in meta.choices if choice.kind != "output"} == {
         "float8 is off"
     }
+
+
+AUTO_CHECKPOINTING = Config(
+    model=ModelConfig(flavor="8B"),
+    training=TrainingConfig(local_batch_size=2, seq_len=8192),
+    compile=CompileConfig(enable=True),
+    activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
+)
+
+
+def resolve(
+    config: Config,
+    args: ModelArgs = FLAVORS["8B"],
+    *,
+    tp: int = 1,
+    memory_gib: float = 1e9,
+    rates: DeviceRates | None = RATES,
+) -> Config:
+    return resolve_auto(
+        config,
+        args,
+        degrees=ParallelDegrees(1, 64, tp),
+        rates=rates,
+        memory_gib=memory_gib,
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,33 +95,85 @@ def test_auto_needs_a_known_device():
 def test_auto_checkpointing_is_the_cheapest_that_fits(
     memory_gib: float, mode: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config(
-        model=ModelConfig(flavor="8B"),
-        training=TrainingConfig(local_batch_size=2, seq_len=8192),
-        compile=CompileConfig(enable=True),
-        activation_checkpoint=ActivationCheckpointConfig(mode="auto"),
-    )
-    build = partial(
-        build_meta_model,
-        args=FLAVORS["8B"],
-        tp_degree=1,
-        emulate=False,
-        fused_attention=True,
-        rates=None,
-    )
     with caplog.at_level("INFO"):
-        resolved, meta = resolve_checkpointing(
-            config, FLAVORS["8B"], build, degrees=ParallelDegrees(1, 64, 1), memory_gib=memory_gib
-        )
+        resolved = resolve(AUTO_CHECKPOINTING, memory_gib=memory_gib, rates=None)
     assert resolved.activation_checkpoint.mode == mode
-    assert bool(meta.recomputed) == (mode != "none")
     assert f'mode = "auto" is "{mode}" here, {says}' in caplog.text
 
 
-def test_another_mode_is_taken_as_it_is() -> None:
+def test_a_config_without_auto_is_returned_as_it_is() -> None:
     config = Config(activation_checkpoint=ActivationCheckpointConfig(mode="full"))
-    built = []
-    resolved, _ = resolve_checkpointing(
-        config, FLAVORS["8B"], built.append, degrees=ParallelDegrees(1, 1, 1), memory_gib=1e9
+    assert resolve(config, rates=None) is config
+
+
+def auto_float8(*filters: str, compiled: bool = True, **float8: Any) -> Config:
+    return AUTO_CHECKPOINTING.model_copy(
+        update={
+            "training": TrainingConfig(local_batch_size=1, seq_len=8192),
+            "compile": CompileConfig(enable=compiled),
+            "float8": Float8Config(
+                enable_float8_linear=True, filter_fqns=("auto", *filters), **float8
+            ),
+        }
     )
-    assert resolved is config and built == [config]
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "kept"),
+    [
+        (auto_float8(), 1, []),
+        (auto_float8("layers.0", "w1"), 1, []),
+        (
+            auto_float8("wq", recipe_name="rowwise"),
+            8,
+            ["attention.wk", "attention.wv", "attention.wo"],
+        ),
+    ],
+)
+def test_resolved_filters_select_the_same_linears_without_rates(
+    config: Config, tp: int, kept: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        resolved = resolve(config, tp=tp)
+    patterns = [pattern for pattern in config.float8.filter_fqns if pattern != "auto"]
+    filters = list(resolved.float8.filter_fqns)
+    assert filters[: len(patterns)] == patterns
+    assert "auto" not in filters and set(kept) <= set(filters)
+    assert all(f"{kind} (" in caplog.text for kind in kept)
+
+    with_auto = config.model_copy(update={"activation_checkpoint": resolved.activation_checkpoint})
+    converted = [
+        {name for choice in meta.choices if choice.converted for name in choice.names}
+        for meta in (
+            build_meta_model(
+                each, FLAVORS["8B"], tp_degree=tp, emulate=False, fused_attention=True, rates=rates
+            )
+            for each, rates in ((with_auto, RATES), (resolved, None))
+        )
+    ]
+    assert converted[0] == converted[1] != set()
+
+
+def test_output_is_not_converted_where_auto_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    args = dataclasses.replace(FLAVORS["8B"], vocab_size=50257)
+    config = auto_float8(convert_output=True)
+    with caplog.at_level("INFO"):
+        resolved = resolve(config, args)
+    assert "output (out_features 50257, not a multiple of 16)" in caplog.text
+    assert (resolved.float8.filter_fqns, resolved.float8.convert_output) == ((), False)
+    assert resolve(config).float8.convert_output
+
+
+def test_float8_is_off_where_auto_converts_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        resolved = resolve(auto_float8(compiled=False))
+    assert not resolved.float8.enable_float8_linear
+    assert "x the time of bf16, as eager casts are not fused)" in caplog.text
+    build_meta_model(
+        resolved, FLAVORS["8B"], tp_degree=1, emulate=False, fused_attention=True, rates=None
+    )
+
+
+def test_a_resolved_filter_needs_the_rates() -> None:
+    with pytest.raises(ConfigError, match=r'filter_fqns = \["auto"\] compares float8 with bf16'):
+        resolve(auto_float8(), rates=None)

@@ -51,7 +51,9 @@ def test_tokens_that_are_no_multiple_of_32_have_no_weight_gradient(tokens: int) 
 def test_a_torchao_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
     monkeypatch.setattr("torchao.__version__", "0.17.0")
-    message = r'^\[float8\] recipe_name = "mxfp8" needs torchao 0.18, and the installed torchao 0.17.0 does not offer it'
+    message = (
+        r"^\[float8\] MXFP8 needs torchao 0.18, and the installed torchao 0.17.0 does not offer it"
+    )
     with pytest.raises(ConfigError, match=message):
         convert_to_mxfp8(build_model(), ["0"], emulate=True)
 

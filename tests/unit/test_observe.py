@@ -27,9 +27,7 @@ def build(recipe: str | None, *filters: str, emulate: bool = True) -> nn.Module:
         model = Transformer(ARGS)
     if recipe is not None:
         float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe)
-        choices = select_linears(
-            model, filter_fqns=filters, sharded_dims={}, tp_degree=1, tokens=32
-        )
+        choices = select_linears(model, filter_fqns=filters, tp_degree=1, tokens=32)
         convert_linears(model, choices, float8=float8, emulate=emulate)
     model.to_empty(device="cpu")
     init_weights(model, seed=0, buffer_device=torch.device("cpu"))

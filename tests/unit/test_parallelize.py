@@ -28,7 +28,7 @@ def frames(n_layers: int, *, recipe: str | None) -> int:
     with torch.device("meta"):
         model = Transformer(replace(ARGS, n_layers=n_layers))
     if recipe is not None:
-        choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=32)
+        choices = select_linears(model, filter_fqns=(), tp_degree=1, tokens=32)
         convert_linears(model, choices, float8=Float8Config(recipe_name=recipe), emulate=True)
     compile_blocks(model)
     model.to_empty(device="cpu")

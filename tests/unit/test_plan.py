@@ -98,9 +98,6 @@ def test_reference_values_of_8b_in_bf16(bf16_8b):
         "36.87",
     )
     assert bf16_8b["flops_per_token"]["fp8"] == 0
-    assert [f"{formula['flops_per_token'] / 1e9:.3f}" for formula in bf16_8b["formulas"]] == [
-        "61.066", "57.914", "71.871", "51.470", "56.302", "74.019"
-    ]  # fmt: skip
 
 
 def test_other_reference_values_of_8b():
@@ -121,18 +118,6 @@ def test_other_reference_values_of_8b():
     assert {row["kind"]: row["gemms"]["grad_weight"]["precision"] for row in gw_hp["linears"]}[
         "attention.wq"
     ] == "bf16"
-
-
-def test_operators_are_those_of_the_ledger(float8_8b):
-    operators = float8_8b["operators"]
-    assert 3 * operators["forward"] == 3 * operators["ledger_forward"] == 57_912_852_480
-    assert {
-        precision: f"{100 * share:.2f}" for precision, share in operators["shares"].items()
-    } == {
-        "bf16": "27.69",
-        "fp8": "72.31",
-    }
-    assert sum(row["flops_per_token"] for row in operators["rows"]) == operators["forward"]
 
 
 def test_linears_have_the_shapes_of_a_rank():
@@ -264,7 +249,7 @@ def test_the_report_names_every_section_and_the_verdict():
     )
     assert result.returncode == 0, result.stderr
     for text in (
-        "8,030,261,248 parameters", "57,912,852,480", "Megatron-LM, the code", "attention.wk", "float8 helps",
+        "8,030,261,248 parameters", "57,912,852,480", "attention.wk", "float8 helps",
         "fits: the device has 141.00", "tps 9,000 per device (given)", "of 1549.5 TFLOPS, each matmul at its own peak",
     ):  # fmt: skip
         assert text in result.stdout
@@ -290,7 +275,7 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
                 *("--float8.enable_fsdp_float8_all_gather=false",),
                 *("--float8.precompute_float8_dynamic_scale_for_fsdp=false",),
             ],
-            "no MXFP8 for the H100 SXM, only for B200, B300, GB200, GB300; plan another --device",
+            "no kernels of it for the H100 SXM, only for B200, B300, GB200, GB300; plan another --device",
         ),
         (
             [

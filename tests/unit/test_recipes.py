@@ -197,6 +197,4 @@ def test_selection_refuses_the_sizes_that_torch_refuses(
     )
     refused = pytest.raises(ConfigError, match="not a multiple of 16")
     with nullcontext() if all(taken) else refused:
-        select_linears(
-            linear, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=None if gw_hp else tokens
-        )
+        select_linears(linear, filter_fqns=(), tp_degree=1, tokens=None if gw_hp else tokens)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import LinearChoice, format_choices, matches, select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
@@ -14,7 +15,6 @@ from torchtitan_lite.models.llama3 import Transformer
 ARGS = ModelArgs(
     dim=64, n_layers=12, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16
 )
-SPLITS = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1, "output": 0}
 
 
 @pytest.fixture
@@ -28,29 +28,32 @@ def select(
     *filters: str,
     tp_degree: int = 1,
     tokens: int | None = 64,
-    sharded_dims: dict[str, int] = SPLITS,
 ) -> list[LinearChoice]:
-    return select_linears(
-        model, filter_fqns=filters, sharded_dims=sharded_dims, tp_degree=tp_degree, tokens=tokens
-    )
+    return select_linears(model, filter_fqns=filters, tp_degree=tp_degree, tokens=tokens)
+
+
+def names(choices: list[LinearChoice]) -> list[str]:
+    """The linears that are converted."""
+    return [name for choice in choices if choice.converted for name in choice.names]
 
 
 def test_all_seven_linears_of_every_block_are_converted_and_output_is_not(model: nn.Module) -> None:
     choices = select(model, "output")
-    assert sum(choice.converted for choice in choices) == 7 * 12
-    assert [choice.name for choice in choices if not choice.converted] == ["output"]
+    assert len(names(choices)) == 7 * 12
+    assert [choice.kind for choice in choices if not choice.converted] == ["output"]
 
 
 def test_output_is_kept_also_without_a_filter_for_it(model: nn.Module) -> None:
     kept = [choice for choice in select(model) if not choice.converted]
-    assert [choice.name for choice in kept] == ["output"]
+    assert [choice.kind for choice in kept] == ["output"]
     assert "high precision" in kept[0].kept_because
 
 
 def test_filters_keep_what_they_name(model: nn.Module) -> None:
     kept = {
-        choice.name: choice.kept_because
+        name: choice.kept_because
         for choice in select(model, "wk", "layers.1")
+        for name in choice.names
         if not choice.converted
     }
     assert kept["layers.5.attention.wk"] == "filter_fqns 'wk'"
@@ -110,14 +113,14 @@ def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(
         r'of 16.*add "wk" to \[float8\] filter_fqns',
         lines[0],
     )
-    assert "the nearest that divide so: out_features 64. Lower" in lines[0]
+    assert "the nearest sizes that fit: out_features 64 or 128. Lower" in lines[0]
     assert "feed_forward.w2: in_features 24 (96 over tensor_parallel_degree 4)" in str(caught.value)
-    assert "the nearest that divide so: in_features 64 or 128. Lower" in str(caught.value)
+    assert "the nearest sizes that fit: in_features 64 or 128. Lower" in str(caught.value)
 
 
 def test_what_is_kept_need_not_be_a_multiple_of_16(model: nn.Module) -> None:
     choices = select(model, "wk", "wv", "feed_forward", tp_degree=4)
-    assert sum(choice.converted for choice in choices) == 2 * 12
+    assert len(names(choices)) == 2 * 12
 
 
 def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_are(
@@ -126,7 +129,7 @@ def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_ar
     with pytest.raises(ConfigError, match=r"local_batch_size \* seq_len = 40 tokens.* 32 or 48"):
         select(model, tokens=40)
     with pytest.raises(
-        ConfigError, match=r"= 9 tokens.* is 16, or set \[float8\] pad_inner_dim = true"
+        ConfigError, match=r"= 9 tokens.* is 16 or 32, or set \[float8\] pad_inner_dim = true"
     ):
         select(model, tokens=9)
 
@@ -134,19 +137,19 @@ def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_ar
 def test_tokens_need_not_be_a_multiple_where_the_weight_gradient_is_in_high_precision(
     model: nn.Module,
 ) -> None:
-    assert sum(choice.converted for choice in select(model, tokens=None)) == 7 * 12
+    assert len(names(select(model, tokens=None))) == 7 * 12
 
 
 def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(
     model: nn.Module,
 ) -> None:
     model.output = nn.Linear(64, 96, bias=False, device="meta")
-    kwargs = {"filter_fqns": ["wk"], "sharded_dims": SPLITS, "convert_output": True}
+    kwargs = {"filter_fqns": ["wk"], "convert_output": True}
     choices = select_linears(model, tp_degree=2, tokens=64, **kwargs)
-    assert [choice.name for choice in choices if choice.converted][-1] == "output"
+    assert names(choices)[-1] == "output"
     with pytest.raises(
         ConfigError,
-        match=r"\[float8\] output: out_features 24 \(96 over tensor_parallel_degree 4\).*the nearest that divide so: "
+        match=r"\[float8\] output: out_features 24 \(96 over tensor_parallel_degree 4\).*the nearest sizes that fit: "
         r"out_features 64 or 128\. .*or set \[float8\] convert_output = false",
     ):
         select_linears(
@@ -158,16 +161,13 @@ def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(
         select_linears(model, tp_degree=2, tokens=64, **kwargs | {"filter_fqns": ["out*"]})
 
 
-@pytest.mark.parametrize(("vocab_size", "tp_degree"), [(2256, 8), (50257, 2), (50257, 1)])
+@pytest.mark.parametrize(("vocab_size", "tp_degree"), [(2256, 4), (50257, 2), (50257, 1)])
 def test_a_vocabulary_of_any_size_trains_with_output_in_high_precision(
     model: nn.Module, vocab_size: int, tp_degree: int
 ) -> None:
     model.output = nn.Linear(64, vocab_size, bias=False, device="meta")
     kept = ["wk", "wv", "feed_forward"] if tp_degree > 2 else []
-    splits = SPLITS if tp_degree < 8 else {"output": 0}
-    choices = select_linears(
-        model, filter_fqns=kept, sharded_dims=splits, tp_degree=tp_degree, tokens=64
-    )
+    choices = select_linears(model, filter_fqns=kept, tp_degree=tp_degree, tokens=64)
     assert (
         choices[-1].local_shape == (-(-vocab_size // tp_degree), 64) and not choices[-1].converted
     )
@@ -175,7 +175,6 @@ def test_a_vocabulary_of_any_size_trains_with_output_in_high_precision(
         select_linears(
             model,
             filter_fqns=kept,
-            sharded_dims=splits,
             tp_degree=tp_degree,
             tokens=64,
             convert_output=True,
@@ -184,7 +183,7 @@ def test_a_vocabulary_of_any_size_trains_with_output_in_high_precision(
 
 def test_another_multiple_is_asked_of_sizes_and_tokens(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"= 48 tokens, not a multiple of 32.* is 32 or 64\.$"):
-        select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=48, multiple=32)
+        select_linears(model, filter_fqns=(), tp_degree=1, tokens=48, recipe=RECIPES["mxfp8"])
 
 
 def test_the_table_has_a_row_for_each_kind_with_count_shapes_and_reason(model: nn.Module) -> None:
@@ -225,17 +224,14 @@ def select_auto(
     choices = select_linears(
         model,
         filter_fqns=["auto", *filters],
-        sharded_dims=SPLITS,
         tp_degree=tp_degree,
         tokens=tokens,
-        slower=lambda converted: {
-            kind: why for kind, why in slower.items() if kind in {c.kind for c in converted}
-        },
+        slower=lambda left: {c.kind: slower[c.kind] for c in left if c.kind in slower},
     )
     return {
         choice.kind: choice.kept_because
         for choice in choices
-        if choice.name.startswith("layers.3.")
+        if any(name.startswith("layers.3.") for name in choice.names)
     }
 
 

@@ -18,7 +18,6 @@ from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.tensor_parallel import (
-    SHARDED_DIMS,
     _block_plan,
     enable_async_tensor_parallel,
     float8_gathers,
@@ -33,9 +32,7 @@ def plan(float8: Float8Config | None) -> dict[str, type]:
     with torch.device("meta"):
         model = Transformer(ARGS)
     if float8 is not None:
-        choices = select_linears(
-            model, filter_fqns=float8.filter_fqns, sharded_dims=SHARDED_DIMS, tp_degree=2, tokens=64
-        )
+        choices = select_linears(model, filter_fqns=float8.filter_fqns, tp_degree=2, tokens=64)
         convert_linears(model, choices, float8=float8, emulate=True)
     return {name: type(style) for name, style in _block_plan(model.layers[0]).items()}
 

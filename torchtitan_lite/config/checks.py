@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import PurePosixPath
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.recipes import RECIPES, Recipe
 from torchtitan_lite.models.flavors import FLAVORS, find_flavor
 
 from .arithmetic import multiples_near, resolve_batch, resolve_degrees, resolve_shares
@@ -217,30 +218,35 @@ def _check_float8(config: Config) -> Iterator[str]:
     float8 = config.float8
     if not float8.enable_float8_linear:
         return
-    recipe = show(float8.recipe_name)
-    if float8.pad_inner_dim and float8.recipe_name in ("rowwise_with_gw_hp", "mxfp8"):
-        pads_nothing = float8.recipe_name == "rowwise_with_gw_hp"
-        why = "pads nothing" if pads_nothing else "is not offered by torchao"
+    recipe, name = float8.recipe, show(float8.recipe_name)
+    if float8.pad_inner_dim and not recipe.pads_tokens:
+        why = "is not offered by torchao" if recipe.divides_tokens else "pads nothing"
         yield (
-            f"[float8] pad_inner_dim = true {why} under recipe_name = {recipe}; set it to false, "
-            'or the recipe to "tensorwise" or "rowwise"'
+            f"[float8] pad_inner_dim = true {why} under recipe_name = {name}; set it to false, or "
+            f"the recipe to {_recipes(lambda other: other.pads_tokens)}"
         )
-    if float8.log_numerics_freq and float8.recipe_name == "mxfp8":
+    if float8.log_numerics_freq and recipe.torchao_recipe is None:
         yield (
             f"[float8] log_numerics_freq = {float8.log_numerics_freq} measures casts with a scale "
-            f"for a tensor or a row, not those of recipe_name = {recipe}; "
+            f"for a tensor or a row, not those of recipe_name = {name}; "
             "set it to 0, or change the recipe"
         )
-    if float8.enable_fsdp_float8_all_gather and float8.recipe_name != "tensorwise":
+    if float8.enable_fsdp_float8_all_gather and not recipe.gathers_weights:
         yield (
-            '[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "tensorwise", not '
-            f"{recipe}; set it to false, or change the recipe"
+            "[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "
+            f"{_recipes(lambda other: other.gathers_weights)}, not {name}; "
+            "set it to false, or change the recipe"
         )
     if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
         yield (
             "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs "
             "enable_fsdp_float8_all_gather = true; set both to the same"
         )
+
+
+def _recipes(having: Callable[[Recipe], bool]) -> str:
+    """List the recipes with a property: `"tensorwise" or "rowwise"`."""
+    return " or ".join(show(name) for name, recipe in RECIPES.items() if having(recipe))
 
 
 @rule("float8", "training")
@@ -254,11 +260,12 @@ def _check_float8_training(config: Config) -> Iterator[str]:
             "[training] enable_cpu_offload = true: a weight comes to the GPU without its scale; "
             "set one of them to false"
         )
-    if float8.recipe_name == "mxfp8" and training.mixed_precision_param != "bfloat16":
+    dtype = float8.recipe.compute_dtype
+    if dtype is not None and training.mixed_precision_param != dtype:
         yield (
             f"[training] mixed_precision_param = {show(training.mixed_precision_param)} cannot be "
-            'cast by the kernels of [float8] recipe_name = "mxfp8"; '
-            'use "bfloat16", or another recipe'
+            f"cast by the kernels of [float8] recipe_name = {show(float8.recipe_name)}; "
+            f"use {show(dtype)}, or another recipe"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
+from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe, RecipeName
 from torchtitan_lite.lr_schedule import DECAYS
 
 Count = Annotated[int, Field(ge=1)]
@@ -194,7 +195,7 @@ class CompileConfig(Section):
 class Float8Config(Section):
     enable_float8_linear: bool = False
     """Train wq, wk, wv, wo, w1, w2 and w3 in float8."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
+    recipe_name: RecipeName = DEFAULT_RECIPE
     """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell)."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP gathers float8 weights, 1 byte an element (tensorwise only)."""
@@ -210,6 +211,11 @@ class Float8Config(Section):
     """Pad a microbatch's tokens with zeros to the multiple that float8 weight gradients need."""
     log_numerics_freq: Whole = 0
     """Steps between measurements of the casts' error, each in an eager, slower step; 0: none."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The row of the recipe table that `recipe_name` names."""
+        return RECIPES[self.recipe_name]
 
 
 class CheckpointConfig(Section):

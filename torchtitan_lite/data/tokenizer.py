@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torchtitan_lite.data.vocabularies import read_vocabulary
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.job import TokenizerValues
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -45,6 +46,11 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(
             content + b" %d %d" % (self.bos_id, self.eos_id)
         ).hexdigest()
+
+    @property
+    def values(self) -> TokenizerValues:
+        """The properties that a job keeps."""
+        return TokenizerValues(str(self.path), self.vocab_size, self.bos_id, self.fingerprint)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS: what looks like a special token is text too."""

@@ -1,6 +1,6 @@
-"""MXFP8 for training, by torchao's prototype: e4m3 with a power-of-two scale for each 32 elements
+"""MXFP8 training on torchao's prototype: e4m3 numbers with a power-of-two scale for each 32 elements
 of the dimension that a matmul sums over (OCP Microscaling Formats 1.0). All three matmuls of a
-linear have both operands so, and round the scale up: nothing saturates.
+linear cast both operands, and round the scale up, so nothing saturates.
 """
 
 from collections.abc import Callable, Collection
@@ -10,14 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_lite.errors import ConfigError
 
-MXFP8_MAJOR = 10
-"""Of the compute capability of the GPUs that torchao's kernels are built for: Blackwell of data
-centres."""
-
 
 class MXFP8Linear(nn.Linear):
-    """`linear` with its weight as it is, of which `multiply`, given an input [..., K] and the
-    weight [N, K], computes the output [..., N]."""
+    """A linear that takes over the weight of another, and multiplies with `multiply(input, weight)`:
+    input [..., K], weight [N, K], output [..., N]."""
 
     def __init__(
         self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], *, emulate: bool
@@ -29,31 +25,28 @@ class MXFP8Linear(nn.Linear):
         self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
 
     def forward(self, input: Tensor) -> Tensor:
-        """The output for `input`; a DTensor for a DTensor, under tensor parallelism. Each rank then
-        multiplies what it has, as torchao's casts of DTensors would gather the scales of every
-        matmul."""
+        """Return the output for `input`; under tensor parallelism both are DTensors."""
         weight = self.weight
         if not isinstance(weight, DTensor):
             return self._multiply(input, weight)
-        assert isinstance(input, DTensor), (
-            "styles of tensor parallelism make a DTensor of the input"
-        )
+
+        # Multiply local shards: torchao's casts of DTensors would gather the scales of each matmul.
+        assert isinstance(input, DTensor), "tensor parallelism makes a DTensor of the input"
         last = Shard(input.ndim - 1)
         by_column = weight.placements == (Shard(0),)
         given, input_grad, output = (
             (Replicate(), Partial(), last) if by_column else (last, last, Partial())
         )
-        assert input.placements == (given,), f"an input split as {input.placements}, not {given}"
-        local_output = self._multiply(
-            input.to_local(grad_placements=[input_grad]), weight.to_local()
-        )
+        assert input.placements == (given,), f"the input is {input.placements}, not {given}"
+        local_input = input.to_local(grad_placements=[input_grad])
+        local_output = self._multiply(local_input, weight.to_local())
         return DTensor.from_local(local_output, weight.device_mesh, [output], run_check=False)
 
 
 def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool) -> None:
     """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place.
 
-    Raises ConfigError where the installed torchao has no MXFP8 for training."""
+    Raises ConfigError if the installed torchao has no MXFP8 for training."""
     multiply = _load_multiply(emulate=emulate)
     for name in chosen:
         linear = model.get_submodule(name)
@@ -65,18 +58,19 @@ def _load_multiply(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     import torchao
 
     try:
-        # A prototype: loaded for its users alone, as it may change or fail.
+        # A prototype, imported only for its users, because it may change or fail.
         from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
     except ImportError as error:
         raise ConfigError(
-            f'[float8] recipe_name = "mxfp8" needs torchao 0.18, and the installed torchao {torchao.__version__} does '
-            f"not offer it for training ({error}); install that, or use another recipe."
+            "[float8] MXFP8 needs torchao 0.18, and the installed torchao "
+            f"{torchao.__version__} does not offer it for training ({error}); install that, or use "
+            "another recipe_name."
         ) from error
 
     def multiply(input: Tensor, weight: Tensor) -> Tensor:
-        # On meta nothing is computed, and torchao's kernels know no such device.
+        # torchao's kernels do not run on meta, where nothing is computed anyway.
         kernels = KernelPreference.EMULATED if emulate or input.is_meta else KernelPreference.AUTO
         return _to_mxfp8_then_scaled_mm(input, weight, kernels, ScaleCalculationMode.RCEIL)
 

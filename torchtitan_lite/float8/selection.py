@@ -1,62 +1,60 @@
-"""Which linears train in float8, and why: decided from names and per-rank shapes before anything is
-converted.
-
-A linear multiplies three times, each with this rank's M tokens, K in_features and N out_features:
-output [M, N] over K, grad_input [M, K] over N, grad_weight [N, K] over M.
+"""Which linears train in float8, and why, decided from names and per-rank shapes before anything is
+converted. recipes.py explains the three matmuls of a linear and their sizes M, K and N.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from torchtitan_lite.config import multiples_near
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 from torchtitan_lite.tables import format_columns
 
-MULTIPLE = 16
-"""cuBLAS and CUTLASS float8 matmuls take rows of 16-byte multiples only (torch._scaled_mm)."""
-MX_MULTIPLE = 32
-"""MXFP8 has a scale for each block of 32 along the dimension that a matmul sums over (OCP MX
-specification 1.0)."""
-OUTPUT = "output"
-"""The projection to the vocabulary, which is converted only where that is asked for."""
+from .recipes import DEFAULT_RECIPE, RECIPES, Recipe
+
 AUTO = "auto"
-"""In filter_fqns: what float8 would not make faster."""
-
-
-def size_multiple(recipe_name: str) -> int:
-    """What every size of a recipe's matmuls must be a multiple of on each rank."""
-    return MX_MULTIPLE if recipe_name == "mxfp8" else MULTIPLE
+"""In filter_fqns: keep the linears that float8 would not make faster."""
+SPLIT_DIMS = {kind: linear.split_dim for kind, linear in BLOCK_LINEARS.items()} | {OUTPUT: 0}
+"""Weight dimension that tensor parallelism splits, by kind of linear."""
 
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """A linear of the model: shapes are (out_features, in_features); `kept_because` is "" for one
-    that is converted."""
+    """All linears of one kind, such as every layer's wq, that share a decision. Shapes are
+    (out_features, in_features)."""
 
-    name: str
+    kind: str
+    """Name without the layer's number: "attention.wq"."""
+    names: tuple[str, ...]
+    """The modules: "layers.0.attention.wq" and so on."""
     shape: tuple[int, int]
     local_shape: tuple[int, int]
-    kept_because: str
+    """Shape on each rank under tensor parallelism."""
+    kept_because: str = ""
+    """Why they stay in high precision; "" if they train in float8."""
+    recomputed: int = 0
+    """How many of them the backward pass runs forward again."""
 
     @property
     def converted(self) -> bool:
-        """Whether the linear trains in float8."""
+        """Whether the linears train in float8."""
         return not self.kept_because
 
     @property
-    def kind(self) -> str:
-        """The name without the layer's number: all linears of a kind have the same shapes."""
-        return ".".join(
-            part for part in self.name.split(".") if part != "layers" and not part.isdigit()
-        )
+    def reads(self) -> str:
+        """The tensor they read. Linears that read the same one share its casts."""
+        linear = BLOCK_LINEARS.get(self.kind)
+        return linear.reads if linear else self.kind
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if the dotted parts of `pattern`, in which * stands for any text, are consecutive parts
-    of `name`."""
+    """Return whether the dotted parts of `pattern`, in which * matches any text, are consecutive
+    parts of `name`."""
     wanted, parts = pattern.split("."), name.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
@@ -66,168 +64,136 @@ def select_linears(
     model: nn.Module,
     *,
     filter_fqns: Collection[str],
-    sharded_dims: Mapping[str, int],
     tp_degree: int,
     tokens: int | None,
     convert_output: bool = False,
-    multiple: int = MULTIPLE,
+    recipe: Recipe = RECIPES[DEFAULT_RECIPE],
     slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
 ) -> list[LinearChoice]:
-    """The choice for every nn.Linear of `model`, which has its global shapes, in the model's order.
+    """Decide for every nn.Linear of `model`, which has its global shapes, in the model's order.
 
-    `sharded_dims` names the dimension (0: out, 1: in) that tensor parallelism splits, by the last
-    part of a linear's name. `tokens` is M, None where the weight gradient is in high precision or
-    padded. Raises ConfigError for a filter that matches nothing, or what `convert_output` asks for,
-    and for every converted kind of linear of which a dimension is not a `multiple` on each rank.
+    `tokens` is M, or None if no float8 matmul sums over it, or it is padded. With "auto" among the
+    filters, linears that float8 matmuls would refuse are kept instead of being an error, and so are
+    the kinds that `slower`, given the remaining choices, returns with a reason.
 
-    With "auto" among the filters, such linears are kept instead, and so are the kinds that
-    `slower`, given the choices that are left, returns with a reason."""
+    Raises ConfigError for a filter that matches nothing or that keeps what `convert_output` asks
+    for, and for each converted kind with a size that is not a multiple of the recipe's."""
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    filters = [pattern for pattern in filter_fqns if pattern != AUTO]
+    patterns = [pattern for pattern in filter_fqns if pattern != AUTO]
+    last_parts = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
     errors = [
         f"[float8] filter_fqns holds {pattern!r}, which matches no linear; use parts of the names "
-        f"{', '.join(sorted(_kinds(linears)))}, or layers.0 and the like."
-        for pattern in filters
+        f"{last_parts}, or layers.0 and the like."
+        for pattern in patterns
         if not any(matches(pattern, name) for name in linears)
     ]
-    choices = []
-    for name, linear in linears.items():
-        shape = (linear.out_features, linear.in_features)
-        split = sharded_dims.get(name.rsplit(".", 1)[-1])
-        local = tuple(
-            math.ceil(n / tp_degree) if dim == split else n for dim, n in enumerate(shape)
-        )
-        kept_by = next(
-            (f"filter_fqns {pattern!r}" for pattern in filters if matches(pattern, name)), ""
-        )
-        if name == OUTPUT and convert_output and kept_by:
-            errors.append(
-                f"[float8] convert_output = true, and {kept_by} keeps it in high precision; take that out, or set "
-                "convert_output = false."
-            )
-        elif name == OUTPUT and not convert_output:
+
+    # Group the linears by kind and by what the user keeps.
+    names: dict[tuple[str, str], list[str]] = {}
+    for name in linears:
+        kept_by = next((f"filter_fqns {p!r}" for p in patterns if matches(p, name)), "")
+        if name == OUTPUT and not convert_output:
             kept_by = "the projection to the vocabulary stays in high precision"
-        choices.append(LinearChoice(name, shape, (local[0], local[1]), kept_by))
-    grain = _Grain(multiple, tp_degree, tokens)
+        elif name == OUTPUT and kept_by:
+            errors.append(
+                f"[float8] convert_output = true, and {kept_by} keeps it in high precision; "
+                "remove that filter, or set convert_output = false."
+            )
+        names.setdefault((re.sub(r"^layers\.\d+\.", "", name), kept_by), []).append(name)
+    choices = []
+    for (kind, kept_by), group in names.items():
+        shape = (linears[group[0]].out_features, linears[group[0]].in_features)
+        split = SPLIT_DIMS.get(kind)
+        out, in_ = (
+            math.ceil(size / tp_degree) if dim == split else size for dim, size in enumerate(shape)
+        )
+        choices.append(LinearChoice(kind, tuple(group), shape, (out, in_), kept_by))
+
+    # Refuse or keep what float8 matmuls cannot multiply, then what would be slower.
     if AUTO in filter_fqns:
-        assert slower is not None, "auto needs to be told what float8 makes slower"
-        choices = [_keep(choice, grain.obstacle(choice)) for choice in choices]
+        assert slower is not None, "auto needs a function that finds what float8 slows down"
+        obstacles = (_obstacle(choice, recipe, tokens, tp_degree) for choice in choices)
+        choices = list(map(_keep, choices, obstacles))
         reasons = slower([choice for choice in choices if choice.converted])
         choices = [_keep(choice, reasons.get(choice.kind, "")) for choice in choices]
     else:
-        errors += grain.errors(choices)
+        errors += _size_errors(choices, recipe, tokens, tp_degree)
         if not any(choice.converted for choice in choices):
             errors.append(
-                f"[float8] filter_fqns = {filters} keeps all {len(choices)} linears in high precision; "
-                "take a name out, or set [float8] enable_float8_linear = false."
+                f"[float8] filter_fqns = {patterns} keeps all {len(linears)} linears in high "
+                "precision; remove a filter, or set [float8] enable_float8_linear = false."
             )
     if errors:
         raise ConfigError("\n".join(errors))
     return choices
 
 
-def _kinds(names: Iterable[str]) -> set[str]:
-    return {name.rsplit(".", 1)[-1] for name in names}
-
-
 def _keep(choice: LinearChoice, reason: str) -> LinearChoice:
     return replace(choice, kept_because=choice.kept_because or reason)
 
 
-@dataclass(frozen=True)
-class _Grain:
-    """What float8 matmuls ask of the sizes on each rank: to be a multiple, `tokens` too where it is
-    not None."""
+def _misfits(choice: LinearChoice, multiple: int, tp_degree: int) -> list[tuple[str, str]]:
+    """Describe each dimension that is not a `multiple` on every rank, and the nearest sizes that
+    would be."""
+    misfits = []
+    labels = ("out_features", "in_features")
+    for label, size, local in zip(labels, choice.shape, choice.local_shape, strict=True):
+        ranks = 1 if local == size else tp_degree
+        if size % (multiple * ranks):
+            split = f" ({size} over tensor_parallel_degree {ranks})" if ranks > 1 else ""
+            near = f"{label} {multiples_near(size, multiple * ranks)}"
+            misfits.append((f"{label} {local}{split}", near))
+    return misfits
 
-    multiple: int
-    tp_degree: int
-    tokens: int | None
 
-    def obstacle(self, choice: LinearChoice) -> str:
-        """Why float8 matmuls would refuse `choice`; "" if they would not."""
-        if self.tokens is not None and self.tokens % self.multiple:
-            return (
-                f"local_batch_size * seq_len = {self.tokens} is not a multiple of {self.multiple}"
+def _obstacle(choice: LinearChoice, recipe: Recipe, tokens: int | None, tp_degree: int) -> str:
+    """Why float8 matmuls would refuse `choice`; "" if they would not."""
+    multiple = recipe.size_multiple
+    if tokens is not None and tokens % multiple:
+        return f"local_batch_size * seq_len = {tokens} is not a multiple of {multiple}"
+    wrong = " and ".join(text for text, _ in _misfits(choice, multiple, tp_degree))
+    return f"{wrong}, not a multiple of {multiple}" if wrong else ""
+
+
+def _size_errors(
+    choices: Sequence[LinearChoice], recipe: Recipe, tokens: int | None, tp_degree: int
+) -> list[str]:
+    """One message for each kind of converted linear that float8 matmuls would refuse, and one for
+    the tokens."""
+    multiple, errors = recipe.size_multiple, []
+    converted = [choice for choice in choices if choice.converted]
+    for choice in converted:
+        if misfits := _misfits(choice, multiple, tp_degree):
+            keep = (
+                "set [float8] convert_output = false"
+                if choice.kind == OUTPUT
+                else f'add "{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns'
             )
-        wrong = " and ".join(text for text, _ in self._wrong_dimensions(choice))
-        return f"{wrong}, not a multiple of {self.multiple}" if wrong else ""
-
-    def errors(self, choices: Sequence[LinearChoice]) -> list[str]:
-        """One message for each kind of converted linear that float8 matmuls would refuse, and one
-        for the tokens."""
-        errors = {}
-        for choice in choices:
-            wrong = self._wrong_dimensions(choice)
-            if choice.converted and wrong:
-                keep = (
-                    "set [float8] convert_output = false"
-                    if choice.name == OUTPUT
-                    else f'add "{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns'
-                )
-                errors[choice.kind] = (
-                    f"[float8] {choice.kind}: {' and '.join(text for text, _ in wrong)} on each rank, not a multiple "
-                    f"of {self.multiple}, which float8 matmuls need; the nearest that divide so: "
-                    f"{', '.join(near for _, near in wrong)}. "
-                    f"Lower [parallelism] tensor_parallel_degree, or {keep}."
-                )
-        if (
-            self.tokens is not None
-            and self.tokens % self.multiple
-            and any(choice.converted for choice in choices)
-        ):
-            # torchao pads for the matmuls that it scales a tensor or a row at a time.
-            padded = (
-                ", or set [float8] pad_inner_dim = true, which is slower"
-                if self.multiple == MULTIPLE
-                else ""
+            errors.append(
+                f"[float8] {choice.kind}: {' and '.join(text for text, _ in misfits)} on each "
+                f"rank, not a multiple of {multiple}, which float8 matmuls need; the nearest "
+                f"sizes that fit: {', '.join(near for _, near in misfits)}. Lower [parallelism] "
+                f"tensor_parallel_degree, or {keep}."
             )
-            errors["tokens"] = (
-                f"[float8] the weight gradient sums over local_batch_size * seq_len = {self.tokens} tokens, not a "
-                f"multiple of {self.multiple}, which float8 matmuls need; change [training] local_batch_size or "
-                f"seq_len so that the product is {_multiples_near(self.tokens, self.multiple)}{padded}."
-            )
-        return list(errors.values())
-
-    def _wrong_dimensions(self, choice: LinearChoice) -> list[tuple[str, str]]:
-        """The dimensions of `choice` that are not a multiple on each rank, and the sizes near that
-        would be."""
-        wrong = []
-        labels = ("out_features", "in_features")
-        for label, size, local in zip(labels, choice.shape, choice.local_shape, strict=True):
-            ranks = 1 if local == size else self.tp_degree
-            if size % (self.multiple * ranks):
-                split = f" ({size} over tensor_parallel_degree {ranks})" if ranks > 1 else ""
-                wrong.append(
-                    (
-                        f"{label} {local}{split}",
-                        f"{label} {_multiples_near(size, self.multiple * ranks)}",
-                    )
-                )
-        return wrong
-
-
-def _multiples_near(value: int, step: int) -> str:
-    below = value // step * step
-    return f"{below} or {below + step}" if below else str(step)
+    if converted and tokens is not None and tokens % multiple:
+        pad = ", or set [float8] pad_inner_dim = true, which is slower"
+        errors.append(
+            f"[float8] the weight gradient sums over local_batch_size * seq_len = {tokens} tokens, "
+            f"not a multiple of {multiple}, which float8 matmuls need; change [training] "
+            "local_batch_size or seq_len so that the product is "
+            f"{multiples_near(tokens, multiple)}{pad if recipe.pads_tokens else ''}."
+        )
+    return errors
 
 
 def format_choices(choices: Sequence[LinearChoice]) -> str:
-    """A table with a row for each kind of linear and reason: count, global and per-rank shape,
-    precision and why."""
-    rows: dict[tuple[str, ...], int] = {}
+    """Format a table with a row for each choice: count, shapes, precision and reason."""
+    rows = [("linear", "count", "out x in", "per rank", "trained in", "why")]
     for choice in choices:
         shape, local = (f"{out} x {in_}" for out, in_ in (choice.shape, choice.local_shape))
-        row = (
-            choice.kind,
-            shape,
-            local,
-            "float8" if choice.converted else "high precision",
-            choice.kept_because,
-        )
-        rows[row] = rows.get(row, 0) + 1
-    header = ("linear", "count", "out x in", "per rank", "trained in", "why")
-    return format_columns(
-        [header, *((row[0], str(count), *row[1:]) for row, count in rows.items())]
-    )
+        trained_in = "float8" if choice.converted else "high precision"
+        count = str(len(choice.names))
+        rows.append((choice.kind, count, shape, local, trained_in, choice.kept_because))
+    return format_columns(rows)

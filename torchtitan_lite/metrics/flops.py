@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import torch
 from torch import nn
-
-from torchtitan_lite.torchao_types import is_float8_linear
 
 Precision = Literal["fp8", "bf16", "fp32"]
 FlopsConvention = Literal["palm", "causal"]
-
-_PRECISION_OF: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -116,72 +111,49 @@ def count_flops(
     n_heads: int,
     head_dim: int,
     seq_len: int,
-    high_precision: torch.dtype,
+    high_precision: Precision,
+    float8_linears: Collection[str] = (),
+    float8_matmuls: Collection[str] = (),
+    fp8_runs_in: Precision = "fp8",
     convention: FlopsConvention = "palm",
     recomputed: Collection[str] = (),
     recompute_is_known: bool = True,
 ) -> FlopsLedger:
-    """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes,
-    not how much.
+    """Count the FLOPs of `model`, not yet sharded: sharding changes who computes, not how much.
 
-    Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token
-    (PaLM, arXiv 2204.02311, appendix B): two matmuls forward and four backward; or by the causal
-    convention as half of that. `recomputed` names the linears and the `attention` modules whose
-    forward the backward pass runs again; there are others unless `recompute_is_known`."""
-    linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    precision = _PRECISION_OF[high_precision]
-    layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
-    return FlopsLedger(
-        linears=tuple(
-            _linear_flops(name, linear, high_precision=precision, recomputed=name in recomputed)
-            for name, linear in linears.items()
-        ),
-        attention=6 * n_layers * layer_matmul,
-        recomputed_attention=2
-        * layer_matmul
-        * sum(name.endswith(".attention") for name in recomputed),
-        high_precision=precision,
-        recompute_is_known=recompute_is_known,
-        fp8_runs_in=_fp8_runs_in(linears.values(), high_precision=precision),
-    )
-
-
-def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> Precision:
-    """Emulated, torchao's Float8Linear multiplies in float32, and MXFP8 in what its operands were
-    cast from."""
-    for linear in linears:
-        if is_float8_linear(linear) and linear.config.emulate:
-            return "fp32"
-        if _is_mxfp8(linear) and linear.emulate:
-            return high_precision
-    return "fp8"
-
-
-def _is_mxfp8(linear: nn.Linear) -> bool:
-    """Whether a linear is one of MXFP8, which is not torchao's: it casts for all matmuls, and knows
-    if it emulates."""
-    return not is_float8_linear(linear) and hasattr(linear, "emulate")
-
-
-def _linear_flops(
-    name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool
-) -> LinearFlops:
-    """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or
-    neither."""
-    output = grad_input = grad_weight = "fp8" if _is_mxfp8(linear) else high_precision
-    if is_float8_linear(linear):
-        from torchao.float8.config import ScalingType
-
-        output, grad_input, grad_weight = (
-            high_precision if cast.scaling_type is ScalingType.DISABLED else "fp8"
-            for cast in (
-                linear.config.cast_config_input,
-                linear.config.cast_config_grad_output,
-                linear.config.cast_config_input_for_grad_weight,
+    `float8_linears` names the linears that train in float8, `float8_matmuls` the fields of
+    LinearFlops that then run in it. Attention is counted as the full square, 12 * layers * heads *
+    head_dim * seq_len per token (PaLM, arXiv 2204.02311, appendix B): two matmuls forward and four
+    backward; or by the causal convention as half of that. `recomputed` names the linears and the
+    `attention` modules whose forward the backward pass runs again; there are others unless
+    `recompute_is_known`."""
+    linears = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            in_float8 = float8_matmuls if name in float8_linears else ()
+            output, grad_input, grad_weight = (
+                "fp8" if matmul in in_float8 else high_precision
+                for matmul in ("output", "grad_input", "grad_weight")
             )
-        )
-    return LinearFlops(
-        name, linear.in_features, linear.out_features, output, grad_input, grad_weight, recomputed
+            linears.append(
+                LinearFlops(
+                    name,
+                    module.in_features,
+                    module.out_features,
+                    output,
+                    grad_input,
+                    grad_weight,
+                    recomputed=name in recomputed,
+                )
+            )
+
+    layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
+    recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
+    return FlopsLedger(
+        linears=tuple(linears),
+        attention=6 * n_layers * layer_matmul,
+        recomputed_attention=2 * layer_matmul * recomputed_layers,
+        high_precision=high_precision,
+        recompute_is_known=recompute_is_known,
+        fp8_runs_in=fp8_runs_in,
     )

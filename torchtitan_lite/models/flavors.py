@@ -21,9 +21,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """What a Llama 3 transformer is made of. `vocab_size = 0` means: as many as the tokenizer has.
-    Unless `document_bos_id` is None, attention stays within documents, and each starts with that
-    id."""
+    """Dimensions of a Llama 3 transformer.
+
+    `vocab_size = 0` takes the tokenizer's. With a `document_bos_id`, attention stays within
+    documents, each of which starts with that id."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -41,6 +42,16 @@ class ModelArgs:
     def head_dim(self) -> int:
         """Q, the width of one attention head."""
         return self.dim // self.n_heads
+
+    @property
+    def q_dim(self) -> int:
+        """H * Q, the width of all query heads together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """K * Q, the width of all key heads together, and of all value heads."""
+        return self.n_kv_heads * self.head_dim
 
 
 # Meta's published dimensions (Llama 3 and 3.1 model cards). The Llama 3.1 models reach 131072
@@ -76,16 +87,46 @@ def find_flavor(name: str) -> ModelArgs | None:
     return replace(FLAVORS[match[1]], n_layers=int(match[2]))
 
 
+@dataclass(frozen=True)
+class BlockLinear:
+    """One of the seven linears of a transformer block. Sizes are names of `ModelArgs` attributes."""
+
+    out_features: str
+    in_features: str
+    reads: str
+    """The tensor it reads. Linears that read the same one share its gather and its float8 cast."""
+    split_dim: int
+    """Weight dimension that tensor parallelism splits: 0 by columns (out_features), 1 by rows."""
+
+
+BLOCK_LINEARS = {
+    "attention.wq": BlockLinear("q_dim", "dim", "attention_norm", 0),
+    "attention.wk": BlockLinear("kv_dim", "dim", "attention_norm", 0),
+    "attention.wv": BlockLinear("kv_dim", "dim", "attention_norm", 0),
+    "attention.wo": BlockLinear("dim", "q_dim", "attention", 1),
+    "feed_forward.w1": BlockLinear("ffn_dim", "dim", "ffn_norm", 0),
+    "feed_forward.w3": BlockLinear("ffn_dim", "dim", "ffn_norm", 0),
+    "feed_forward.w2": BlockLinear("dim", "ffn_dim", "gated", 1),
+}
+"""By name within the block, in the order in which its forward calls them."""
+OUTPUT = "output"
+"""Name of the projection to the vocabulary, the only linear outside the blocks."""
+
+COLUMN_SPLIT: dict[str, tuple[str, ...]] = {}
+"""By module of a block: the linears that read its gathered input and are split by columns."""
+ROW_SPLIT: dict[str, str] = {}
+"""By module of a block: the linear that is split by rows and whose outputs are summed."""
+for _path, _linear in BLOCK_LINEARS.items():
+    _module, _, _name = _path.partition(".")
+    if _linear.split_dim == 0:
+        COLUMN_SPLIT[_module] = (*COLUMN_SPLIT.get(_module, ()), _name)
+    else:
+        ROW_SPLIT[_module] = _name
+
+
 def block_linear_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """(out_features, in_features) of the seven linears of a transformer block, by their name within
-    the block."""
-    kv_dim = args.n_kv_heads * args.head_dim
+    """Return (out_features, in_features) of each linear of a block, by its name in the block."""
     return {
-        "attention.wq": (args.dim, args.dim),
-        "attention.wk": (kv_dim, args.dim),
-        "attention.wv": (kv_dim, args.dim),
-        "attention.wo": (args.dim, args.dim),
-        "feed_forward.w1": (args.ffn_dim, args.dim),
-        "feed_forward.w2": (args.dim, args.ffn_dim),
-        "feed_forward.w3": (args.ffn_dim, args.dim),
+        name: (getattr(args, linear.out_features), getattr(args, linear.in_features))
+        for name, linear in BLOCK_LINEARS.items()
     }

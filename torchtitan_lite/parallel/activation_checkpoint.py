@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config import ActivationCheckpointConfig
+from torchtitan_lite.models.flavors import BLOCK_LINEARS
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten._scaled_mm.default}
@@ -30,11 +31,8 @@ SAVED = {
     aten.amax.default,
 }
 """Operators besides matmuls whose outputs the "op" policy keeps: expensive to recompute, small."""
-LINEARS = (
-    *("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
-    *("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
-)
-"""The linears of a block in the order of their calls."""
+LINEARS = tuple(BLOCK_LINEARS)
+"""The linears of a block in the order in which its forward calls them."""
 
 
 def _keep_every_second_matmul(

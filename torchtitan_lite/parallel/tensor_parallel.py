@@ -25,19 +25,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import COLUMN_SPLIT, ROW_SPLIT
 from torchtitan_lite.patches import gather_float8_as_bytes
 from torchtitan_lite.torchao_types import is_float8_linear
-
-COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
-"""The linears of each module of a block that read its gathered input; split along out_features."""
-ROW_SPLIT = {"attention": "wo", "feed_forward": "w2"}
-"""The linear of each module of a block whose outputs are summed; split along in_features."""
-SHARDED_DIMS = (
-    {name: 0 for names in COLUMN_SPLIT.values() for name in names}
-    | dict.fromkeys(ROW_SPLIT.values(), 1)
-    | {"output": 0}
-)
-"""The weight dimension that is split, by the last part of a linear's name."""
 
 
 class _WaitingRowwiseParallel(RowwiseParallel):

@@ -1,28 +1,22 @@
-"""What a run will cost and gain, told before it is paid for: on meta, without a GPU and without a
-process group."""
+"""Plan a run: what a config will cost and gain, computed on meta without a GPU or a process group.
+
+Each `_plan_x` computes one section in plain values; docs/plan.md documents every key.
+"""
 
 import dataclasses
 from typing import Any
 
 import torch
 
-from torchtitan_lite.config import (
-    BatchSizes,
-    Config,
-    ParallelDegrees,
-    resolve_batch,
-    resolve_degrees,
-)
+from torchtitan_lite.config import Config
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.selection import AUTO, LinearChoice, size_multiple
+from torchtitan_lite.float8.selection import AUTO
+from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.metrics.formulas import list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
-from torchtitan_lite.metrics.operators import count_operators
-from torchtitan_lite.models.flavors import ModelArgs
 
 from .memory import MOMENT_WIDTHS, reserved_bytes
 from .meta_model import (
@@ -33,9 +27,7 @@ from .meta_model import (
     estimate_memory,
     float8_scheme,
     predict_step,
-    resolve_checkpointing,
-    resolve_model_args,
-    roofline_linears,
+    resolve_auto,
 )
 from .roofline import DeviceRates, added_ratio, time_linears
 
@@ -43,8 +35,9 @@ SECONDS_PER_DAY = 86_400
 
 
 def resolve_device(name: str | None) -> DeviceSpec:
-    """The data sheet of the device called `name`, by default of the GPU at hand. Raises ConfigError
-    for one that is not known, and where there is neither."""
+    """Return the data sheet of the device called `name`, by default of the GPU at hand.
+
+    Raises ConfigError for an unknown name, and without a name if there is no GPU."""
     if name is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     known = ", ".join(device.name for device in DEVICES)
@@ -56,249 +49,196 @@ def resolve_device(name: str | None) -> DeviceSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
-    """What is planned, resolved."""
+class _Run:
+    """A run to plan, on a device that need not be present."""
 
-    config: Config
+    job: Job
     device: DeviceSpec
-    args: ModelArgs
-    degrees: ParallelDegrees
-    batch: BatchSizes
     peaks: Peaks
     rates: DeviceRates | None
-    """None where a device has no float8 peak."""
-
-    def build(self, config: Config) -> MetaModel:
-        """The model on meta, as `config` would train it on the device."""
-        return build_meta_model(
-            config,
-            self.args,
-            tp_degree=self.degrees.tp,
-            emulate=False,
-            fused_attention=True,
-            rates=self.rates,
-        )
+    """None for a device without a float8 peak."""
 
 
 def make_plan(
     config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
 ) -> dict[str, Any]:
-    """The plan, in plain values that JSON can hold; docs/plan.md documents each. `tps` are tokens
-    per second per device that were reached, None: predicted.
+    """Return the plan as plain values for JSON.
 
-    Raises ConfigError where the config does not fit `world_size`, computes in float32, of whose
-    matmul rates nothing is known here, or asks for float8, or names MXFP8, on a device that has
-    none."""
-    if config.training.mixed_precision_param != "bfloat16":
-        raise ConfigError(
-            f'[training] mixed_precision_param = "{config.training.mixed_precision_param}" cannot be planned: only '
-            'bf16 and fp8 rates are known; plan with "bfloat16".'
-        )
-    if config.float8.enable_float8_linear and device.fp8_tflops is None:
-        raise ConfigError(
-            f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix units; "
-            "plan another --device, or set it to false."
-        )
-    if config.float8.recipe_name == "mxfp8" and not device.mxfp8:
-        having = ", ".join(known.name for known in DEVICES if known.mxfp8)
-        raise ConfigError(
-            f'[float8] recipe_name = "mxfp8", but torchao has no MXFP8 for the {device.name}, only for {having}; plan '
-            "another --device or recipe."
-        )
-    degrees = resolve_degrees(config.parallelism, world_size=world_size)
-    request = _Request(
-        config=config,
+    `tps` are tokens per second per device that a run reached; None: predicted. Raises ConfigError
+    if the config does not fit `world_size`, computes in float32, whose matmul rates are not known,
+    or uses float8 or a recipe that the device does not have.
+    """
+    _check_device(config, device)
+    tokenizer = build_tokenizer(config.model.tokenizer_path).values
+    job = build_job(config, world_size=world_size, tokenizer=tokenizer)
+    rates = device_rates(device, config.metrics)
+    run = _Run(
+        job=resolve_auto(job, rates=rates, memory_gib=device.memory_gib),
         device=device,
-        args=resolve_model_args(config, build_tokenizer(config.model.tokenizer_path)),
-        degrees=degrees,
-        batch=resolve_batch(config.training, dp_degree=degrees.dp),
         peaks=Peaks(
             device.name, published=published_peaks(device), given=given_peaks(config.metrics)
         ),
-        rates=device_rates(device, config.metrics),
+        rates=rates,
     )
-    config, meta = resolve_checkpointing(
-        config, request.args, request.build, degrees=degrees, memory_gib=device.memory_gib
-    )
-    request = dataclasses.replace(request, config=config)
-    in_float8 = meta
-    if not config.float8.enable_float8_linear and request.rates is not None:
-        in_float8 = request.build(_with_float8(config))
-    peaks = _plan_peaks(request, meta.ledger)
+    meta = in_float8 = build_meta_model(run.job, emulate=False, fused_attention=True)
+
+    # Without float8 the linears and the prediction show what it would gain, wherever it pays.
+    if not config.float8.enable_float8_linear and rates is not None:
+        filters = (*config.float8.filter_fqns, AUTO)
+        tried = run.job.choose("float8", enable_float8_linear=True, filter_fqns=filters)
+        in_float8 = build_meta_model(tried, emulate=False, fused_attention=True, rates=rates)
+
+    peaks = _plan_peaks(run, meta.ledger)
     return {
-        "request": _plan_request(request),
-        "model": _plan_model(request.args, config.model.flavor, meta.parameters),
+        "request": _plan_request(run),
+        "model": _plan_model(run, meta.parameters),
         "flops_per_token": _plan_flops(meta.ledger),
-        "formulas": _plan_formulas(request, meta.parameters),
-        "operators": _plan_operators(request, meta),
-        "linears": _plan_linears(request, in_float8),
+        "linears": _plan_linears(run, in_float8),
         "peaks": peaks,
-        "prediction": _plan_prediction(request, in_float8),
-        "memory": _plan_memory(request, meta),
-        "schedule": _plan_schedule(request, meta, arithmetic_peak=peaks["arithmetic"], tps=tps),
+        "prediction": _plan_prediction(run, in_float8),
+        "memory": _plan_memory(run, meta),
+        "schedule": _plan_schedule(run, meta, arithmetic_peak=peaks["arithmetic"], tps=tps),
     }
 
 
-def _with_float8(config: Config) -> Config:
-    """`config` with float8 on wherever it pays."""
-    filters = (*config.float8.filter_fqns, AUTO)
-    float8 = config.float8.model_copy(update={"enable_float8_linear": True, "filter_fqns": filters})
-    return config.model_copy(update={"float8": float8})
+def _check_device(config: Config, device: DeviceSpec) -> None:
+    """Raise ConfigError for what cannot be planned on `device`."""
+    float8, dtype = config.float8, config.training.mixed_precision_param
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f'[training] mixed_precision_param = "{dtype}" cannot be planned: only bf16 and fp8 '
+            'rates are known; plan with "bfloat16".'
+        )
+    if float8.enable_float8_linear and device.fp8_tflops is None:
+        raise ConfigError(
+            f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
+            "units; plan another --device, or set it to false."
+        )
+    if float8.recipe.capability_major is not None and not device.mxfp8:
+        having = ", ".join(known.name for known in DEVICES if known.mxfp8)
+        raise ConfigError(
+            f'[float8] recipe_name = "{float8.recipe_name}", but torchao has no kernels of it for '
+            f"the {device.name}, only for {having}; plan another --device or recipe."
+        )
 
 
-def _plan_request(request: _Request) -> dict[str, Any]:
-    training, degrees, float8 = request.config.training, request.degrees, request.config.float8
+def _plan_request(run: _Run) -> dict[str, Any]:
+    training, float8 = run.job.config.training, run.job.config.float8
     return {
-        "flavor": request.config.model.flavor,
-        "device": request.device.name,
-        "world_size": degrees.world_size,
-        **dataclasses.asdict(degrees),
-        **dataclasses.asdict(request.batch),
+        "flavor": run.job.config.model.flavor,
+        "device": run.device.name,
+        "world_size": run.job.degrees.world_size,
+        **dataclasses.asdict(run.job.degrees),
+        **dataclasses.asdict(run.job.batch),
         "seq_len": training.seq_len,
         "document_mask": training.document_mask,
         "steps": training.steps,
         "float8_recipe": float8.recipe_name if float8.enable_float8_linear else None,
         "float8_all_gather": float8.enable_fsdp_float8_all_gather,
-        "activation_checkpoint": request.config.activation_checkpoint.mode,
-        "compile": request.config.compile.enable,
+        "activation_checkpoint": run.job.config.activation_checkpoint.mode,
+        "compile": run.job.config.compile.enable,
     }
 
 
-def _plan_model(args: ModelArgs, flavor: str, parameters: int) -> dict[str, Any]:
+def _plan_model(run: _Run, parameters: int) -> dict[str, Any]:
+    args = run.job.model_args
+    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
     return {
-        "flavor": flavor,
+        "flavor": run.job.config.model.flavor,
         "parameters": parameters,
         "parameters_without_embedding": parameters - args.vocab_size * args.dim,
-        "dim": args.dim,
-        "n_layers": args.n_layers,
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.n_kv_heads,
-        "ffn_dim": args.ffn_dim,
-        "vocab_size": args.vocab_size,
+        **{size: getattr(args, size) for size in sizes},
     }
 
 
 def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
+    recompute = sum(ledger.recompute.values())
     return {
         "total": ledger.total,
-        **{str(precision): count for precision, count in ledger.by_precision.items()},
+        **{str(name): count for name, count in ledger.by_precision.items()},
         "block_linears": ledger.total - ledger.output - ledger.attention,
         "output": ledger.output,
         "attention": ledger.attention,
-        "recompute": sum(ledger.recompute.values()),
+        "recompute": recompute,
         "recompute_by_precision": ledger.recompute,
-        "with_recompute": ledger.total + sum(ledger.recompute.values()),
+        "with_recompute": ledger.total + recompute,
     }
 
 
-def _plan_formulas(request: _Request, parameters: int) -> list[dict[str, Any]]:
-    seq_len = request.config.training.seq_len
-    formulas = list_formulas(request.args, parameters=parameters, seq_len=seq_len)
-    return [dataclasses.asdict(formula) for formula in formulas]
-
-
-def _plan_operators(request: _Request, meta: MetaModel) -> dict[str, Any]:
-    seq_len, ledger = request.config.training.seq_len, meta.ledger
-    rows = count_operators(meta.model, seq_len=seq_len, high_precision=ledger.high_precision)
-    forward = sum(row.flops_per_token for row in rows)
-    # The ledger may hold half of attention; PyTorch counts it in full.
-    full_attention = (
-        4 * request.args.n_layers * request.args.n_heads * request.args.head_dim * seq_len
-    )
-    expected = sum(linear.flops_per_matmul for linear in ledger.linears) + full_attention
-    assert forward == expected, (
-        f"PyTorch counts {forward} forward FLOPs per token, the ledger {expected}"
-    )
-    shares = {
-        precision: sum(row.flops_per_token for row in rows if row.precision == precision) / forward
-        for precision in sorted({row.precision for row in rows})
-    }
-    return {
-        "forward": forward,
-        "ledger_forward": expected,
-        "shares": shares,
-        "rows": [
-            dataclasses.asdict(row) | {"share": row.flops_per_token / forward} for row in rows
-        ],
-    }
-
-
-def _plan_linears(request: _Request, meta: MetaModel) -> list[dict[str, Any]]:
+def _plan_linears(run: _Run, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    tokens, scheme = request.config.training.microbatch_tokens, float8_scheme(request.config)
-    converted = roofline_linears(
-        [choice for choice in meta.choices if choice.converted], recomputed=meta.recomputed
-    )
+    tokens, scheme = run.job.config.training.microbatch_tokens, float8_scheme(run.job.config)
+    multiple = run.job.config.float8.recipe.size_multiple
     precisions = {row.name: row for row in meta.ledger.linears}
-    multiple = size_multiple(scheme.recipe)
-    groups: dict[tuple[str, str], list[LinearChoice]] = {}
-    for choice in meta.choices:
-        groups.setdefault((choice.kind, choice.kept_because), []).append(choice)
-    ratios: dict[str, float] = {}
-    if request.rates is not None:
-        # Linears that are in float8 together share casts.
-        times = time_linears(converted, request.rates, tokens=tokens, scheme=scheme)
-        ratios = {time.kind: time.ratio for time in times}
+
+    # Linears that are in float8 together share casts; a kept one is timed as if it were added.
+    ratios: dict[tuple[str, ...], float] = {}
+    if (rates := run.rates) is not None:
+        converted = [choice for choice in meta.choices if choice.converted]
+        times = time_linears(converted, rates, tokens=tokens, scheme=scheme)
+        ratios = {
+            choice.names: time.ratio for choice, time in zip(converted, times, strict=True)
+        } | {
+            kept.names: added_ratio(kept, converted, rates, tokens=tokens, scheme=scheme)
+            for kept in meta.choices
+            if not kept.converted
+        }
+
     rows = []
-    for (kind, reason), choices in groups.items():
-        flops = precisions[choices[0].name]
-        n, k = choices[0].local_shape
-        ratio = ratios.get(kind)
-        if reason and request.rates is not None:
-            (kept,) = roofline_linears(choices, recomputed=meta.recomputed)
-            ratio = added_ratio(kept, converted, request.rates, tokens=tokens, scheme=scheme)
+    for choice in meta.choices:
+        precision, (n, k) = precisions[choice.names[0]], choice.local_shape
         rows.append(
             {
-                "kind": kind,
-                "count": len(choices),
+                "kind": choice.kind,
+                "count": len(choice.names),
                 "gemms": {
-                    "output": {"m": tokens, "n": n, "k": k, "precision": flops.output},
-                    "grad_input": {"m": tokens, "n": k, "k": n, "precision": flops.grad_input},
-                    "grad_weight": {"m": n, "n": k, "k": tokens, "precision": flops.grad_weight},
+                    "output": {"m": tokens, "n": n, "k": k, "precision": precision.output},
+                    "grad_input": {"m": tokens, "n": k, "k": n, "precision": precision.grad_input},
+                    "grad_weight": {
+                        "m": n,
+                        "n": k,
+                        "k": tokens,
+                        "precision": precision.grad_weight,
+                    },
                 },
                 "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
-                "time_ratio": ratio,
-                "converted": not reason,
-                "kept_because": reason,
+                "time_ratio": ratios.get(choice.names),
+                "converted": choice.converted,
+                "kept_because": choice.kept_because,
             }
         )
     return rows
 
 
-def _plan_peaks(request: _Request, ledger: FlopsLedger) -> dict[str, Any]:
-    known, flops = request.peaks.tflops, ledger.by_precision
-    arithmetic = None
-    if effective_peak(flops, known) is not None:
-        arithmetic = (
-            sum(count * known[name] for name, count in flops.items() if count) / ledger.total
-        )
+def _plan_peaks(run: _Run, ledger: FlopsLedger) -> dict[str, Any]:
+    known, flops = run.peaks.tflops, ledger.by_precision
+    effective, arithmetic = effective_peak(flops, known), None
+    if effective is not None:
+        weighted = sum(count * known[name] for name, count in flops.items() if count)
+        arithmetic = weighted / ledger.total
     return {
-        "device": request.device.name,
+        "device": run.device.name,
         "bf16": known.get("bf16"),
         "fp8": known.get("fp8"),
-        "effective": effective_peak(flops, known),
+        "effective": effective,
         "arithmetic": arithmetic,
-        "memory_gib": request.device.memory_gib,
-        "bandwidth_tb_s": request.device.bandwidth_tb_s,
+        "memory_gib": run.device.memory_gib,
+        "bandwidth_tb_s": run.device.bandwidth_tb_s,
     }
 
 
-def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
-    """Float8's gain over bf16 on `meta`, which is in float8; without one where the device has
-    none."""
-    if request.rates is None:
-        verdict = f"the {request.device.name} has no float8 matrix units."
+def _plan_prediction(run: _Run, meta: MetaModel) -> dict[str, Any]:
+    """The gain over bf16 of `meta`, which is in float8."""
+    if run.rates is None:
         return {
             "step_speedup": None,
-            "verdict": verdict,
+            "verdict": f"the {run.device.name} has no float8 matrix units.",
             "converted": [],
             "better_kept": [],
             "bf16": None,
             "float8": None,
         }
-    found = predict_step(
-        request.config, request.args, meta, degrees=request.degrees, rates=request.rates
-    )
+    found = predict_step(run.job, meta, rates=run.rates)
     steps = {
         name: {
             "microbatch_s": step.seconds,
@@ -316,10 +256,10 @@ def _plan_prediction(request: _Request, meta: MetaModel) -> dict[str, Any]:
     }
 
 
-def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
-    moments = estimate_memory(request.config, request.args, meta.choices, degrees=request.degrees)
+def _plan_memory(run: _Run, meta: MetaModel) -> dict[str, Any]:
+    moments = estimate_memory(run.job, meta.choices)
     peak, reserved = max(moments, key=lambda moment: moment.total), reserved_bytes(moments)
-    device_bytes = round(request.device.memory_gib * 2**30)
+    device_bytes = round(run.device.memory_gib * 2**30)
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
         "reserved": round(reserved),
@@ -330,26 +270,23 @@ def _plan_memory(request: _Request, meta: MetaModel) -> dict[str, Any]:
 
 
 def _plan_schedule(
-    request: _Request, meta: MetaModel, *, arithmetic_peak: float | None, tps: float | None
+    run: _Run, meta: MetaModel, *, arithmetic_peak: float | None, tps: float | None
 ) -> dict[str, Any]:
-    """Rates at `tps`, or else as predicted, and what follows from them."""
-    training, degrees, ledger = request.config.training, request.degrees, meta.ledger
+    """Rates at `tps`, or as predicted, and the time that the run takes at them."""
+    training, degrees, ledger = run.job.config.training, run.job.degrees, meta.ledger
     origin = "given"
     if tps is None:
-        # Without an fp8 peak nothing is in float8.
-        rates = request.rates or bf16_rates(request.device, request.peaks.tflops["bf16"])
-        step = predict_step(request.config, request.args, meta, degrees=degrees, rates=rates).float8
-        tps, origin = (
-            request.config.training.microbatch_tokens / step.seconds / degrees.tp,
-            "predicted",
-        )
-    at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=request.peaks)
-    tokens_per_step = request.batch.global_batch_size * training.seq_len
+        # Without an fp8 peak no linear is in float8.
+        rates = run.rates or bf16_rates(run.device, run.peaks.tflops["bf16"])
+        step = predict_step(run.job, meta, rates=rates).float8
+        tps, origin = training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
+    at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=run.peaks)
+
+    tokens_per_step = run.job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
-    moment_width = MOMENT_WIDTHS[request.config.optimizer.state_dtype]
-    checkpoint_bytes = round(
-        (4 + 2 * moment_width) * meta.parameters
-    )  # a weight in fp32 and its two moments
+    # A checkpoint holds each weight in float32 and its two moments.
+    moment_width = MOMENT_WIDTHS[run.job.config.optimizer.state_dtype]
+    checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)
     return {
         "origin": origin,
         "tps": tps,
@@ -357,9 +294,7 @@ def _plan_schedule(
         "mfu": at.mfu,
         "mfu_bf16_peak": at.mfu_bf16_peak,
         "mfu_fp8_peak": at.mfu_fp8_peak,
-        "mfu_arithmetic_peak": None
-        if arithmetic_peak is None
-        else 100 * at.tflops / arithmetic_peak,
+        "mfu_arithmetic_peak": arithmetic_peak and 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,
         "step_s": tokens_per_step / tokens_per_second,
         "tokens_per_step": tokens_per_step,

@@ -1,54 +1,55 @@
-"""What float8 gains: the time of each linear, and of a whole training step, in bf16 and under a
-float8 recipe.
+"""Predict what float8 gains: the time of each linear, and of a training step, in bf16 and in float8.
 
-A roofline: a kernel takes as long as its arithmetic or its memory traffic, whichever is longer, and
-a little to start; a step takes as long as its kernels, or as the host needs to issue them. Not
-counted: communication, taken to hide behind compute; what eager operators move besides casts; and
-that under tensor parallelism tensorwise casts an activation before it is gathered. The constants
-are published or measured, and none is fitted to a speedup.
+A roofline model. A kernel takes as long as its arithmetic or its memory traffic, whichever is
+longer, plus a launch. A step takes as long as its kernels on the device, or as the host needs to
+issue them. Three things are left out: communication, which is assumed to overlap with compute; the
+memory traffic of eager operators other than casts; and, under tensor parallelism, that a cast
+before the gather reads only a shard. The constants are published or measured; none is fitted to a
+speedup.
 
-A linear multiplies three times, each with this rank's M tokens, K in_features and N out_features:
-output [M, N] over K, grad_input [M, K] over N, grad_weight [N, K] over M. Float8 halves the
-arithmetic, M*N*K, and casts the operands, M*K, N*K and M*N elements: a linear gains where K and N
-both are large.
+float8/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic, M * N * K,
+and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are large.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal, NamedTuple
+
+from torchtitan_lite.float8.recipes import RECIPES, Traffic
+from torchtitan_lite.float8.selection import LinearChoice
 
 GEMM_FRACTION = 0.78
-"""Of the data sheet's matmul rate, what large matmuls reach (torchao's roofline_utils.py, for an
-H100 and others)."""
+"""Fraction of the data sheet's matmul rate that large matmuls reach (torchao's roofline_utils.py,
+for an H100 and others)."""
 BANDWIDTH_FRACTION = 0.92
-"""Of the data sheet's memory bandwidth, what large pointwise kernels reach (the same)."""
+"""Fraction of the data sheet's memory bandwidth that large pointwise kernels reach (the same)."""
 KERNEL_SECONDS = 2e-6
-"""Of the device for a kernel on one element (the same)."""
+"""Device time of a kernel on one element (the same)."""
 SLOW_ACCUMULATION = 1.15
-"""Times as long as with fast accumulation takes a float8 matmul that promotes its sums to float32
-on the way, as both gradients' do: fast accumulation is 1.1 to 1.2 times as fast (pytorch/ao#2377).
-MXFP8's, on Blackwell alone, are taken to lose nothing by it."""
+"""Slowdown of a float8 matmul that accumulates in float32, as both gradients do: fast accumulation
+is 1.1 to 1.2 times as fast (pytorch/ao#2377)."""
 ATTENTION_FRACTION = 0.34
-"""Of the bf16 matmul rate, what fused attention reaches: 335 of 989 TFLOPS on an H100, forward and
-backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+"""Fraction of the bf16 matmul rate that fused attention reaches: 335 of 989 TFLOPS on an H100,
+forward and backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 HOST_SECONDS_PER_KERNEL = 8e-6
-"""Of the host to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017);
-7.3 us for an eager operator, by how much CPU time the casts add to a step of the debug model on
-next to no tokens."""
+"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017);
+7.3 us for an eager operator, from the CPU time that casts add to a step of the debug model on next
+to no tokens."""
 HOST_SECONDS_PER_BLOCK = 2e-3
-"""Of the host for a transformer block in a step besides its kernels, for FSDP2's hooks, views,
-autograd, clipping and the optimizer: the rest of that CPU time."""
+"""Host time per transformer block and step besides its kernels: FSDP2's hooks, views, autograd,
+clipping and the optimizer (the rest of the same CPU time)."""
 RESOLUTION = 0.05
-"""Share of a step's time below which a difference is called none: predictions are no better."""
+"""Predictions are no better than this: a smaller relative difference is reported as none."""
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+_GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
+"""Casts of a weight under the float8 all-gather, forward and backward: the shards are cast once for
+all passes, and grad_input reads the gathered weight transposed."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """The data sheet's dense rates of one device, in FLOP/s and in bytes/s of its memory."""
+    """A device's dense rates from its data sheet, in FLOP/s and in bytes/s of its memory."""
 
     bf16_flops: float
     fp8_flops: float
@@ -57,31 +58,19 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a model trains in float8: the recipe, whether the blocks are compiled, which fuses the
-    casts, and whether FSDP gathers float8 weights."""
+    """How a model trains in float8."""
 
-    recipe: Recipe
+    recipe: str
     compiled: bool
+    """Whether the blocks are compiled, which fuses the casts."""
     float8_all_gather: bool = False
+    """Whether FSDP gathers the weights in float8."""
 
 
-@dataclass(frozen=True)
-class Linear:
-    """All linears of one kind, with each rank's shape. Those that share `reads` have one input."""
-
-    kind: str
-    out_features: int
-    in_features: int
-    count: int
-    reads: str
-    recomputed: int = 0
-    """How many of `count` the backward pass runs forward again."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rest:
-    """What one rank does in a step besides the linears of its blocks; dimensions after tensor
-    parallelism."""
+    """What determines a rank's work in a step besides the linears of its blocks. Dimensions are
+    those after tensor parallelism."""
 
     tokens: int
     seq_len: int
@@ -92,23 +81,22 @@ class Rest:
     ffn_dim: int
     vocab_size: int
     gathered_parameters: int
-    """That FSDP gathers for this rank: all but what tensor parallelism keeps elsewhere."""
+    """Parameters that FSDP gathers for this rank."""
     sharded_parameters: int
-    """That this rank's optimizer updates."""
+    """Parameters that this rank's optimizer updates."""
     recomputed_layers: int = 0
-    """Whose pointwise operators run again in the backward pass."""
+    """Layers whose pointwise operators run again in the backward pass."""
     recomputed_attention: int = 0
-    """Layers whose attention does."""
+    """Layers whose attention runs again in the backward pass."""
     output_among_linears: bool = False
-    """The projection to the vocabulary is one of the linears, and none of the rest."""
+    """Whether the projection to the vocabulary is passed among the linears."""
     sequence_shards: int = 1
     """Ranks among which tensor parallelism splits norms and residuals along the sequence."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the device, and the kernels that the host issues for them: their sum, and a
-    multiple."""
+    """Device seconds, and the number of kernels that the host issues for them."""
 
     seconds: float = 0.0
     kernels: float = 0.0
@@ -122,7 +110,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class LinearTime:
-    """DeviceRates seconds of a kind of linear in one step, forward, recomputed and backward."""
+    """Device seconds of all linears of a kind in one step: forward, recomputed and backward."""
 
     kind: str
     bf16: float
@@ -130,27 +118,27 @@ class LinearTime:
 
     @property
     def ratio(self) -> float:
-        """Float8's time over bf16's: below 1 float8 pays."""
+        """Time in float8 over time in bf16: below 1 float8 pays."""
         return self.float8 / self.bf16
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where a step's time goes: the device's seconds by part, and the host's."""
+    """A step's device seconds by part, and the host's seconds."""
 
     parts: Mapping[str, float]
     host: float
 
     @property
     def seconds(self) -> float:
-        """Of the step: the device waits for the host, or the host for the device."""
+        """Duration of the step: the slower of device and host."""
         return max(sum(self.parts.values()), self.host)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in bf16 and with the kinds `converted` in float8, of which `better_kept` would be
-    faster in bf16."""
+    """A step in bf16 and in float8, with the kinds of linears that are converted and those of them
+    that would be faster in bf16."""
 
     bf16: StepTime
     float8: StepTime
@@ -159,276 +147,225 @@ class Prediction:
 
     @property
     def step_speedup(self) -> float:
-        """Bf16's time over float8's: above 1 float8 pays."""
+        """Time in bf16 over time in float8: above 1 float8 pays."""
         return self.bf16.seconds / self.float8.seconds
 
     @property
     def verdict(self) -> str:
-        """One sentence for the user."""
+        """The prediction in one sentence."""
         if not self.converted:
             return "float8 gains nothing: no linear would be faster in it."
         gain = self.step_speedup - 1
         effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
-        keep = (
-            f"keep {', '.join(self.better_kept)} in bf16"
-            if self.better_kept
-            else "no linear is better kept in bf16"
-        )
+        kept = ", ".join(self.better_kept)
+        keep = f"keep {kept} in bf16" if kept else "no linear is better kept in bf16"
         return (
             f"float8 {effect}: a step runs at {self.step_speedup:.2f}x the speed of bf16; {keep}."
         )
 
 
-class Traffic(NamedTuple):
-    """What casts move: bytes read and written per element of the tensor, and kernels."""
-
-    bytes: int = 0
-    kernels: int = 0
-
-
-class Casts(NamedTuple):
-    """The casts of a linear's operands, in the forward and in the backward pass."""
-
-    input: tuple[Traffic, Traffic]
-    weight: tuple[Traffic, Traffic]
-    grad_output: Traffic
-
-
-# As a compiled block's graphs have them. Each pass casts anew, in the layout that its matmul takes:
-# 2 bytes read, 1 written; grad_output is written in both layouts at once. One scale for a tensor
-# takes an amax first, 2 bytes in two kernels, which is kept for the backward pass. A row is scaled
-# in one kernel, as it stays on the chip; a column takes the amax of its own. Row-wise gradients are
-# multiplied unscaled, and scaled afterwards (torchao's way around a slow kernel): grad_input in the
-# kernel that reads it next, grad_weight, in the weight's 9 bytes, in a pass of 4. MXFP8's casts are
-# kernels of torchao's, compiled or not; another two bring the scales, a 32nd of the elements, into
-# the order that the matmul takes, or one if they are compiled.
-_COMPILED: dict[str, Casts] = {
-    "tensorwise": Casts(
-        (Traffic(5, 3), Traffic(3, 1)), (Traffic(5, 3), Traffic(3, 1)), Traffic(6, 3)
-    ),
-    "rowwise": Casts((Traffic(3, 1), Traffic(5, 2)), (Traffic(3, 1), Traffic(9, 3)), Traffic(8, 3)),
-    "rowwise_with_gw_hp": Casts(
-        (Traffic(3, 1), Traffic()), (Traffic(3, 1), Traffic(5, 3)), Traffic(3, 1)
-    ),
-    "mxfp8": Casts((Traffic(3, 2), Traffic(3, 2)), (Traffic(3, 2), Traffic(3, 2)), Traffic(6, 4)),
-}
-# Eager, each operator of each cast reads and writes all of its tensor, mostly in float32: abs, max,
-# to float32, multiply, clamp, to float8; the other kernels compute scales. Both gradients cast
-# grad_output for themselves.
-_TENSOR, _ROW = Traffic(33, 11), Traffic(33, 14)
-_EAGER: dict[str, Casts] = {
-    "tensorwise": Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, 22)),
-    "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, 28)),
-    "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
-    "mxfp8": Casts((Traffic(3, 3), Traffic(3, 3)), (Traffic(3, 3), Traffic(3, 3)), Traffic(6, 6)),
-}
-# The float8 all-gather casts each shard once, for all passes; grad_input reads the gathered weight
-# transposed.
-_GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
-
-
-def _move(device: DeviceRates, nbytes: float, kernels: float) -> Cost:
-    """Kernels that read and write `nbytes` in all and compute next to nothing."""
-    return Cost(
-        nbytes / (device.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS, kernels
-    )
+def _move(rates: DeviceRates, nbytes: float, kernels: float) -> Cost:
+    """Cost of kernels that read and write `nbytes` in total and compute next to nothing."""
+    seconds = nbytes / (rates.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS
+    return Cost(seconds, kernels)
 
 
 def _gemm(
-    device: DeviceRates,
+    rates: DeviceRates,
     rows: int,
     columns: int,
     inner: int,
     *,
     fp8: bool = False,
-    slowdown: float = 1.0,
+    slow: bool = False,
 ) -> Cost:
-    """A matmul [rows, inner] @ [inner, columns] with a bf16 result."""
-    rate = (device.fp8_flops if fp8 else device.bf16_flops) * GEMM_FRACTION
+    """Cost of a matmul [rows, inner] @ [inner, columns] with a bf16 result."""
+    rate = (rates.fp8_flops if fp8 else rates.bf16_flops) * GEMM_FRACTION
+    slowdown = SLOW_ACCUMULATION if slow else 1.0
     nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
-    memory = nbytes / (device.bandwidth * BANDWIDTH_FRACTION)
+    memory = nbytes / (rates.bandwidth * BANDWIDTH_FRACTION)
     return Cost(max(slowdown * 2 * rows * columns * inner / rate, memory) + KERNEL_SECONDS, 1)
 
 
-def _bf16_cost(linear: Linear, device: DeviceRates, tokens: int) -> Cost:
-    m, n, k = tokens, linear.out_features, linear.in_features
-    forward = _gemm(device, m, n, k)
-    backward = _gemm(device, m, k, n) + _gemm(device, n, k, m)
-    return forward * (linear.count + linear.recomputed) + backward * linear.count
+def _bf16_cost(linear: LinearChoice, rates: DeviceRates, tokens: int) -> Cost:
+    m, (n, k) = tokens, linear.local_shape
+    forward = _gemm(rates, m, n, k)
+    backward = _gemm(rates, m, k, n) + _gemm(rates, n, k, m)
+    count = len(linear.names)
+    return forward * (count + linear.recomputed) + backward * count
 
 
 def _float8_cost(
-    linear: Linear, device: DeviceRates, tokens: int, scheme: Scheme, readers: int
+    linear: LinearChoice, rates: DeviceRates, tokens: int, scheme: Scheme, readers: int
 ) -> Cost:
-    """`readers` linears share the casts of the input if they are compiled."""
-    m, n, k = tokens, linear.out_features, linear.in_features
-    casts = (_COMPILED if scheme.compiled else _EAGER)[scheme.recipe]
+    """Cost in float8. Compiled, `readers` linears share the casts of their input."""
+    m, (n, k), recipe = tokens, linear.local_shape, RECIPES[scheme.recipe]
+    casts = recipe.compiled_casts if scheme.compiled else recipe.eager_casts
     weight = _GATHERED_WEIGHT if scheme.float8_all_gather else casts.weight
     share = 1 / readers if scheme.compiled else 1.0
 
     def cast(elements: int, traffic: Traffic) -> Cost:
-        return _move(device, elements * traffic.bytes, traffic.kernels)
+        return _move(rates, elements * traffic.bytes, traffic.kernels)
 
     forward, backward = (
         cast(m * k, of_input) * share + cast(n * k, of_weight)
         for of_input, of_weight in zip(casts.input, weight, strict=True)
     )
-    slowdown = 1.0 if scheme.recipe == "mxfp8" else SLOW_ACCUMULATION
-    forward += _gemm(device, m, n, k, fp8=True)
-    backward += cast(m * n, casts.grad_output) + _gemm(device, m, k, n, fp8=True, slowdown=slowdown)
-    if scheme.recipe == "rowwise_with_gw_hp":
-        backward += _gemm(device, n, k, m)
-    else:
-        backward += _gemm(device, n, k, m, fp8=True, slowdown=slowdown)
-    return forward * (linear.count + linear.recomputed) + backward * linear.count
+    forward += _gemm(rates, m, n, k, fp8=True)
+
+    # grad_input [M, K] over N, then grad_weight [N, K] over M
+    slow, fp8 = recipe.slow_accumulation, "grad_weight" in recipe.matmuls
+    backward += cast(m * n, casts.grad_output) + _gemm(rates, m, k, n, fp8=True, slow=slow)
+    backward += _gemm(rates, n, k, m, fp8=fp8, slow=slow and fp8)
+    count = len(linear.names)
+    return forward * (count + linear.recomputed) + backward * count
 
 
 def time_linears(
-    linears: Sequence[Linear], device: DeviceRates, *, tokens: int, scheme: Scheme
+    linears: Sequence[LinearChoice], rates: DeviceRates, *, tokens: int, scheme: Scheme
 ) -> list[LinearTime]:
-    """The times of each kind if all of `linears`, and no others, train in float8 on `tokens` tokens
-    a rank."""
+    """Time each kind of linear on `tokens` tokens per rank, if `linears` and no others are in
+    float8."""
     readers = Counter(linear.reads for linear in linears)
     return [
         LinearTime(
             linear.kind,
-            _bf16_cost(linear, device, tokens).seconds,
-            _float8_cost(linear, device, tokens, scheme, readers[linear.reads]).seconds,
+            _bf16_cost(linear, rates, tokens).seconds,
+            _float8_cost(linear, rates, tokens, scheme, readers[linear.reads]).seconds,
         )
         for linear in linears
     ]
 
 
 def _seconds(
-    linears: Sequence[Linear],
-    converted: Collection[Linear],
-    device: DeviceRates,
+    linears: Sequence[LinearChoice],
+    converted: Collection[LinearChoice],
+    rates: DeviceRates,
     tokens: int,
     scheme: Scheme,
 ) -> float:
-    """Of `linears` in a step, those `converted` in float8."""
-    float8 = time_linears(
-        [x for x in linears if x in converted], device, tokens=tokens, scheme=scheme
-    )
-    bf16 = time_linears(
-        [x for x in linears if x not in converted], device, tokens=tokens, scheme=scheme
-    )
-    return sum(time.float8 for time in float8) + sum(time.bf16 for time in bf16)
+    """Time of `linears` in a step, with those `converted` in float8."""
+    float8 = [linear for linear in linears if linear in converted]
+    bf16 = [linear for linear in linears if linear not in converted]
+    float8_times = time_linears(float8, rates, tokens=tokens, scheme=scheme)
+    bf16_times = time_linears(bf16, rates, tokens=tokens, scheme=scheme)
+    return sum(time.float8 for time in float8_times) + sum(time.bf16 for time in bf16_times)
 
 
 def choose_linears(
-    linears: Sequence[Linear], device: DeviceRates, *, tokens: int, scheme: Scheme
-) -> list[Linear]:
-    """Those of `linears` that are to train in float8 for the shortest step. The ones that read
-    the same input share its casts, so that they gain or lose together: every subset of them is
-    timed."""
-    chosen: list[Linear] = []
+    linears: Sequence[LinearChoice], rates: DeviceRates, *, tokens: int, scheme: Scheme
+) -> list[LinearChoice]:
+    """Return those of `linears` that make the shortest step if they train in float8.
+
+    Linears that read the same input share its casts, so that the gain of one depends on the others:
+    every subset of them is timed."""
+    chosen: list[LinearChoice] = []
     for reads in dict.fromkeys(linear.reads for linear in linears):
         group = [linear for linear in linears if linear.reads == reads]
         subsets = [subset for size in range(len(group) + 1) for subset in combinations(group, size)]
-        seconds = [_seconds(group, subset, device, tokens, scheme) for subset in subsets]
+        seconds = [_seconds(group, subset, rates, tokens, scheme) for subset in subsets]
         chosen += subsets[seconds.index(min(seconds))]
     return chosen
 
 
 def added_ratio(
-    linear: Linear, beside: Sequence[Linear], device: DeviceRates, *, tokens: int, scheme: Scheme
+    linear: LinearChoice,
+    beside: Sequence[LinearChoice],
+    rates: DeviceRates,
+    *,
+    tokens: int,
+    scheme: Scheme,
 ) -> float:
-    """How many times its time in bf16 `linear` would take in float8, if it were converted beside
-    those that are."""
+    """Return the time in float8 over that in bf16 of `linear`, if it were converted in addition to
+    `beside`."""
     every = [*beside, linear]
     with_it, without = (
-        _seconds(every, converted, device, tokens, scheme) for converted in (every, beside)
+        _seconds(every, converted, rates, tokens, scheme) for converted in (every, beside)
     )
-    bf16 = _seconds([linear], [], device, tokens, scheme)
+    bf16 = _seconds([linear], [], rates, tokens, scheme)
     return (with_it - without + bf16) / bf16
 
 
-def _rest_costs(rest: Rest, device: DeviceRates, compiled: bool) -> dict[str, Cost]:
-    """The parts of a step that float8 leaves alone, by name."""
+def _rest_costs(rest: Rest, rates: DeviceRates, compiled: bool) -> dict[str, Cost]:
+    """Costs of the parts of a step that float8 does not change, by name."""
     tokens, dim, ffn_dim, rotated = rest.tokens, rest.dim, rest.ffn_dim, rest.q_dim + rest.kv_dim
+
     # Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which recomputes
     # the scores.
     matmul = tokens * rest.seq_len * rest.q_dim
-    attention_matmuls = 7 * rest.n_layers + 2 * rest.recomputed_attention
-    attention_seconds = matmul * attention_matmuls / (device.bf16_flops * ATTENTION_FRACTION)
-    # What norms, rotary embeddings, SwiGLU and residuals read and write in bf16 if they are fused,
-    # and how many kernels Inductor makes of a block, or the profiler counts in an eager one,
-    # besides matmuls and attention.
+    matmuls = 7 * rest.n_layers + 2 * rest.recomputed_attention
+    attention_seconds = matmul * matmuls / (rates.bf16_flops * ATTENTION_FRACTION)
+
+    # Elements that fused norms, rotary embeddings, SwiGLU and residuals read and write, in bf16.
     forward = 9 * dim / rest.sequence_shards + 2 * rotated + 3 * ffn_dim
     backward = 11 * dim / rest.sequence_shards + 2 * rotated + 5 * ffn_dim
-    pointwise = (
-        2 * tokens * (forward * (rest.n_layers + rest.recomputed_layers) + backward * rest.n_layers)
-    )
+    runs = forward * (rest.n_layers + rest.recomputed_layers) + backward * rest.n_layers
+    # Kernels of a block besides matmuls and attention, as Inductor generates them or as the
+    # profiler counts them in an eager one.
+    kernels = 34 if compiled else 130
+
     output = Cost()
     if not rest.output_among_linears:
-        output += _gemm(device, tokens, rest.vocab_size, dim)
-        output += _gemm(device, tokens, dim, rest.vocab_size) + _gemm(
-            device, rest.vocab_size, dim, tokens
-        )
+        output += _gemm(rates, tokens, rest.vocab_size, dim)
+        grad_input = _gemm(rates, tokens, dim, rest.vocab_size)
+        output += grad_input + _gemm(rates, rest.vocab_size, dim, tokens)
     return {
         "attention": Cost(attention_seconds, 4 * rest.n_layers),
         "output": output,
-        "pointwise": _move(device, pointwise, rest.n_layers * (34 if compiled else 130)),
-        # Logits to float32 and log-softmax, their gradient, and that to bf16.
-        "loss": _move(device, 28 * tokens * rest.vocab_size, 6),
-        # AdamW reads weight, gradient and two moments in float32 and writes three; clipping takes
-        # 12 bytes.
-        "optimizer": _move(device, 40 * rest.sharded_parameters, 8),
+        "pointwise": _move(rates, 2 * tokens * runs, rest.n_layers * kernels),
+        # The logits in float32, their log-softmax, its gradient, and that in bf16.
+        "loss": _move(rates, 28 * tokens * rest.vocab_size, 6),
+        # AdamW reads weight, gradient and two moments in float32 and writes three of them; clipping
+        # takes another 12 bytes.
+        "optimizer": _move(rates, 40 * rest.sharded_parameters, 8),
     }
 
 
 def step_time(
-    linears: Sequence[Linear],
+    linears: Sequence[LinearChoice],
     rest: Rest,
-    device: DeviceRates,
+    rates: DeviceRates,
     *,
     scheme: Scheme,
-    converted: Collection[str],
+    float8: bool,
 ) -> StepTime:
-    """A step in which the kinds `converted` train in float8 as `scheme` says, and the other linears
-    in bf16."""
-    float8 = [linear for linear in linears if linear.kind in converted]
-    readers = Counter(linear.reads for linear in float8)
-    costs = _rest_costs(rest, device, scheme.compiled)
+    """Time a step, with the converted ones of `linears` in float8, or with all in bf16."""
+    converted = [linear for linear in linears if linear.converted and float8]
+    readers = Counter(linear.reads for linear in converted)
+    costs = _rest_costs(rest, rates, scheme.compiled)
     costs["linears"] = Cost()
     for linear in linears:
-        if linear.kind in converted:
-            costs["linears"] += _float8_cost(
-                linear, device, rest.tokens, scheme, readers[linear.reads]
-            )
-        else:
-            costs["linears"] += _bf16_cost(linear, device, rest.tokens)
-    # FSDP copies what it gathered, before the forward and the backward pass, and gradients to
+        costs["linears"] += (
+            _float8_cost(linear, rates, rest.tokens, scheme, readers[linear.reads])
+            if linear in converted
+            else _bf16_cost(linear, rates, rest.tokens)
+        )
+
+    # FSDP copies what it gathered, before the forward and the backward pass, and casts gradients to
     # float32 to reduce them.
-    in_float8 = (
-        sum(x.count * x.out_features * x.in_features for x in float8)
+    gathered_in_float8 = sum(
+        len(linear.names) * linear.local_shape[0] * linear.local_shape[1]
+        for linear in converted
         if scheme.float8_all_gather
-        else 0
     )
-    costs["fsdp copies"] = _move(
-        device, 14 * rest.gathered_parameters - 4 * in_float8, 10 * rest.n_layers
-    )
+    copied = 14 * rest.gathered_parameters - 4 * gathered_in_float8
+    costs["fsdp copies"] = _move(rates, copied, 10 * rest.n_layers)
+
     host = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
     host += rest.n_layers * HOST_SECONDS_PER_BLOCK
     return StepTime({part: cost.seconds for part, cost in costs.items()}, host)
 
 
 def predict(
-    linears: Sequence[Linear],
-    rest: Rest,
-    device: DeviceRates,
-    *,
-    scheme: Scheme,
-    converted: Collection[str],
+    linears: Sequence[LinearChoice], rest: Rest, rates: DeviceRates, *, scheme: Scheme
 ) -> Prediction:
-    """The gain of training the kinds `converted` of `linears` in float8, and which of them had
-    better be kept."""
-    float8 = [linear for linear in linears if linear.kind in converted]
-    chosen = choose_linears(float8, device, tokens=rest.tokens, scheme=scheme)
+    """Predict the gain of training the converted ones of `linears` in float8, and which of them
+    would be better kept in bf16."""
+    converted = [linear for linear in linears if linear.converted]
+    chosen = choose_linears(converted, rates, tokens=rest.tokens, scheme=scheme)
     return Prediction(
-        bf16=step_time(linears, rest, device, scheme=scheme, converted=()),
-        float8=step_time(linears, rest, device, scheme=scheme, converted=converted),
-        converted=tuple(linear.kind for linear in float8),
-        better_kept=tuple(linear.kind for linear in float8 if linear not in chosen),
+        bf16=step_time(linears, rest, rates, scheme=scheme, float8=False),
+        float8=step_time(linears, rest, rates, scheme=scheme, float8=True),
+        converted=tuple(linear.kind for linear in converted),
+        better_kept=tuple(linear.kind for linear in converted if linear not in chosen),
     )

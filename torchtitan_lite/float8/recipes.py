@@ -1,0 +1,142 @@
+"""The float8 recipes: one row each, read by everything that treats recipes differently.
+
+To add a recipe, add a row to RECIPES. Standard library only, so that a config is checked without
+importing torch.
+
+A linear multiplies three times, each with this rank's M tokens, K in_features and N out_features:
+output [M, N] sums over K, grad_input [M, K] over N, grad_weight [N, K] over M.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+Matmul = Literal["output", "grad_input", "grad_weight"]
+
+
+class Traffic(NamedTuple):
+    """Cost of a cast: bytes read and written per element of the tensor, and kernels launched."""
+
+    bytes: int = 0
+    kernels: int = 0
+
+
+class Casts(NamedTuple):
+    """Costs of casting a linear's operands, in the forward and in the backward pass."""
+
+    input: tuple[Traffic, Traffic]
+    weight: tuple[Traffic, Traffic]
+    grad_output: Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How linears train in float8."""
+
+    name: str
+    torchao_recipe: str | None
+    """The recipe of torchao's Float8LinearConfig; None: our MXFP8Linear."""
+    matmuls: tuple[Matmul, ...] = ("output", "grad_input", "grad_weight")
+    """The matmuls that run in float8."""
+    size_multiple: int = 16
+    """Every size of a matmul on a rank must be a multiple of this. torch._scaled_mm takes rows of
+    16-byte multiples; an MX block has 32 elements (OCP MX specification 1.0)."""
+    pads_tokens: bool = False
+    """Whether [float8] pad_inner_dim can pad the tokens to that multiple."""
+    gathers_weights: bool = False
+    """Whether FSDP can gather weights in float8, which needs one scale per tensor."""
+    gathers_activations: bool = False
+    """Whether tensor parallelism can gather activations in float8, which needs the same."""
+    compute_dtype: str | None = None
+    """The only [training] mixed_precision_param that its kernels cast; None: any."""
+    capability_major: int | None = None
+    """The only major compute capability with its kernels; None: every GPU with float8 units."""
+    emulated_in: Literal["fp32"] | None = "fp32"
+    """Precision of emulated matmuls; None: the compute type."""
+    slow_accumulation: bool = True
+    """Whether the matmuls of both gradients accumulate in float32, which is slower."""
+    compiled_casts: Casts
+    eager_casts: Casts
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether a float8 matmul sums over the tokens."""
+        return "grad_weight" in self.matmuls
+
+
+# Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
+# float32, multiply, clamp, to float8. The other kernels compute scales. Both gradients cast
+# grad_output separately.
+_TENSOR, _ROW = Traffic(33, 11), Traffic(33, 14)
+
+# Compiled, each pass casts once more, into the layout of its matmul: 2 bytes read, 1 written. The
+# cast of grad_output writes both layouts at once.
+_ROWS = (
+    Recipe(
+        name="tensorwise",
+        torchao_recipe="tensorwise",
+        pads_tokens=True,
+        gathers_weights=True,
+        gathers_activations=True,
+        # One scale per tensor needs its amax first: 2 bytes in two kernels, kept for backward.
+        compiled_casts=Casts(
+            input=(Traffic(5, 3), Traffic(3, 1)),
+            weight=(Traffic(5, 3), Traffic(3, 1)),
+            grad_output=Traffic(6, 3),
+        ),
+        eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, 22)),
+    ),
+    Recipe(
+        name="rowwise",
+        torchao_recipe="rowwise",
+        pads_tokens=True,
+        # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its
+        # own. torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales
+        # them afterwards: grad_input in the kernel that reads it next, grad_weight in a separate
+        # pass of 4 bytes, counted in the weight's 9.
+        compiled_casts=Casts(
+            input=(Traffic(3, 1), Traffic(5, 2)),
+            weight=(Traffic(3, 1), Traffic(9, 3)),
+            grad_output=Traffic(8, 3),
+        ),
+        eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, 28)),
+    ),
+    Recipe(
+        name="rowwise_with_gw_hp",
+        torchao_recipe="rowwise_with_gw_hp",
+        matmuls=("output", "grad_input"),
+        compiled_casts=Casts(
+            input=(Traffic(3, 1), Traffic()),
+            weight=(Traffic(3, 1), Traffic(5, 3)),
+            grad_output=Traffic(3, 1),
+        ),
+        eager_casts=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+    ),
+    Recipe(
+        name="mxfp8",
+        torchao_recipe=None,
+        size_multiple=32,
+        compute_dtype="bfloat16",
+        capability_major=10,  # Blackwell of data centres
+        emulated_in=None,
+        slow_accumulation=False,
+        # The casts are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
+        # bring the scales, a 32nd of the elements, into the order that the matmul takes.
+        compiled_casts=Casts(
+            input=(Traffic(3, 2), Traffic(3, 2)),
+            weight=(Traffic(3, 2), Traffic(3, 2)),
+            grad_output=Traffic(6, 4),
+        ),
+        eager_casts=Casts(
+            input=(Traffic(3, 3), Traffic(3, 3)),
+            weight=(Traffic(3, 3), Traffic(3, 3)),
+            grad_output=Traffic(6, 6),
+        ),
+    ),
+)
+RECIPES = {recipe.name: recipe for recipe in _ROWS}
+"""Every recipe by its name in [float8] recipe_name."""
+DEFAULT_RECIPE = _ROWS[0].name
+if TYPE_CHECKING:
+    RecipeName = str
+else:
+    RecipeName = Literal[tuple(RECIPES)]  # pydantic checks a config against the table's names
