@@ -1,7 +1,7 @@
 """A run's parts, built from the whole config: batches, model, checkpoints, metrics. A hub, like
 those that call it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,18 +18,15 @@ from torchtitan_lite.config import (
     BatchSizes,
     Config,
     ParallelDegrees,
-    TrainingConfig,
     check_decay,
     dump_config,
     resolve_batch,
     resolve_degrees,
-    resolve_shares,
 )
-from torchtitan_lite.data.dataloader import Corpus, TrainingBatches, ValidationBatches
-from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.data.token_store import TokenStore, open_data
+from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
+from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import has_float8_units, resolve_emulate
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import OUTPUT, LinearChoice, format_choices
@@ -71,34 +68,22 @@ def build_batches(
     DataError for data that is not that of the progress, or not the same on all ranks, and
     ConfigError where it ends the run within the schedule's phases."""
     training, validation = config.training, config.validation
-    shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": config.debug.seed}
-    stores = open_stores(training, tokenizer)
-    check_same_tokens(stores)
-    mixture = Mixture(resolve_shares(training.datasets))
-    validated = validation.steps * training.local_batch_size if validation.enable else 0
-    held_out = mixture.counts(validated).tolist()
-    other: Corpus | None = None
-    if validation.enable and (validation.dataset or validation.dataset_path):
-        store = open_store(
-            "validation",
-            validation.dataset_path,
-            text_field=training.text_field,
-            tokenizer=tokenizer,
-        )
-        check_same_tokens({"validation": store})
-        held_out = [
-            validated if store.fingerprint == each.fingerprint else 0 for each in stores.values()
-        ]
-        other = Corpus(
-            {"validation": store}, Mixture((1,)), held_out=[validated], trained=0, **shape
-        )
-    # What was held out stays so, because the order of the others depends on how many they are.
-    held_out = [
-        max(count, progress.held_out(number)) for number, count in enumerate(held_out, start=1)
-    ]
-    corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
+    corpus, validation_corpus = build_corpora(
+        training,
+        validation,
+        tokenizer,
+        vocab_size=vocab_size,
+        seed=config.debug.seed,
+        trained_on=progress.data,
+    )
     if progress.step:
-        check_same_data(progress, corpus.identity(), allow_change=training.allow_data_change)
+        check_same_data(
+            progress.data,
+            corpus.identity(),
+            step=progress.step,
+            samples=progress.samples,
+            allow_change=training.allow_data_change,
+        )
     batches = TrainingBatches(
         corpus,
         sizes,
@@ -117,112 +102,12 @@ def build_batches(
     if not validation.enable:
         return batches, None
     return batches, ValidationBatches(
-        other or corpus,
+        validation_corpus,
         local_batch_size=training.local_batch_size,
         steps=validation.steps,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
     )
-
-
-def open_store(
-    table: str, path: str | None, *, text_field: str, tokenizer: Tokenizer
-) -> TokenStore:
-    """The store that a table's dataset_path names, or its dataset where that is None."""
-    setting = (
-        f'[{table}] dataset = "pystdlib"' if path is None else f'[{table}] dataset_path = "{path}"'
-    )
-    return open_data(path, text_field=text_field, tokenizer=tokenizer, setting=setting)
-
-
-def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
-    """The stores to train on by name: the last part of the path, after its number in the list where
-    two are alike. Raises DataError where two hold the same tokens."""
-    text_field = training.text_field
-    if not training.datasets:
-        store = open_store(
-            "training", training.dataset_path, text_field=text_field, tokenizer=tokenizer
-        )
-        return {Path(training.dataset_path or training.dataset).resolve().name: store}
-    names = [Path(dataset.path).resolve().name for dataset in training.datasets]
-    names = [
-        f"{number}-{name}" if names.count(name) > 1 else name
-        for number, name in enumerate(names, start=1)
-    ]
-    stores: dict[str, TokenStore] = {}
-    numbers: dict[str, int] = {}
-    for number, (name, dataset) in enumerate(zip(names, training.datasets, strict=True), start=1):
-        setting = f'[[training.datasets]] {number}: path = "{dataset.path}"'
-        stores[name] = open_data(
-            dataset.path, text_field=text_field, tokenizer=tokenizer, setting=setting
-        )
-        if (first := numbers.setdefault(stores[name].fingerprint, number)) != number:
-            raise DataError(
-                f"{setting} holds the same tokens as {first}; list it once, with the sum of the weights"
-            )
-    return stores
-
-
-def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
-    """Raise DataError, on every rank, unless all ranks have the same tokens in each store. A
-    collective call."""
-    fingerprints: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(fingerprints, [store.fingerprint for store in stores.values()])
-    for name, of_ranks in zip(stores, zip(*fingerprints, strict=True), strict=True):
-        if others := [
-            rank for rank, fingerprint in enumerate(of_ranks) if fingerprint != of_ranks[0]
-        ]:
-            raise DataError(
-                f"{name}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} ranks, the first of them "
-                f"{others[0]}; train on one copy of the text, and for pystdlib with the same Python on every node."
-            )
-
-
-def check_same_data(
-    progress: Progress, identity: Mapping[str, int | str], *, allow_change: bool
-) -> None:
-    """Raise DataError if the data of a run to be resumed has changed, unless that is allowed. A new
-    name is told of."""
-    before = progress.data
-    changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
-    if not changed:
-        return
-    changes = "; ".join(
-        f"{key}: {before.get(key, 'none')} -> {identity.get(key, 'none')}" for key in changed
-    )
-    if allow_change or all(key.endswith(" name") for key in changed):
-        logger.info(
-            f"since step {progress.step} the data has changed; on at sample {progress.samples:,}: {changes}"
-        )
-        return
-    raise DataError(
-        f"[training] allow_data_change = false, and the data is not what step {progress.step} was trained on: "
-        f"{changes}. Undo that, or set it to true, to go on at sample {progress.samples:,} of the new order. "
-        "([validation] steps * [training] local_batch_size are held out; what is newly so may have been trained on.)"
-    )
-
-
-def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
-    """Say what the stores of a run hold, how often it will pass each, and what will end it."""
-    corpus, last_step = batches.corpus, batches.last_step
-    epochs = corpus.epochs(batches.samples(last_step))
-    for windows, share in zip(
-        corpus.windows, corpus.mixture.shares / corpus.mixture.period, strict=True
-    ):
-        logger.info(
-            f"{windows.name}: {windows.store.documents:,} documents, {windows.store.tokens:,} tokens, {share:.2%} of "
-            f"the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, {windows.held_out:,} more "
-            f"are held out for validation; {epochs[windows.name]:.4g} epochs up to step {last_step:,}"
-        )
-    if batches.left_over is not None:
-        logger.info(
-            f"[training] epochs = {training.epochs:g} end the run at step {last_step:,} of {training.steps:,}; "
-            f"{batches.left_over:,} samples are left over, fewer than a step takes"
-        )
-    elif training.epochs is not None:
-        logger.info(
-            f"[training] steps = {training.steps} end the run, before {training.epochs:g} epochs do"
-        )
 
 
 def choose_attention(

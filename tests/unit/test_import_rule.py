@@ -15,7 +15,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 HUBS = {"train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
 COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
 OURS = {  # what a part of the package may import of it, besides itself
-    "config": {"errors", "logger", "models.flavors"},
+    "config": {"errors", "logger", "models.flavors", "data.datasets"},
     "errors": set(),
     "logger": set(),
     "files": set(),

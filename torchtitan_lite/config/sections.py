@@ -6,9 +6,11 @@ table print.
 """
 
 import os
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+
+from torchtitan_lite.data.datasets import DATASETS
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -23,6 +25,10 @@ Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
+if TYPE_CHECKING:
+    DatasetName = str
+else:
+    DatasetName = Literal[tuple(DATASETS)]
 
 
 class Section(BaseModel):
@@ -99,7 +105,7 @@ class DatasetConfig(Section):
 
 
 class TrainingConfig(Section):
-    dataset: Literal["pystdlib"] = "pystdlib"
+    dataset: DatasetName = "pystdlib"
     """Corpus when dataset_path is unset: pystdlib is the source text of the running Python's
     standard library."""
     dataset_path: Name | None = None
@@ -270,7 +276,7 @@ class ValidationConfig(Section):
     steps: Count = 16
     """Batches of local_batch_size sequences in one validation, shared out over the data-parallel
     ranks."""
-    dataset: Literal["pystdlib"] | None = None
+    dataset: DatasetName | None = None
     """Corpus to validate on; unset, with dataset_path unset too: windows held out from the training
     corpus."""
     dataset_path: Name | None = None
