@@ -127,7 +127,7 @@ def datasets(monkeypatch, tmp_path):
 def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: str) -> None:
     """The source has these texts, in so many chunks, whose rows are numbered from 1."""
     source = build_source(path, **options)
-    found = [list(chunk.rows()) for chunk in source.chunks()]
+    found = [list(chunk()) for chunk in source.chunks()]
     assert (source.name, len(found)) == (path, chunks)
     assert [source.parser(row) for rows in found for row in rows] == texts
     assert list(source.documents()) == texts

@@ -71,24 +71,12 @@ def test_other_formats_are_refused_but_not_taken_for_damage(store, found):
         ({"shards": 5}, r"shards: Input should be a valid array"),
         ({"recipe": None}, r"'NoneType' object is not subscriptable"),
         (
-            {"recipe": vars(OLD_RECIPE) | {"shard_tokens": 0}},
+            {"recipe": vars(OLD_RECIPE) | {"shard_tokens": -1}},
             r"recipe\.shard_tokens: Input should be greater than or equal",
-        ),
-        (
-            {"recipe": vars(OLD_RECIPE) | {"shard_tokens": 2**33}},
-            r"recipe\.shard_tokens: Input should be less than or equal",
         ),
         (
             {"recipe": vars(OLD_RECIPE) | {"shard_tokens": "x"}},
             r"recipe\.shard_tokens: Input should be a valid integer",
-        ),
-        (
-            {"recipe": vars(OLD_RECIPE) | {"shard_tokens": 9}},
-            r"its shards do not have 9 tokens each, the last one at most",
-        ),
-        (
-            {"recipe": vars(OLD_RECIPE) | {"shard_tokens": 12}},
-            r"its shards do not have 12 tokens each, the last one at m",
         ),
         (
             {"recipe": vars(RECIPE) | {"vocab_size": 2**16 + 1}},

@@ -146,19 +146,17 @@ def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chun
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a" / "table.parquet")
 
     def read() -> list[tuple[str, bytes, str]]:
-        found = [row for chunk in source.chunks() for row in chunk.rows()]
+        found = [row for chunk in source.chunks() for row in chunk()]
         return [(row.file, row.data, row.problem) for row in found]
 
     whole = read()
     assert len({file for file, *_ in whole}) == 10  # all but the empty ones
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
     assert read() == whole
-    sizes = [chunk.size for chunk in source.chunks()]
-    assert sum(sizes) == sum(path.stat().st_size for path in tmp_path.rglob("*.*"))
-    assert min(sizes[:-1], default=chunk_bytes) >= chunk_bytes
+    assert (len(list(source.chunks())) > 1) == (chunk_bytes < 10_000)
     # Chunks can be read in any order, and again.
     chunks = list(source.chunks())
-    backwards = [[(row.file, row.data, row.problem) for row in c.rows()] for c in chunks[::-1]]
+    backwards = [[(row.file, row.data, row.problem) for row in chunk()] for chunk in chunks[::-1]]
     assert [row for chunk in backwards[::-1] for row in chunk] == whole
 
 

@@ -108,9 +108,7 @@ def test_size_and_special_ids_are_llama_3s(by_tiktoken: Vocabulary, by_json: Voc
 
 
 def test_ids_of_a_small_vocabulary() -> None:
-    vocabulary = read_tiktoken(
-        tiktoken_file([*BYTES, b"ab", b"abc", b" ab", b"12", b"123", b"SA"])
-    )
+    vocabulary = read_tiktoken(tiktoken_file([*BYTES, b"ab", b"abc", b" ab", b"12", b"123", b"SA"]))
     assert (vocabulary.bos_id, vocabulary.eos_id, vocabulary.size) == (262, 263, 518)
     assert vocabulary.encode(["abc ab", "12345", "a\n"]) == [[257, 258], [260, 52, 53], [97, 10]]
     assert vocabulary.encode(["SA", "x'SA"]) == [[261], [120, 39, 83, 65]], (

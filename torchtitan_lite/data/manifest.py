@@ -49,8 +49,8 @@ class StoreRecipe:
     bos_id: Count
     eos_id: Count
     dtype: Literal["<u2", "<u4"]
-    shard_tokens: Annotated[int, Field(ge=1, le=2**32)] | None = field(default=None, compare=False)
-    """Ids of each shard but the last one in format 2."""
+    shard_tokens: Count | None = field(default=None, compare=False)
+    """Ids of each shard but the last one; only in format 2."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,15 @@ def is_store(path: Path) -> bool:
     return (path / MANIFEST_FILE).is_file()
 
 
-def merge_manifests(
-    recipe: StoreRecipe, parts: Sequence[StoreManifest], *, fingerprint: str = ""
-) -> StoreManifest:
-    """Describe the store whose shards are those of `parts`, one after the other."""
+def merge_manifests(recipe: StoreRecipe, parts: Sequence[StoreManifest]) -> StoreManifest:
+    """Describe the store whose shards are those of `parts`; its fingerprint is still empty."""
     return StoreManifest(
         recipe=recipe,
         tokens=sum(part.tokens for part in parts),
         documents=sum(part.documents for part in parts),
         max_token_id=max((part.max_token_id for part in parts), default=0),
         skipped_rows=sum(part.skipped_rows for part in parts),
-        fingerprint=fingerprint,
+        fingerprint="",
         shards=tuple(shard for part in parts for shard in part.shards),
     )
 
@@ -151,15 +149,13 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
 
 def _check_counts(manifest: StoreManifest) -> None:
     """Raise ValueError if vocabulary, shard sizes and totals contradict each other."""
-    recipe, sizes = manifest.recipe, [shard.tokens for shard in manifest.shards]
+    recipe, shards = manifest.recipe, manifest.shards
     if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
         raise ValueError(
             f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds"
         )
-    size = recipe.shard_tokens
-    if size and (any(found != size for found in sizes[:-1]) or max(sizes, default=0) > size):
-        raise ValueError(f"its shards do not have {size} tokens each, the last one at most as many")
-    tokens, documents = sum(sizes), sum(shard.documents for shard in manifest.shards)
+    tokens = sum(shard.tokens for shard in shards)
+    documents = sum(shard.documents for shard in shards)
     if (tokens, documents) != (manifest.tokens, manifest.documents):
         raise ValueError(
             f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and "

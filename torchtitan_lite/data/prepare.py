@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import IO
@@ -133,7 +133,7 @@ def make_store(
             remove_folder(partial)
             raise DataError(f"{source.name} holds 0 documents; name text that has some")
         fingerprint = TokenStore(partial, manifest).compute_fingerprint()
-        manifest = merge_manifests(recipe, shards, fingerprint=fingerprint)
+        manifest = replace(manifest, fingerprint=fingerprint)
         write_manifest(partial / MANIFEST_FILE, manifest)
 
     for path in partial.iterdir():
@@ -215,17 +215,17 @@ def _make_shards(
             f"{partial}: going on after {total.documents:,} documents, {total.tokens:,} tokens"
         )
 
-    before, skipped, tokens = len(shards), total.skipped_rows, 0
+    finished, skipped, tokens = len(shards), total.skipped_rows, 0
+    chunk_count = sum(1 for _ in source.chunks())
     started = reported = time.monotonic()
-    sizes = [chunk.size for chunk in source.chunks()]
+    writer: _ShardWriter | None = None
     encoded_batches = encode_batches(
-        _batched(islice(source.chunks(), before, None)),
+        _batched(islice(source.chunks(), finished, None)),
         parser=source.parser,
         tokenizer=tokenizer,
         dtype=np.dtype(recipe.dtype),
         workers=workers or len(usable_cores()),
     )
-    writer: _ShardWriter | None = None
     with closing(encoded_batches):
         for rows, encoded in encoded_batches:
             _report_bad_rows(encoded.bad_rows, skipped, skip_bad)
@@ -239,9 +239,11 @@ def _make_shards(
                 writer = None
 
             if (now := time.monotonic()) - reported >= REPORT_SECONDS:
-                reported, finished = now, len(shards)
-                options = {"before": before, "finished": finished, "tokens": tokens}
-                _log_progress(source, sizes, seconds=now - started, **options)
+                reported = now
+                logger.info(
+                    f"{source.name}: {len(shards)} of {chunk_count} chunks done, {tokens:,} tokens "
+                    f"in this run, {tokens / (now - started):,.0f} a second"
+                )
     return shards
 
 
@@ -250,7 +252,7 @@ def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
     for chunk in chunks:
         batch: list[TextRow] = []
         size = 0
-        for row in chunk.rows():
+        for row in chunk():
             batch.append(row)
             size += len(row.data)
             if size >= BATCH_BYTES:
@@ -314,21 +316,6 @@ class _ShardWriter:
         )
         write_manifest(self._record, record)
         return record
-
-
-def _log_progress(
-    source: Source, sizes: list[int], *, before: int, finished: int, tokens: int, seconds: float
-) -> None:
-    """Log the speed of a run that found `before` shards finished, and when it will be done.
-
-    `sizes` are those of all chunks in bytes, 0 where they are not known.
-    """
-    line = f"{source.name}: {tokens:,} tokens, {tokens / seconds:,.0f} a second"
-    if done := sum(sizes[before:finished]):
-        left = sum(sizes[finished:])
-        minutes = seconds * left / done / 60
-        line += f", {1 - left / sum(sizes):.1%} read, {minutes:,.0f} minutes left"
-    logger.info(line)
 
 
 def lock_of(folder: Path) -> Path:

@@ -27,14 +27,8 @@ HF_PREFIX = "hf:"
 CHUNK_BYTES = 2**26
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a source that can be read by itself."""
-
-    rows: Callable[[], Iterable[TextRow]]
-    """Read the rows. Raises DataError for a file that cannot be read."""
-    size: int = 0
-    """Bytes on disk; 0 where they are not known."""
+Chunk = Callable[[], Iterator[TextRow]]
+"""A piece of a source: a call reads its rows. Raises DataError for a file that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Source:
     def documents(self) -> Iterator[str]:
         """Yield the text of every row. Raises DataError for a bad row, and if there are none."""
         row = None
-        for row in (row for chunk in self.chunks() for row in chunk.rows()):
+        for row in (row for chunk in self.chunks() for row in chunk()):
             try:
                 yield self.parser(row)
             except BadRow as error:
@@ -105,7 +99,7 @@ def _hf_source(path: str, *, text_field: str, config: str | None, split: str) ->
     fingerprint = hashlib.sha256(f"{path}\n{state}\n{text_field}".encode()).hexdigest()
     names = [path] if len(pieces) == 1 else [f"{path} part {i + 1}" for i in range(len(pieces))]
     chunks = [
-        Chunk(partial(read_dataset, piece, name, text_field))
+        partial(read_dataset, piece, name, text_field)
         for piece, name in zip(pieces, names, strict=True)
     ]
     return Source(path, Parser(text_field), lambda: chunks, fingerprint, lambda: fingerprint)
@@ -139,10 +133,10 @@ def _chunks(files: Callable[[], Iterable[Path]], text_field: str) -> Iterator[Ch
         group.append(span)
         size += span.end - span.begin
         if size >= CHUNK_BYTES:
-            yield Chunk(partial(_read_spans, group, text_field), size)
+            yield partial(_read_spans, group, text_field)
             group, size = [], 0
     if group:
-        yield Chunk(partial(_read_spans, group, text_field), size)
+        yield partial(_read_spans, group, text_field)
 
 
 def _spans(files: Iterable[Path]) -> Iterator[Span]:

@@ -117,39 +117,37 @@ def _decompress(raw: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file."""
+    """The decompressed bytes of a .zst file.
+
+    Raises EOFError for a file that is cut off, which zstandard's own reader takes for complete.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
-        self._pieces = _decompressed(raw)
+        import zstandard  # few sources need it
+
+        self._raw, self._zstandard = raw, zstandard
+        self._frame: Any = None
         self._piece = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if not self._piece:
-            self._piece = memoryview(next(self._pieces, b""))
-        count = min(len(buffer), len(self._piece))
-        buffer[:count] = self._piece[:count]
-        self._piece = self._piece[count:]
-        return count
-
-
-def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """Decompress the frames of a zstd file. Raises EOFError for a file that is cut off, which
-    zstandard's own reader takes for a complete one."""
-    import zstandard  # few sources need it
-
-    data = file.read(ZSTD_READ_BYTES)
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        while not frame.eof:
+        while not self._piece:
+            # The rest of the last read belongs to the next frame.
+            rest = self._frame.unused_data if self._frame and self._frame.eof else b""
+            data = rest or self._raw.read(ZSTD_READ_BYTES)
+            if self._frame is None or self._frame.eof:
+                if not data:
+                    return 0
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
             if not data:
                 raise EOFError("Compressed file ended before the end of a frame")
             try:
-                piece = frame.decompress(data)
-            except zstandard.ZstdError as error:
+                self._piece = memoryview(self._frame.decompress(data))
+            except self._zstandard.ZstdError as error:
                 raise OSError(str(error)) from error
-            if piece:
-                yield piece
-            data = frame.unused_data or file.read(ZSTD_READ_BYTES)
+
+        count = min(len(buffer), len(self._piece))
+        buffer[:count], self._piece = self._piece[:count], self._piece[count:]
+        return count
