@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.data.prepare import prepare_store
+from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_report import format_store, format_window
 from torchtitan_lite.data.token_store import TokenStore
@@ -49,6 +49,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one "
         "(default: the shipped one)",
     )
+
     make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
     make.add_argument("source", help="what to tokenize: see prepare_data.py --help")
     make.add_argument("store", type=Path, help="folder to make")
@@ -63,8 +64,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     make.add_argument("--workers", type=count(1), help="processes that tokenize (one per core)")
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
+
     verify = commands.add_parser("verify", help="read a whole store and list what is broken")
     verify.add_argument("store", type=Path, help="folder of the store")
+
     inspect = commands.add_parser(
         "inspect", parents=[tokenizer], help="print counts and the text of a window"
     )
@@ -83,7 +86,11 @@ def make(args: argparse.Namespace) -> None:
         hf_split=args.hf_split,
     )
     tokenizer = build_tokenizer(args.tokenizer)
-    prepare_store(args.store, source, tokenizer, skip_bad=args.skip_bad, workers=args.workers)
+    existed = args.store.exists()
+    store = make_store(args.store, source, tokenizer, skip_bad=args.skip_bad, workers=args.workers)
+    if existed:
+        counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
+        print(f"{args.store} is made already: {counts}")
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -111,7 +118,9 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"{error.filename or args.store}: {error.strerror}", file=sys.stderr)
+        fix = "; make room, or name another folder; the same command goes on where it was"
+        place = f"{args.store}: {error.filename or 'write'}: {error.strerror}"
+        print(f"{place}{fix if args.command == 'make' else ''}", file=sys.stderr)
         return StorageError.exit_code
     except KeyboardInterrupt:
         again = "; run the same command again to go on" if args.command == "make" else ""

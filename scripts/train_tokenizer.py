@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     args = parser.parse_args()
+
     try:
         source = open_source(args.source, text_field=args.text_field)
         train_tokenizer(

@@ -1,4 +1,4 @@
-"""Rows: what is a row's text, and what is said of a row that has none."""
+"""Rows: the text of a row, and the message for a row that has none."""
 
 import pickle
 import subprocess
@@ -93,7 +93,7 @@ def test_lines_before_a_chunk_are_counted_in_its_file(tmp_path):
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
-def test_what_is_not_utf_8_is_left_out_if_told_so():
+def test_bytes_that_are_not_utf_8_can_be_left_out():
     assert Parser("text", decode_errors="ignore")(row(b"caf\xe9s", "text")) == "cafs"
 
 

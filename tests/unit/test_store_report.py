@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_lite.data.prepare import prepare_store
+from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.store_report import format_store, format_window
 from torchtitan_lite.data.token_store import TokenStore
@@ -19,7 +19,7 @@ def store(tmp_path):
     corpus.mkdir()
     for i, text in enumerate(TEXTS):
         (corpus / f"{i}.py").write_text(text)
-    prepare_store(tmp_path / "store", build_source(str(corpus)), TOKENIZER, workers=1)
+    make_store(tmp_path / "store", build_source(str(corpus)), TOKENIZER, workers=1)
     return TokenStore(tmp_path / "store")
 
 

@@ -390,7 +390,7 @@ def test_one_process_makes_it_and_the_others_wait(source, corpus, cache):
         context.Process(target=make_in_process, args=(corpus, cache, event)) for event in started
     ]
     folder = open_cached(source, build_tokenizer(""), cache_dir=cache / "elsewhere").folder
-    with prepare.exclusive(prepare.lock_of(cache / folder.name)):
+    with prepare.exclusive(cache / f".{folder.name}.lock"):
         for process, event in zip(processes, started, strict=True):
             process.start()
             assert event.wait(60)

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from torchtitan_lite.config import TrainingConfig, ValidationConfig, resolve_shares
 from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import DISK_FULL, remove_folder
+from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches
-from .manifest import OtherFormatError, is_store
+from .manifest import is_store
 from .mixture import Mixture
-from .prepare import exclusive, lock_of, make_store
+from .prepare import make_store
 from .sources import HF_PREFIX, Source, build_named_source, build_source
 from .token_store import TokenStore
 from .tokenizer import Tokenizer
@@ -123,6 +123,8 @@ def open_data(
     try:
         if path is None:
             return open_cached(build_named_source(dataset), tokenizer)
+
+        # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(path).expanduser()):
             store = TokenStore(folder)
             _check_tokenizer(store, tokenizer)
@@ -163,18 +165,7 @@ def open_cached(
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = (cache_dir or home / "torchtitan_lite" / "tokens") / key
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(lock_of(folder)):
-            if folder.exists():
-                try:
-                    return TokenStore(folder)
-                except OtherFormatError:
-                    raise  # another version's store is not ours to remove
-                except DataError as error:
-                    logger.warning("%s", error)
-                    remove_folder(folder)
-            make_store(folder, source, tokenizer)
-            return TokenStore(folder)
+        return make_store(folder, source, tokenizer, replace_damaged=True)
     except OSError as error:
         raise (StorageError if error.errno in DISK_FULL else DataError)(
             f"token cache {folder.parent} cannot be written: {error.strerror}; "
@@ -214,6 +205,7 @@ def check_same_data(
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if not changed:
         return
+
     changes = "; ".join(
         f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
     )
@@ -222,6 +214,7 @@ def check_same_data(
             f"the data has changed since step {step}; going on at sample {samples:,}: {changes}"
         )
         return
+
     raise DataError(
         f"[training] allow_data_change = false, and the data is not what step {step} was trained "
         f"on: {changes}. Undo that, or set it to true, to go on at sample {samples:,} of the new "

@@ -1,10 +1,10 @@
 """The batches of each rank at each step: a pure function of the step, without state.
 
 Samples are numbered from 0 through the whole run. A mixture assigns each sample to a store, where
-samples are numbered through the store's epochs. Window w of a store is its tokens [w * S, w * S + S]:
-the first S are the input, the last S the labels. One permutation, always the same for a store, puts
-its windows into places. The first places are held out for validation; training reads the others, in
-a new order each epoch.
+samples are numbered through the store's epochs. Window w of a store is its S + 1 tokens from w * S
+on: the first S are the input, the last S the labels. One permutation, always the same for a store,
+puts its windows into places. The first places are held out for validation; training reads the
+others, in a new order each epoch.
 
 Shapes: B local_batch_size, S seq_len.
 """
@@ -51,8 +51,8 @@ class Windows:
         if store.max_token_id >= vocab_size:
             raise DataError(
                 f"{name} ({store.folder}): its largest token id is {store.max_token_id}, and the "
-                f"model has ids up to {vocab_size - 1}; make it again with the tokenizer of [model] "
-                "tokenizer_path"
+                f"model has ids up to {vocab_size - 1}; make it again with the tokenizer of "
+                "[model] tokenizer_path"
             )
         count, needed = (store.tokens - 1) // seq_len, held_out + trained
         if count < needed:
@@ -62,6 +62,7 @@ class Windows:
                 "validate on ([validation] steps * local_batch_size); give more text, a shorter "
                 "seq_len or fewer validation steps"
             )
+
         self.store, self.name, self.held_out = store, name, held_out
         self.epoch_size = count - held_out
         """Number of windows for training."""
@@ -195,6 +196,7 @@ class TrainingBatches:
         """Last step of the run: `steps`, or the last full batch if `epochs` end the run."""
         self.left_over: int | None = None
         """Samples that remain unused if `epochs` end the run; None if `steps` does."""
+
         if epochs is not None:
             limit = corpus.sample_limit(epochs)
             if limit < sizes.global_batch_size:

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -70,17 +71,37 @@ def encode_batches(
     Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed.
     """
     setup = {"parser": parser, "tokenizer_path": str(tokenizer.path), "dtype": dtype}
-    started: list[Worker] = []
-    idle: SimpleQueue[Worker] = SimpleQueue()
+    ahead: deque[tuple[list[TextRow], Future[EncodedBatch]]] = deque()
+    with closing(_WorkerPool(workers, setup)) as pool:
+        for batch in batches:
+            ahead.append((batch, pool.submit(batch)))
+            if len(ahead) > AHEAD * workers:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        for done, future in ahead:
+            yield done, future.result()
 
-    def encode(batch: list[TextRow]) -> EncodedBatch:  # runs on a thread that waits for a worker
+
+class _WorkerPool:
+    """Threads that each wait for a worker process. `setup` is what a worker needs to know."""
+
+    def __init__(self, workers: int, setup: dict[str, object]) -> None:
+        self._setup = setup
+        self._threads = ThreadPoolExecutor(workers)
+        self._started: list[Worker] = []
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+
+    def submit(self, batch: list[TextRow]) -> Future[EncodedBatch]:
+        return self._threads.submit(self._encode, batch)
+
+    def _encode(self, batch: list[TextRow]) -> EncodedBatch:
         requests: list[object] = [batch]
         try:
-            worker = idle.get_nowait()
+            worker = self._idle.get_nowait()
         except Empty:
             worker = _start_worker()  # at most one per thread
-            started.append(worker)
-            requests.insert(0, setup)
+            self._started.append(worker)
+            requests.insert(0, self._setup)
         try:
             encoded = _ask(worker, *requests)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
@@ -89,27 +110,16 @@ def encode_batches(
                 f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
                 "killed (-9), memory may have run out: use fewer workers"
             ) from error
-        idle.put(worker)
+        self._idle.put(worker)
         return encoded
 
-    ahead: deque[tuple[list[TextRow], Future[EncodedBatch]]] = deque()
-    threads = ThreadPoolExecutor(workers)
-    try:
-        for batch in batches:
-            ahead.append((batch, threads.submit(encode, batch)))
-            if len(ahead) > AHEAD * workers:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        while ahead:
-            done, future = ahead.popleft()
-            yield done, future.result()
-    finally:
+    def close(self) -> None:
         # Killing the workers ends the threads' waiting; one may have been started meanwhile.
-        threads.shutdown(wait=False, cancel_futures=True)
-        for worker in started:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._started:
             worker.kill()
-        threads.shutdown()
-        for worker in started:
+        self._threads.shutdown()
+        for worker in self._started:
             worker.kill()
             worker.wait()
 

@@ -28,8 +28,8 @@ MANIFEST_FILE = "manifest.json"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class OtherFormatError(DataError):
-    """A store of a format that this version does not read."""
+class DamagedStoreError(DataError):
+    """A store is broken, and not just of a format that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -126,25 +126,23 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
     format."""
     try:
         fields = json.loads((folder / name).read_text())
-        if (found := fields["recipe"]["format"]) not in START_DTYPES:
-            known = " and ".join(map(str, START_DTYPES))
-            raise OtherFormatError(
-                f"token store {folder}: {name}: its format is {found}, this version reads {known}; "
-                "make the store again in another folder"
-            )
-        if fields.pop("sha256") != _hash(fields):
+        known = fields["recipe"]["format"] in START_DTYPES
+        if known and fields.pop("sha256") != _hash(fields):
             raise ValueError("its contents have changed")
-        manifest = _READER.validate_json(json.dumps(fields))  # strict JSON reads a list as a tuple
-        _check_counts(manifest)
-        return manifest
-    except OtherFormatError:
-        raise
+        if known:
+            manifest = _READER.validate_json(json.dumps(fields))  # strict JSON: lists are tuples
+            _check_counts(manifest)
+            return manifest
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise DataError(f"token store {folder} is damaged: {name}: {reason}") from error
+        raise DamagedStoreError(f"token store {folder} is damaged: {name}: {reason}") from error
+    raise DataError(
+        f"token store {folder}: {name}: its format is {fields['recipe']['format']}, this version "
+        f"reads {' and '.join(map(str, START_DTYPES))}; make the store again in another folder"
+    )
 
 
 def _check_counts(manifest: StoreManifest) -> None:

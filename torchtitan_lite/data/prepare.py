@@ -20,7 +20,7 @@ from typing import IO
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import fsync_folder, remove_folder, usable_cores
 from torchtitan_lite.logger import logger
 
@@ -29,6 +29,7 @@ from .manifest import (
     FORMAT,
     MANIFEST_FILE,
     START_DTYPES,
+    DamagedStoreError,
     Shard,
     StoreManifest,
     StoreRecipe,
@@ -55,46 +56,6 @@ OWN_FILES = re.compile(r"(tokens|documents)-\d+\.bin|\.?(shard-\d+|manifest)\.js
 """Names of the files in an unfinished store."""
 
 
-def prepare_store(
-    folder: Path,
-    source: Source,
-    tokenizer: Tokenizer,
-    *,
-    skip_bad: int = 0,
-    workers: int | None = None,
-) -> StoreManifest:
-    """Make the store of `source` in `folder`, or finish it, unless it is there already.
-
-    Arguments are those of `make_store`. Raises DataError for a folder that is something else, and
-    StorageError where the store cannot be written.
-    """
-    if not folder.name:
-        raise DataError(f"{folder} is no name for a token store; name a new folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(lock_of(folder)):
-            if folder.exists():
-                return _existing_store(folder, _build_recipe(source, tokenizer), skip_bad)
-            return make_store(folder, source, tokenizer, skip_bad=skip_bad, workers=workers)
-    except OSError as error:
-        raise StorageError(
-            f"token store {folder} cannot be written: {error.strerror}; make room, or name another "
-            "folder; run again, it goes on where it was"
-        ) from error
-
-
-def _existing_store(folder: Path, recipe: StoreRecipe, skip_bad: int) -> StoreManifest:
-    if not is_store(folder):
-        raise DataError(f"{folder} exists and is no token store; name another folder")
-    manifest = TokenStore(folder).manifest
-    _check_recipe(folder, manifest.recipe, recipe)
-    _check_skipped(folder, manifest.skipped_rows, skip_bad)
-    logger.info(
-        f"{folder} is made already: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
-    )
-    return manifest
-
-
 def make_store(
     folder: Path,
     source: Source,
@@ -102,16 +63,57 @@ def make_store(
     *,
     skip_bad: int = 0,
     workers: int | None = None,
-) -> StoreManifest:
-    """Make the store of `source` in `folder`, which must not exist; the caller holds its lock.
+    replace_damaged: bool = False,
+) -> TokenStore:
+    """Make the store of `source` in `folder`, or finish it, unless it is there already.
 
     Up to `skip_bad` rows that are no documents are left out and counted. `workers` processes
     tokenize, by default one per core. Raises DataError for more bad rows, for text that changes
-    meanwhile, and if there is no document.
+    meanwhile, if there is no document, and for a folder that is something else; a damaged store is
+    made again with `replace_damaged`. Raises OSError if files cannot be written.
     """
-    started = time.monotonic()
-    partial = folder.with_name(folder.name + ".partial")
+    if not folder.name:
+        raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe = _build_recipe(source, tokenizer)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists():
+            if not (replace_damaged or is_store(folder)):
+                raise DataError(f"{folder} exists and is no token store; name another folder")
+            try:
+                store = TokenStore(folder)
+                _check_recipe(folder, store.manifest.recipe, recipe)
+                _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
+                return store
+            except DamagedStoreError as error:
+                if not replace_damaged:
+                    raise
+                logger.warning("%s", error)
+                remove_folder(folder)
+
+        started = time.monotonic()
+        partial = folder.with_name(folder.name + ".partial")
+        _make_partial(partial, recipe, source, tokenizer, skip_bad, workers)
+        fsync_folder(partial)
+        partial.rename(folder)
+        fsync_folder(folder.parent)
+    store = TokenStore(folder)
+    logger.info(
+        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
+        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
+    )
+    return store
+
+
+def _make_partial(
+    partial: Path,
+    recipe: StoreRecipe,
+    source: Source,
+    tokenizer: Tokenizer,
+    skip_bad: int,
+    workers: int | None,
+) -> None:
+    """Make or finish the unfinished store: all shards, the manifest, and nothing else."""
     partial.mkdir(exist_ok=True)
     if foreign := [p.name for p in partial.iterdir() if not OWN_FILES.fullmatch(p.name)]:
         raise DataError(
@@ -121,32 +123,22 @@ def make_store(
 
     # With a manifest, only the last steps are left to do.
     if is_store(partial):
-        manifest = read_manifest(partial)
-        _check_recipe(partial, manifest.recipe, recipe)
+        _check_recipe(partial, read_manifest(partial).recipe, recipe)
     else:
         shards = _make_shards(partial, recipe, source, tokenizer, skip_bad, workers)
         manifest = merge_manifests(recipe, shards)
+        problem = "" if manifest.documents else "holds 0 documents; name text that has some"
         if source.fingerprint_now() != source.fingerprint:
+            problem = "changed while it was read; run again"
+        if problem:
             remove_folder(partial)
-            raise DataError(f"{source.name} changed while it was read; run again")
-        if not manifest.documents:
-            remove_folder(partial)
-            raise DataError(f"{source.name} holds 0 documents; name text that has some")
+            raise DataError(f"{source.name} {problem}")
         fingerprint = TokenStore(partial, manifest).compute_fingerprint()
-        manifest = replace(manifest, fingerprint=fingerprint)
-        write_manifest(partial / MANIFEST_FILE, manifest)
+        write_manifest(partial / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
 
     for path in partial.iterdir():
         if path.suffix != ".bin" and path.name != MANIFEST_FILE:
             path.unlink()
-    fsync_folder(partial)
-    partial.rename(folder)
-    fsync_folder(folder.parent)
-    logger.info(
-        f"tokenized {source.name}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
-        f"{manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
-    )
-    return manifest
 
 
 def _build_recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
@@ -316,11 +308,6 @@ class _ShardWriter:
         )
         write_manifest(self._record, record)
         return record
-
-
-def lock_of(folder: Path) -> Path:
-    """Return the lock file of a store's folder."""
-    return folder.with_name(f".{folder.name}.lock")
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError
-
 from .manifest import (
     START_DTYPES,
+    DamagedStoreError,
     StoreManifest,
     documents_file,
     read_manifest,
@@ -80,8 +79,8 @@ class TokenStore:
                 f"{self.vocab_size} ids"
             )
 
-    def _damaged(self, reason: str) -> DataError:
-        return DataError(
+    def _damaged(self, reason: str) -> DamagedStoreError:
+        return DamagedStoreError(
             f"token store {self.folder} is damaged: {reason}; scripts/prepare_data.py verify "
             f"{self.folder} lists what is broken; copy the store again, or remove it and make it "
             "again"

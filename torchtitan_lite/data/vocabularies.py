@@ -16,8 +16,8 @@ from typing import Any
 import sentencepiece
 
 # Llama 3's reference tokenizer (Meta, llama3/llama/tokenizer.py): how text is split before BPE; the
-# number of special tokens after the ranks (the first two are <|begin_of_text|> and <|end_of_text|>);
-# and the longest text, and run of only whitespace or only non-whitespace, given to tiktoken at once.
+# number of special tokens after the ranks (<|begin_of_text|> and <|end_of_text|> come first); and
+# the longest text, and run of only whitespace or only non-whitespace, given to tiktoken at once.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
