@@ -211,7 +211,9 @@ def test_finished_shards_that_were_damaged(tmp_path, corpus, small_steps):
         made(tmp_path / "store", corpus)
 
 
-@pytest.mark.parametrize("name", ["progress.json", "notes.txt", "tokens-00000.bin.bak", "shards"])
+@pytest.mark.parametrize(
+    "name", ["progress.json", "notes.txt", "tokens-00000.bin.bak", "manifest.json.bak"]
+)
 def test_files_of_others_are_not_removed(tmp_path, corpus, name):
     """Such as those that an earlier version left."""
     partial = tmp_path / "store.partial"

@@ -41,19 +41,23 @@ from .manifest import (
     write_manifest,
     wrong_sizes,
 )
-from .rows import BadRow, TextRow
+from .rows import TextRow
 from .sources import Chunk, Source
 from .token_store import TokenStore
 from .tokenizer import Tokenizer
 
+TokenizedBatch = tuple[list[TextRow], EncodedBatch]
+"""Rows and their tokens; an empty batch ends a chunk."""
 BATCH_BYTES = 2**20
 """Size of the rows that a worker gets at a time."""
 REPORTED_ROWS = 20
 """Bad rows that are named; further ones are only counted."""
 REPORT_SECONDS = 10.0
 """Time between two lines that report progress."""
-OWN_FILES = re.compile(r"(tokens|documents)-\d+\.bin|\.?(shard-\d+|manifest)\.json(\..+)?")
-"""Names of the files in an unfinished store."""
+OWN_FILES = re.compile(
+    r"(tokens|documents)-\d+\.bin|(shard-\d+|manifest)\.json|\.(shard-\d+|manifest)\.json\..+"
+)
+"""Names of the files in an unfinished store, and of drafts that `replace_file` left."""
 
 
 def make_store(
@@ -207,35 +211,18 @@ def _make_shards(
             f"{partial}: going on after {total.documents:,} documents, {total.tokens:,} tokens"
         )
 
-    finished, skipped, tokens = len(shards), total.skipped_rows, 0
     chunk_count = sum(1 for _ in source.chunks())
-    started = reported = time.monotonic()
-    writer: _ShardWriter | None = None
     encoded_batches = encode_batches(
-        _batched(islice(source.chunks(), finished, None)),
+        _batched(islice(source.chunks(), len(shards), None)),
         parser=source.parser,
         tokenizer=tokenizer,
         dtype=np.dtype(recipe.dtype),
         workers=workers or len(usable_cores()),
     )
     with closing(encoded_batches):
-        for rows, encoded in encoded_batches:
-            _report_bad_rows(encoded.bad_rows, skipped, skip_bad)
-            skipped, tokens = skipped + len(encoded.bad_rows), tokens + len(encoded.ids)
-            writer = writer or _ShardWriter(partial, len(shards), recipe)
-            writer.append(encoded)
-
-            # An empty batch ends a chunk.
-            if not rows:
-                shards.append(writer.commit())
-                writer = None
-
-            if (now := time.monotonic()) - reported >= REPORT_SECONDS:
-                reported = now
-                logger.info(
-                    f"{source.name}: {len(shards)} of {chunk_count} chunks done, {tokens:,} tokens "
-                    f"in this run, {tokens / (now - started):,.0f} a second"
-                )
+        batches = _reported(encoded_batches, source.name, total, chunk_count, skip_bad)
+        for number in range(len(shards), chunk_count):
+            shards.append(_write_shard(partial, number, recipe, batches))
     return shards
 
 
@@ -255,59 +242,69 @@ def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
         yield []
 
 
-def _report_bad_rows(bad_rows: list[BadRow], skipped: int, skip_bad: int) -> None:
-    """Log rows that are left out. Raises DataError for the first one that is too many."""
-    for number, row in enumerate(bad_rows, start=skipped + 1):
-        if number > skip_bad:
-            raise DataError(
-                f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
-                f"--skip-bad {number} or more"
+def _reported(
+    batches: Iterable[TokenizedBatch],
+    name: str,
+    before: StoreManifest,
+    chunk_count: int,
+    skip_bad: int,
+) -> Iterator[TokenizedBatch]:
+    """Pass batches on, and log bad rows and progress, after the shards of `before`.
+
+    Raises DataError for the first bad row that is too many.
+    """
+    started = reported = time.monotonic()
+    tokens, skipped, finished = 0, before.skipped_rows, len(before.shards)
+    for rows, encoded in batches:
+        for row in encoded.bad_rows:
+            skipped += 1
+            if skipped > skip_bad:
+                raise DataError(
+                    f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
+                    f"--skip-bad {skipped} or more"
+                )
+            if skipped <= REPORTED_ROWS:
+                logger.warning("skipped: %s", row)
+
+        tokens, finished = tokens + len(encoded.ids), finished + (not rows)
+        if (now := time.monotonic()) - reported >= REPORT_SECONDS:
+            reported = now
+            logger.info(
+                f"{name}: {finished} of {chunk_count} chunks done, {tokens:,} tokens in this run, "
+                f"{tokens / (now - started):,.0f} a second"
             )
-        if number <= REPORTED_ROWS:
-            logger.warning("skipped: %s", row)
+        yield rows, encoded
 
 
-class _ShardWriter:
-    """Writes the files of one shard."""
-
-    def __init__(self, folder: Path, number: int, recipe: StoreRecipe) -> None:
-        self._recipe = recipe
-        self._record = folder / f"shard-{number:05d}.json"
-        self._files = [path(folder, number).open("wb") for path in (tokens_file, documents_file)]
-        self._digests = [hashlib.sha256(), hashlib.sha256()]
-        self._tokens = self._documents = self._max_token_id = self._skipped_rows = 0
-
-    def append(self, batch: EncodedBatch) -> None:
-        """Add the documents of a batch."""
-        starts = self._tokens + np.cumsum(batch.lengths) - batch.lengths
-        numbers = (batch.ids, starts.astype(START_DTYPES[FORMAT]))
-        for file, digest, part in zip(self._files, self._digests, numbers, strict=True):
-            data = part.tobytes()
-            file.write(data)
-            digest.update(data)
-        self._tokens += len(batch.ids)
-        self._documents += len(batch.lengths)
-        self._max_token_id = max(self._max_token_id, int(batch.ids.max(initial=0)))
-        self._skipped_rows += len(batch.bad_rows)
-
-    def commit(self) -> StoreManifest:
-        """Put the shard on disk, and then its manifest, which declares it finished."""
-        for file in self._files:
+def _write_shard(
+    partial: Path, number: int, recipe: StoreRecipe, batches: Iterator[TokenizedBatch]
+) -> StoreManifest:
+    """Write the batches of a chunk, and then the shard's manifest, which declares it finished."""
+    tokens = documents = max_token_id = skipped_rows = 0
+    digests = (hashlib.sha256(), hashlib.sha256())
+    ids_path, starts_path = tokens_file(partial, number), documents_file(partial, number)
+    with ids_path.open("wb") as ids_file, starts_path.open("wb") as starts_file:
+        files = (ids_file, starts_file)
+        for rows, batch in batches:
+            starts = tokens + np.cumsum(batch.lengths) - batch.lengths
+            parts = (batch.ids, starts.astype(START_DTYPES[FORMAT]))
+            for file, digest, part in zip(files, digests, parts, strict=True):
+                file.write(part.data)
+                digest.update(part.data)
+            tokens += len(batch.ids)
+            documents += len(batch.lengths)
+            max_token_id = max(max_token_id, int(batch.ids.max(initial=0)))
+            skipped_rows += len(batch.bad_rows)
+            if not rows:  # the end of the chunk
+                break
+        for file in files:
             file.flush()
             os.fsync(file.fileno())
-            file.close()
-        hashes = [digest.hexdigest() for digest in self._digests]
-        record = StoreManifest(
-            recipe=self._recipe,
-            tokens=self._tokens,
-            documents=self._documents,
-            max_token_id=self._max_token_id,
-            skipped_rows=self._skipped_rows,
-            fingerprint="",
-            shards=(Shard(self._tokens, self._documents, *hashes),),
-        )
-        write_manifest(self._record, record)
-        return record
+
+    shard = Shard(tokens, documents, *(digest.hexdigest() for digest in digests))
+    record = StoreManifest(recipe, tokens, documents, max_token_id, skipped_rows, "", (shard,))
+    write_manifest(partial / f"shard-{number:05d}.json", record)
+    return record
 
 
 @contextmanager
