@@ -1,24 +1,23 @@
 #!/usr/bin/env python3
-"""Token stores: text, tokenized once, that training reads from.
+"""Make, verify and inspect token stores: text, tokenized once, that training reads from.
 
   make SOURCE STORE   tokenize; run again after an interruption, it goes on where it was
-  verify STORE        read all of it and name what is broken
+  verify STORE        read the whole store and list what is broken
   inspect STORE       print its counts and the text of a window
 
 SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet
-(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the running
-Python's standard library.
+(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the source text
+of the running Python's standard library.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
-from torchtitan_lite.data.prepare import prepare_store
-from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.store_report import ProgressLine, format_store, format_window
+from torchtitan_lite.data.prepare import make_store
+from torchtitan_lite.data.sources import open_source
+from torchtitan_lite.data.store_report import format_store, format_window
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.data.verify import verify_store
@@ -27,7 +26,7 @@ from torchtitan_lite.logger import init_logger
 
 
 def count(minimum: int) -> Callable[[str], int]:
-    """The parser of a whole number of at least `minimum`."""
+    """Return an argparse type: a whole number of at least `minimum`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -38,7 +37,7 @@ def count(minimum: int) -> Callable[[str], int]:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,8 +46,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     tokenizer.add_argument(
         "--tokenizer",
         default="",
-        help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one (default: the shipped one)",
+        help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one "
+        "(default: the shipped one)",
     )
+
     make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
     make.add_argument("source", help="what to tokenize: see prepare_data.py --help")
     make.add_argument("store", type=Path, help="folder to make")
@@ -60,11 +61,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     make.add_argument(
         "--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)"
     )
-    make.add_argument("--workers", type=count(1), help="processes that tokenize (one a core)")
+    make.add_argument("--workers", type=count(1), help="processes that tokenize (one per core)")
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
-    verify = commands.add_parser("verify", help="read all of a store and name what is broken")
+
+    verify = commands.add_parser("verify", help="read a whole store and list what is broken")
     verify.add_argument("store", type=Path, help="folder of the store")
+
     inspect = commands.add_parser(
         "inspect", parents=[tokenizer], help="print counts and the text of a window"
     )
@@ -76,21 +79,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def make(args: argparse.Namespace) -> None:
     """Make the store, or finish it."""
-    source = build_source(
-        None if args.source == "pystdlib" else args.source,
+    source = open_source(
+        args.source,
         text_field=args.text_field,
         hf_name=args.hf_name,
         hf_split=args.hf_split,
     )
-    with closing(ProgressLine()) as report:
-        prepare_store(
-            args.store,
-            source,
-            build_tokenizer(args.tokenizer),
-            skip_bad=args.skip_bad,
-            workers=args.workers,
-            report=report,
-        )
+    tokenizer = build_tokenizer(args.tokenizer)
+    existed = args.store.exists()
+    store = make_store(args.store, source, tokenizer, skip_bad=args.skip_bad, workers=args.workers)
+    if existed:
+        counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
+        print(f"{args.store} is made already: {counts}")
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -101,18 +101,15 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    """Print the store."""
+    """Print the counts of the store and a window of it."""
     store = TokenStore(args.store)
+    tokenizer = build_tokenizer(args.tokenizer)
     print(format_store(store))
-    print(
-        format_window(
-            store, build_tokenizer(args.tokenizer), window=args.window, seq_len=args.seq_len
-        )
-    )
+    print(format_window(store, tokenizer, window=args.window, seq_len=args.seq_len))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 3 for data that is missing or broken, 130 after Ctrl-C."""
+    """Run a command and return the exit code: 3 for missing or broken data, 130 after Ctrl-C."""
     init_logger()
     args = parse_arguments(argv)
     try:
@@ -121,7 +118,9 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"{error.filename or args.store}: {error.strerror}", file=sys.stderr)
+        fix = "; make room, or name another folder; the same command goes on where it was"
+        place = f"{args.store}: {error.filename or 'write'}: {error.strerror}"
+        print(f"{place}{fix if args.command == 'make' else ''}", file=sys.stderr)
         return StorageError.exit_code
     except KeyboardInterrupt:
         again = "; run the same command again to go on" if args.command == "make" else ""

@@ -9,13 +9,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.train_tokenizer import train_tokenizer
 from torchtitan_lite.errors import RunError
 
 
 def main() -> int:
-    """The exit code; 3 if the text, the vocabulary or the output is not possible."""
+    """Train, and return the exit code: 3 if text, vocabulary or output do not allow it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -31,9 +31,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     args = parser.parse_args()
-    path = None if args.source == "pystdlib" else args.source
+
     try:
-        source = build_source(path, text_field=args.text_field)
+        source = open_source(args.source, text_field=args.text_field)
         train_tokenizer(
             source.documents(), vocab_size=args.vocab_size, output=args.output, overwrite=args.force
         )

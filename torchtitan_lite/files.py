@@ -53,6 +53,13 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def usable_cores() -> set[int]:
+    """Return the CPU cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0)
+
+
 def hash_sources(folder: Path) -> str:
     """Return the SHA-256 of names and contents of all Python files in a folder, at any depth."""
     digest = hashlib.sha256()

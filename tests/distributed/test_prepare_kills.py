@@ -13,11 +13,11 @@ from launching import ENV, ROOT
 
 KILLS = 20
 COMMAND = (
-    "import runpy; from torchtitan_lite.data import prepare; prepare.BATCH_BYTES = 20_000; prepare.COMMIT_SECONDS = 0; "
-    "prepare.prepare_store.__kwdefaults__['shard_tokens'] = 50_000; "
+    "import runpy; from torchtitan_lite.data import prepare, sources, text_files; "
+    "prepare.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; text_files.PART_BYTES = 1_000; "
     "runpy.run_path('scripts/prepare_data.py', run_name='__main__')"
 )
-"""scripts/prepare_data.py, but with batches and commits so small that it can be killed between many
+"""scripts/prepare_data.py, but with chunks and batches so small that it can be killed between many
 of them."""
 
 
@@ -82,7 +82,7 @@ def test_the_run_after_a_kill_ends_with_the_same_store(corpus: Path, tmp_path: P
     finish(corpus, tmp_path / "undisturbed")
     expected = files(tmp_path / "undisturbed")
     whole = written(tmp_path / "undisturbed")
-    assert len(expected) > 10
+    assert len(expected) > 20
     moments = random.Random(1)
     went_on = 0
     for number in range(KILLS):
@@ -90,10 +90,12 @@ def test_the_run_after_a_kill_ends_with_the_same_store(corpus: Path, tmp_path: P
         for _ in range(1 + (number % 3 == 0)):
             kill_at(moments.uniform(0, 1.05) * whole, corpus, store)
         assert not store.exists() or files(store) == expected, (
-            "a half store has the name of a whole one"
+            "an unfinished store has the name of a complete one"
         )
         went_on += "going on after" in finish(corpus, store)
         assert files(store) == expected
-    assert went_on >= KILLS // 2, "kills at these moments do not test that a store is gone on with"
+    assert went_on >= KILLS // 2, (
+        "kills at these moments do not test that a run goes on where it was"
+    )
     left = {path.name for path in tmp_path.iterdir() if not path.name.isdecimal()}
     assert left == {"undisturbed"}

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_lite.data import columns
 from torchtitan_lite.data.columns import read_parquet
-from torchtitan_lite.data.rows import START, BadRow, Parser, Position, Row
+from torchtitan_lite.data.rows import BadRow, Parser, TextRow
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.errors import DataError
 
@@ -21,17 +21,15 @@ def write(path: Path, values: object, *, column: str = "text", **options: object
     return path
 
 
-def rows(path: Path, start: Position = START, *, text_field: str = "text") -> list[Row]:
-    return list(read_parquet(path, start, text_field=text_field))
+def rows(path: Path, *, text_field: str = "text") -> list[TextRow]:
+    return list(read_parquet(path, text_field))
 
 
 def test_rows_are_numbered_from_1(tmp_path):
     path = write(tmp_path / "a.parquet", ["one\r\n", "café"], column="body")
-    assert rows(path, Position(4, 0, 1), text_field="body") == [
-        Row(
-            str(path), 1, "text", b"one\r\n", "", Position(4, 1, 2), round(path.stat().st_size / 2)
-        ),
-        Row(str(path), 2, "text", "café".encode(), "", Position(4, 2, 3), path.stat().st_size),
+    assert rows(path, text_field="body") == [
+        TextRow(str(path), 0, 1, "text", b"one\r\n"),
+        TextRow(str(path), 0, 2, "text", "café".encode()),
     ]
 
 
@@ -64,25 +62,10 @@ def test_rows_without_text_are_bad(tmp_path, monkeypatch):
     ]
 
 
-def test_reading_goes_on_after_any_row(tmp_path, monkeypatch):
+def test_all_row_groups_and_batches_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(columns, "BATCH_ROWS", 3)
     path = write(tmp_path / "a.parquet", [f"text {i}" for i in range(25)], row_group_size=10)
-    found = rows(path)
-    assert [row.data for row in found] == [b"text %d" % i for i in range(25)]
-    assert [rows(path, row.end) for row in found] == [found[i:] for i in range(1, 26)]
-
-
-def test_row_groups_before_the_position_are_not_read(tmp_path):
-    path = write(
-        tmp_path / "a.parquet",
-        ["a" * 1000, "b" * 1000],
-        row_group_size=1,
-        compression="none",
-        use_dictionary=False,
-    )
-    content = path.read_bytes()
-    path.write_bytes(content[:4] + b"\xff" * 500 + content[504:])
-    assert [row.data for row in rows(path, Position(0, 1, 2))] == [b"b" * 1000]
+    assert [row.data for row in rows(path)] == [b"text %d" % i for i in range(25)]
 
 
 def test_column_must_be_there_and_hold_text(tmp_path):
@@ -141,18 +124,31 @@ def datasets(monkeypatch, tmp_path):
     return library
 
 
-def check_reading(path: str, texts: list[str], **options: str) -> None:
-    """The source has these texts, and reading goes on after any row."""
+def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: str) -> None:
+    """The source has these texts, in so many chunks, whose rows are numbered from 1."""
     source = build_source(path, **options)
-    found = list(source.rows())
-    assert source.name == path
-    assert [source.parser(row) for row in found] == list(source.documents()) == texts
-    assert [(row.file, row.line, row.end) for row in found] == [
-        (path, i, Position(0, i, i + 1)) for i in range(1, len(texts) + 1)
-    ]
-    assert [list(source.rows(row.end)) for row in found] == [
-        found[i:] for i in range(1, len(found) + 1)
-    ]
+    found = [list(chunk()) for chunk in source.chunks()]
+    assert (source.name, len(found)) == (path, chunks)
+    assert [source.parser(row) for rows in found for row in rows] == texts
+    assert list(source.documents()) == texts
+    for number, of_chunk in enumerate(found, start=1):
+        name = path if chunks == 1 else f"{path} part {number}"
+        assert [(row.file, row.line) for row in of_chunk] == [
+            (name, line) for line in range(1, len(of_chunk) + 1)
+        ]
+
+
+def test_datasets_are_read_in_pieces(tmp_path, datasets, monkeypatch):
+    texts = [f"text {i}\n" for i in range(7)]
+    monkeypatch.setattr(columns, "SAVED_SHARD_BYTES", 30)
+    table = datasets.Dataset.from_dict({"text": texts})
+    table.save_to_disk(tmp_path / "saved")
+    check_reading(f"hf:{tmp_path}/saved", texts, chunks=table.data.nbytes // 30)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, text in (("train-2", "c"), ("train-1", "b"), ("train-0", "a")):
+        (folder / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 2)
+    check_reading(f"hf:{folder}", ["a", "a", "b", "b", "c", "c"], chunks=3)
 
 
 def test_saved_dataset(tmp_path, datasets):

@@ -320,7 +320,7 @@ def test_ids_that_the_model_lacks_are_refused_at_start():
         corpus(5, vocab_size=20)
 
 
-def test_identity_tells_what_the_samples_are():
+def test_identity_names_everything_that_decides_the_samples():
     assert corpus(10, 4, shares=(2, 1), held_out=3, seed=7).identity() == {
         "seq_len": 4,
         "seed": 7,

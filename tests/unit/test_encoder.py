@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from torchtitan_lite.data import encoder
-from torchtitan_lite.data.encoder import Encoded, encode_batches, encode_rows
-from torchtitan_lite.data.rows import START, Parser, Row
+from torchtitan_lite.data.encoder import EncodedBatch, encode_batches, encode_rows
+from torchtitan_lite.data.rows import Parser, TextRow
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 U2 = np.dtype("<u2")
 
 
-def text_row(data: bytes, line: int = 1, problem: str = "") -> Row:
-    return Row("a.txt", line, "text", data, problem, START, 0)
+def text_row(data: bytes, line: int = 1, problem: str = "") -> TextRow:
+    return TextRow("a.txt", 0, line, "text", data, problem)
 
 
 def framed(text: str) -> list[int]:
@@ -40,7 +40,7 @@ def test_documents_one_after_the_other():
     assert encoded.ids.tolist() == framed("one two") + framed("\u00e9")
     assert encoded.ids.dtype == U2
     assert encoded.lengths.tolist() == [len(framed("one two")), len(framed("\u00e9"))]
-    assert [reason.partition(":")[0] for reason in encoded.bad_rows] == [
+    assert [str(row).partition(":")[0] for row in encoded.bad_rows] == [
         "a.txt, line 2",
         "a.txt, line 4",
     ]
@@ -58,7 +58,9 @@ def test_nothing_but_bad_rows():
     )
 
 
-def processes(batches: Iterator[list[Row]], workers: int) -> Iterator[tuple[list[Row], Encoded]]:
+def processes(
+    batches: Iterator[list[TextRow]], workers: int
+) -> Iterator[tuple[list[TextRow], EncodedBatch]]:
     return encode_batches(
         batches, parser=Parser("text"), tokenizer=build_tokenizer(""), dtype=U2, workers=workers
     )
@@ -82,7 +84,7 @@ def children() -> set[str]:
 def test_few_batches_are_read_ahead_and_no_process_is_left():
     before, read = children(), []
 
-    def batches() -> Iterator[list[Row]]:
+    def batches() -> Iterator[list[TextRow]]:
         for i in range(1000):
             read.append(i)
             yield [text_row(b"text")]
@@ -95,10 +97,15 @@ def test_few_batches_are_read_ahead_and_no_process_is_left():
     assert children() == before
 
 
+def test_empty_batches_stay_in_order():
+    batches = [[text_row(b"a")], [], [text_row(b"b")], []]
+    assert [len(encoded.lengths) for _, encoded in processes(iter(batches), 2)] == [1, 0, 1, 0]
+
+
 def test_an_error_of_the_reader_stays_itself_and_ends_the_processes():
     before = children()
 
-    def batches() -> Iterator[list[Row]]:
+    def batches() -> Iterator[list[TextRow]]:
         yield [text_row(b"text")]
         raise DataError("a.gz: cut off")
 
@@ -108,8 +115,8 @@ def test_an_error_of_the_reader_stays_itself_and_ends_the_processes():
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_is_killed_is_told_of():
-    def batches() -> Iterator[list[Row]]:
+def test_a_process_that_is_killed_is_reported():
+    def batches() -> Iterator[list[TextRow]]:
         yield from ([text_row(b"text", line=7)] for _ in range(2))
         while not (started := children() - before):
             time.sleep(0.001)
@@ -123,14 +130,14 @@ def test_a_process_that_is_killed_is_told_of():
         list(processes(batches(), 2))
 
 
-def test_a_process_that_is_killed_as_it_starts_is_told_of(monkeypatch):
+def test_a_process_that_is_killed_as_it_starts_is_reported(monkeypatch):
     def killed() -> subprocess.Popen[bytes]:
         process = subprocess.Popen([sys.executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         process.kill()
         process.wait()
         return process
 
-    monkeypatch.setattr(encoder, "_start", killed)
+    monkeypatch.setattr(encoder, "_start_worker", killed)
     with pytest.raises(
         DataError,
         match="^a tokenizing process ended with exit code -9, on rows from a.txt, line 7 on",

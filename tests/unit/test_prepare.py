@@ -3,6 +3,7 @@ interruptions."""
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import prepare
+from torchtitan_lite.data import prepare, sources, text_files
 from torchtitan_lite.data.encoder import encode_rows
-from torchtitan_lite.data.manifest import read_manifest
-from torchtitan_lite.data.prepare import Pace, prepare_store
-from torchtitan_lite.data.rows import START
+from torchtitan_lite.data.manifest import read_manifest, write_manifest
+from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
@@ -25,6 +25,7 @@ from torchtitan_lite.errors import DataError
 
 TEXTS = [f"document {i}: " + "word " * (i * 7 % 40) for i in range(60)]
 TOKENIZER = build_tokenizer("")
+FINGERPRINT = "1b7937ee538716a7d98d49ab154930dfbf6aee2df632085cc34b7ea3f5f57044"
 
 
 def rows_of(texts):
@@ -40,21 +41,39 @@ def corpus(tmp_path):
     return folder
 
 
-def encode_here(batches, *, workers, **options):
-    """As encode_batches, without processes, which would take longer to start than all else here."""
-    for batch in batches:
-        yield batch, encode_rows(batch, **options)
+class Stopped(Exception):
+    """An interruption."""
 
 
-def make_small_steps(monkeypatch, batch_bytes=100):
+class EncodeHere:
+    """Stands in for encode_batches, without processes, which would take longer to start than all
+    else here. Raises Stopped after `stop` batches."""
+
+    def __init__(self) -> None:
+        self.stop, self.seen = None, 0
+
+    def __call__(self, batches, *, workers, **options):
+        self.seen = 0
+        for batch in batches:
+            if self.seen == self.stop:
+                raise Stopped
+            self.seen += 1
+            yield batch, encode_rows(batch, **options)
+
+
+def make_small_steps(monkeypatch, batch_bytes=100, chunk_bytes=400) -> EncodeHere:
+    """Cut a small corpus into many chunks and batches."""
     monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
-    monkeypatch.setattr(prepare, "COMMIT_SECONDS", 0)
-    monkeypatch.setattr(prepare, "encode_batches", encode_here)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(text_files, "PART_BYTES", 1)
+    encode = EncodeHere()
+    monkeypatch.setattr(prepare, "encode_batches", encode)
+    return encode
 
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    make_small_steps(monkeypatch)
+    return make_small_steps(monkeypatch)
 
 
 @pytest.fixture
@@ -65,38 +84,34 @@ def messages(monkeypatch, caplog):
 
 
 def made(folder: Path, corpus: Path, **options) -> dict[str, bytes]:
-    """Every file of the store of a corpus."""
-    options = {"workers": 1, "shard_tokens": 500, **options}
-    prepare_store(folder, build_source(str(corpus)), TOKENIZER, **options)
+    """Make the store of a corpus, and return all its files."""
+    options = {"workers": 1, **options}
+    make_store(folder, build_source(str(corpus)), TOKENIZER, **options)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-class Stopped(Exception):
-    """An interruption."""
+def stopped(encode: EncodeHere, batches: int, *arguments, **options) -> None:
+    """Make a store, but stop after some batches."""
+    encode.stop = batches
+    with pytest.raises(Stopped):
+        made(*arguments, **options)
+    encode.stop = None
 
 
-def stop_after(batches: int):
-    def report(pace: Pace) -> None:
-        nonlocal batches
-        batches -= 1
-        if batches < 0:
-            raise Stopped
-
-    return report
+def places(store: TokenStore, shard: int) -> list[int]:
+    """The places in the stream at which the documents of a shard begin."""
+    return (store.shard_starts[shard] + store.document_starts(shard)).tolist()
 
 
-def test_a_store_holds_every_document(tmp_path, corpus):
+@pytest.mark.parametrize(("chunk_bytes", "shards"), [(2**26, 1), (2000, 4), (400, 15)])
+def test_a_store_holds_every_document(tmp_path, corpus, monkeypatch, chunk_bytes, shards):
+    make_small_steps(monkeypatch, chunk_bytes=chunk_bytes)
     made(tmp_path / "store", corpus)
     store = TokenStore(tmp_path / "store")
+    assert len(store.manifest.shards) == shards
     expected = [i for text in TEXTS for i in [1, *TOKENIZER.encode(text), 2]]
     assert store.read(0, store.tokens).tolist() == expected
-    shards = store.manifest.shards
-    assert [shard.tokens for shard in shards] == [500] * (len(expected) // 500) + [
-        len(expected) % 500
-    ]
-    starts = [
-        500 * i + place for i in range(len(shards)) for place in store.document_starts(i).tolist()
-    ]
+    starts = [place for i in range(len(store.manifest.shards)) for place in places(store, i)]
     assert starts == np.flatnonzero(np.array(expected) == 1).tolist()
     assert (store.documents, store.max_token_id, store.name) == (60, max(expected), str(corpus))
     assert verify_store(store.folder) == []
@@ -108,17 +123,31 @@ def test_a_store_holds_every_document(tmp_path, corpus):
 def test_neither_processes_nor_batches_change_it(
     tmp_path, corpus, monkeypatch, workers, batch_bytes
 ):
-    whole = made(tmp_path / "whole", corpus)
+    with monkeypatch.context() as patch:
+        make_small_steps(patch)
+        whole = made(tmp_path / "whole", corpus)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 400)
+    monkeypatch.setattr(text_files, "PART_BYTES", 1)
     monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
     assert made(tmp_path / "parts", corpus, workers=workers) == whole
 
 
-def test_a_document_may_span_shards(tmp_path, corpus):
-    store = tmp_path / "store"
-    made(store, corpus, shard_tokens=7)
-    assert verify_store(store) == []
-    opened = TokenStore(store)
-    assert 0 in [len(opened.document_starts(shard)) for shard in range(len(opened.manifest.shards))]
+def test_chunks_do_not_change_the_fingerprint(tmp_path, corpus, monkeypatch):
+    fingerprints = set()
+    for chunk_bytes in (1, 400, 10_000):
+        with monkeypatch.context() as patch:
+            make_small_steps(patch, chunk_bytes=chunk_bytes)
+            made(tmp_path / str(chunk_bytes), corpus)
+        fingerprints.add(read_manifest(tmp_path / str(chunk_bytes)).fingerprint)
+    assert len(fingerprints) == 1
+
+
+def test_the_fingerprint_of_a_text_never_changes(tmp_path):
+    """Runs resume by it. This one was made by the first version that had stores."""
+    path = tmp_path / "a.txt"
+    path.write_text("import os\n")
+    made(tmp_path / "store", path)
+    assert read_manifest(tmp_path / "store").fingerprint == FINGERPRINT
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path, corpus):
@@ -126,95 +155,84 @@ def test_large_vocabularies_take_four_bytes(tmp_path, corpus):
     for vocab_size, dtype in ((2**16, "<u2"), (2**16 + 1, "<u4")):
         other.vocab_size = vocab_size
         folder = tmp_path / str(vocab_size)
-        prepare_store(folder, build_source(str(corpus)), other, workers=1)
+        make_store(folder, build_source(str(corpus)), other, workers=1)
         store = TokenStore(folder)
         assert store.dtype == np.dtype(dtype)
         assert store.read(0, 5).tolist() == [1, *TOKENIZER.encode(TEXTS[0])][:5]
 
 
 @settings(max_examples=8, deadline=None)
-@given(stops=st.lists(st.integers(0, 30), min_size=1, max_size=3))
+@given(stops=st.lists(st.integers(0, 40), min_size=1, max_size=3))
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path_factory, stops):
     folder = tmp_path_factory.mktemp("resume")
     (folder / "a.jsonl").write_text(rows_of(TEXTS))
     with pytest.MonkeyPatch.context() as patch:
-        make_small_steps(patch)
+        encode = make_small_steps(patch)
         whole = made(folder / "whole", folder / "a.jsonl")
-        for batches in stops:
+        for encode.stop in stops:
             try:
-                made(folder / "parts", folder / "a.jsonl", report=stop_after(batches))
+                made(folder / "parts", folder / "a.jsonl")
             except Stopped:
                 assert not (folder / "parts").exists()
+        encode.stop = None
         assert made(folder / "parts", folder / "a.jsonl") == whole
 
 
-def test_what_was_committed_is_not_tokenized_again(tmp_path, corpus, small_steps, messages):
-    with pytest.raises(Stopped):
-        made(tmp_path / "store", corpus, report=stop_after(20))
-    progress = json.loads((tmp_path / "store.partial" / "progress.json").read_text())
-    source, starts = build_source(str(corpus)), []
-    source = replace(
-        source, read=lambda start, read=source.read: starts.append(start) or read(start)
-    )
-    prepare_store(tmp_path / "store", source, TOKENIZER, workers=1, shard_tokens=500)
-    assert [list(start) for start in starts] == [progress["position"]]
-    assert starts != [START]
+def test_finished_shards_are_not_tokenized_again(tmp_path, corpus, small_steps, messages):
+    whole = made(tmp_path / "whole", corpus)
+    batches = small_steps.seen
+    stopped(small_steps, 20, tmp_path / "store", corpus)
+    finished = len(list((tmp_path / "store.partial").glob("shard-*.json")))
+    assert finished >= 2
+    assert made(tmp_path / "store", corpus) == whole
+    assert batches - 20 <= small_steps.seen < batches
     assert any("going on after" in record.getMessage() for record in messages.records)
 
 
-def test_what_was_written_after_the_last_commit_is_cut_off(tmp_path, corpus, small_steps):
+def test_an_unfinished_shard_is_written_again(tmp_path, corpus, small_steps):
     whole = made(tmp_path / "whole", corpus)
-    with pytest.raises(Stopped):
-        made(tmp_path / "store", corpus, report=stop_after(15))
+    stopped(small_steps, 15, tmp_path / "store", corpus)
     partial = tmp_path / "store.partial"
+    next_shard = len(list(partial.glob("shard-*.json")))
     for kind in ("tokens", "documents"):
-        with max(partial.glob(f"{kind}-*.bin")).open("ab") as file:
-            file.write(b"half a batch")
-        (partial / f"{kind}-00005.bin").write_bytes(b"of a shard begun after the commit")
+        (partial / f"{kind}-{next_shard:05d}.bin").write_bytes(b"half a shard" * 1000)
     assert made(tmp_path / "store", corpus) == whole
 
 
-@pytest.mark.parametrize(
-    ("which", "message"), [(min, "has 0 bytes, not 1000"), (max, "has less than [1-9]")]
-)
-def test_files_that_lost_what_was_committed(tmp_path, corpus, small_steps, which, message):
-    with pytest.raises(Stopped):
-        made(tmp_path / "store", corpus, report=stop_after(15))
+def test_finished_shards_that_were_damaged(tmp_path, corpus, small_steps):
+    stopped(small_steps, 15, tmp_path / "store", corpus)
     partial = tmp_path / "store.partial"
-    lost = which(partial.glob("tokens-*.bin"))
-    lost.write_bytes(b"")
-    with pytest.raises(
-        DataError, match=f"^{partial}: {lost.name} {message}.*; remove it, to start anew$"
-    ):
+    (partial / "tokens-00000.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=f"^{partial}: tokens-00000.bin has 0 bytes, .*; remove"):
+        made(tmp_path / "store", corpus)
+    record = partial / "shard-00000.json"
+    record.write_text(record.read_text().replace('"tokens": ', '"tokens": 1'))
+    with pytest.raises(DataError, match=r"shard-00000.json: its contents have changed"):
         made(tmp_path / "store", corpus)
 
 
 @pytest.mark.parametrize(
-    "progress",
-    ["", "{", "[]", "[" * 200_000, '{"tokens": 1}', '{"recipe": {}, "position": 3, "shards": []}'],
+    "name", ["progress.json", "notes.txt", "tokens-00000.bin.bak", "manifest.json.bak"]
 )
-def test_what_cannot_be_read_is_not_removed(tmp_path, corpus, progress):
+def test_files_of_others_are_not_removed(tmp_path, corpus, name):
+    """Such as those that an earlier version left."""
     partial = tmp_path / "store.partial"
     partial.mkdir()
-    (partial / "progress.json").write_text(progress)
-    with pytest.raises(
-        DataError, match=f"^{partial} is in the way, and no unfinished token store: .*; remove it$"
-    ):
+    (partial / name).write_text("{}")
+    (partial / "tokens-00000.bin").write_text("x")
+    message = f"^{partial} is in the way, and no unfinished .*: it has {name}; remove it$"
+    with pytest.raises(DataError, match=message):
         made(tmp_path / "store", corpus)
-    (partial / "progress.json").rename(partial / "notes.txt")
-    with pytest.raises(
-        DataError, match=f"^{partial} is in the way, and no unfinished token store: .*No such file"
-    ):
-        made(tmp_path / "store", corpus)
-    assert [path.name for path in partial.iterdir()] == ["notes.txt"]
-    (partial / "notes.txt").unlink()
+    assert sorted(path.name for path in partial.iterdir()) == sorted([name, "tokens-00000.bin"])
+    (partial / name).unlink()
     made(tmp_path / "store", corpus)
 
 
-def test_a_run_that_was_killed_in_its_first_write(tmp_path, corpus):
+def test_drafts_of_killed_runs_do_not_stay(tmp_path, corpus, small_steps):
     whole = made(tmp_path / "whole", corpus)
-    (tmp_path / "store.partial").mkdir()
-    (tmp_path / "store.partial" / ".progress.json.host.1").write_text("{")
+    stopped(small_steps, 8, tmp_path / "store", corpus)
+    for name in (".shard-00001.json.host.1", ".manifest.json.host.1"):
+        (tmp_path / "store.partial" / name).write_text("{")
     assert made(tmp_path / "store", corpus) == whole
 
 
@@ -224,34 +242,30 @@ def test_other_files_beside_a_store_stay(tmp_path, corpus):
     assert (tmp_path / "store.lock").read_text() == "mine"
 
 
-def test_a_run_that_was_killed_before_its_last_rename(tmp_path, corpus):
+@pytest.mark.parametrize("left", ["", "shard-00000.json", ".manifest.json.host.1"])
+def test_a_run_that_was_killed_before_its_last_rename(tmp_path, corpus, small_steps, left):
     whole = made(tmp_path / "whole", corpus)
-    shutil.copytree(tmp_path / "whole", tmp_path / "store.partial")
-    assert made(tmp_path / "store", corpus, report=stop_after(0)) == whole
-
-
-def test_a_draft_of_the_progress_does_not_stay(tmp_path, corpus, small_steps, monkeypatch):
-    whole = made(tmp_path / "whole", corpus)
-    assert "progress.json" not in whole
-    with pytest.raises(Stopped):
-        made(tmp_path / "store", corpus, report=stop_after(8))
-    (tmp_path / "store.partial" / ".progress.json.host.1").write_text("{")
-    monkeypatch.setattr(prepare, "COMMIT_SECONDS", 1000)
+    partial = tmp_path / "store.partial"
+    shutil.copytree(tmp_path / "whole", partial)
+    if left:
+        (partial / left).write_text("{")
+    small_steps.stop = 0
     assert made(tmp_path / "store", corpus) == whole
 
 
-def test_text_that_changes_while_it_is_read(tmp_path, corpus, small_steps):
-    def change(pace: Pace) -> None:
+def test_text_that_changes_while_it_is_read(tmp_path, corpus, small_steps, monkeypatch):
+    def change(batches, **options):
         (corpus / "0.jsonl").write_text(rows_of(["before what is read"]))
+        return small_steps(batches, **options)
 
+    monkeypatch.setattr(prepare, "encode_batches", change)
     with pytest.raises(DataError, match=f"^{corpus} changed while it was read; run again$"):
-        made(tmp_path / "store", corpus, report=change)
+        made(tmp_path / "store", corpus)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_other_text_is_not_mixed_in(tmp_path, corpus, small_steps):
-    with pytest.raises(Stopped):
-        made(tmp_path / "store", corpus, report=stop_after(20))
+    stopped(small_steps, 20, tmp_path / "store", corpus)
     (corpus / "c.jsonl").write_text(rows_of(["more"]))
     message = "store.partial was made of other text or with another tokenizer .source_fingerprint is .*; remove it, or"
     with pytest.raises(DataError, match=message):
@@ -262,26 +276,18 @@ def test_it_does_not_matter_how_the_text_is_named(
     tmp_path, corpus, small_steps, messages, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Stopped):
-        made(tmp_path / "store", Path("corpus"), report=stop_after(20))
+    stopped(small_steps, 20, tmp_path / "store", Path("corpus"))
     assert made(tmp_path / "store", corpus) == made(tmp_path / "again", corpus)
     made(tmp_path / "store", Path("corpus"))
     said = [record.getMessage() for record in messages.records]
     assert any("going on after" in message for message in said)
-    assert "is made already" in said[-1]
+    assert sum("tokenized" in message for message in said) == 2
 
 
 def test_a_store_that_is_there(tmp_path, corpus, messages):
     files = made(tmp_path / "store", corpus)
     assert made(tmp_path / "store", corpus) == files
-    assert (
-        messages.records[-1].getMessage()
-        == f"{tmp_path}/store is made already: 60 documents, {tokens(files)} tokens"
-    )
-    with pytest.raises(
-        DataError, match=r"store was made of .*\(shard_tokens is 500, asked for is 600\); remove it"
-    ):
-        made(tmp_path / "store", corpus, shard_tokens=600)
+    assert sum("tokenized" in message for message in messages.messages) == 1
     (tmp_path / "folder").mkdir()
     with pytest.raises(
         DataError, match="folder exists and is no token store; name another folder$"
@@ -290,8 +296,16 @@ def test_a_store_that_is_there(tmp_path, corpus, messages):
     assert list((tmp_path / "folder").iterdir()) == []
 
 
-def tokens(files: dict[str, bytes]) -> str:
-    return f"{json.loads(files['manifest.json'])['tokens']:,}"
+def test_a_store_of_format_2_is_not_made_again(tmp_path, corpus, messages):
+    made(tmp_path / "store", corpus)
+    manifest = read_manifest(tmp_path / "store")
+    recipe = replace(manifest.recipe, format=2, shard_tokens=2**29)
+    write_manifest(tmp_path / "store" / "manifest.json", replace(manifest, recipe=recipe))
+    path = tmp_path / "store" / "documents-00000.bin"
+    np.fromfile(path, "<i8").astype("<u4").tofile(path)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+    assert made(tmp_path / "store", corpus) == files
+    assert sum("tokenized" in message for message in messages.messages) == 1
 
 
 @pytest.fixture
@@ -311,7 +325,7 @@ def bad(tmp_path):
 
 def test_bad_rows_stop_it(tmp_path, bad):
     message = (
-        r"^.*bad.jsonl, line 2: .*; mend the row, or make a store with .* --skip-bad 1 or more$"
+        r"^.*bad.jsonl, line 2: .*; fix the row, or make a store with .* --skip-bad 1 or more$"
     )
     with pytest.raises(DataError, match=message):
         made(tmp_path / "store", bad)
@@ -342,12 +356,21 @@ def test_skipped_rows_are_counted_once_over_interruptions(tmp_path_factory, stop
     path = folder / "bad.jsonl"
     path.write_text("\n".join(["{", *['{"text": "good"}', "{"] * 5]))
     with pytest.MonkeyPatch.context() as patch:
-        make_small_steps(patch, batch_bytes=1)
-        with pytest.raises(Stopped):
-            made(folder / "store", path, skip_bad=6, report=stop_after(stop))
+        encode = make_small_steps(patch, batch_bytes=1, chunk_bytes=20)
+        stopped(encode, stop, folder / "store", path, skip_bad=6)
         made(folder / "store", path, skip_bad=6)
     manifest = read_manifest(folder / "store")
     assert (manifest.skipped_rows, manifest.documents) == (6, 5)
+
+
+def test_bad_rows_of_later_chunks_have_their_lines(tmp_path, bad, monkeypatch, messages):
+    make_small_steps(monkeypatch, batch_bytes=1, chunk_bytes=1)
+    made(tmp_path / "store", bad, skip_bad=3)
+    skipped = [record.getMessage() for record in messages.records if record.levelname == "WARNING"]
+    assert [text.partition(": ")[2].partition(": ")[0] for text in skipped] == [
+        f"{bad}, line {line}" for line in (2, 4, 5)
+    ]
+    assert len(read_manifest(tmp_path / "store").shards) == 6
 
 
 def test_a_store_made_without_bad_rows_is_not_one_without_skipping(tmp_path, bad):
@@ -381,13 +404,10 @@ def test_no_document_at_all(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bad.jsonl"]
 
 
-def test_what_is_reported(tmp_path, corpus, small_steps):
-    paces: list[Pace] = []
-    made(tmp_path / "store", corpus, report=paces.append)
-    shares = [pace.read for pace in paces]
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < 0.2
-    assert shares[-1] == 1
-    assert paces[-1].progress.documents == 60
-    assert all(pace.tokens_per_s > 0 for pace in paces)
-    shutil.rmtree(tmp_path / "store")
+def test_progress_is_reported(tmp_path, corpus, small_steps, messages, monkeypatch):
+    monkeypatch.setattr(prepare, "REPORT_SECONDS", 0)
+    stopped(small_steps, 30, tmp_path / "store", corpus)
+    made(tmp_path / "store", corpus)
+    pattern = rf"^{corpus}: (\d+) of 15 chunks done, [\d,]+ tokens in this run, [\d,]+ a second$"
+    done = [int(match[1]) for text in messages.messages if (match := re.match(pattern, text))]
+    assert done == sorted(done) and (done[0], done[-1]) == (0, 15)

@@ -1,4 +1,4 @@
-"""Rows: what is a row's text, and what is said of a row that has none."""
+"""Rows: the text of a row, and the message for a row that has none."""
 
 import pickle
 import subprocess
@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from torchtitan_lite.data.rows import START, BadRow, Parser, Row, reading
+from torchtitan_lite.data.rows import BadRow, Parser, TextRow, reading
 from torchtitan_lite.errors import DataError
 
 
-def row(data: bytes, form: str = "jsonl", *, line: int = 3, problem: str = "") -> Row:
-    return Row("corpus", line, form, data, problem, START, 0)
+def row(data: bytes, form: str = "jsonl", *, line: int = 3, problem: str = "") -> TextRow:
+    return TextRow("corpus", 0, line, form, data, problem)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,17 @@ def test_the_line_within_a_text_is_named():
         Parser("text")(row(b"one\ntwo\nthr\xe9", "text", line=10))
 
 
-def test_what_is_not_utf_8_is_left_out_if_told_so():
+def test_lines_before_a_chunk_are_counted_in_its_file(tmp_path):
+    path = tmp_path / "corpus"
+    path.write_bytes(b"1\n2\n\n4\n5\n")
+    bad = TextRow(str(path), 5, 2, "text", b"", "too long")
+    with pytest.raises(BadRow) as error:
+        Parser("text")(bad)
+    assert str(error.value) == f"{path}, line 5: too long"
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_bytes_that_are_not_utf_8_can_be_left_out():
     assert Parser("text", decode_errors="ignore")(row(b"caf\xe9s", "text")) == "cafs"
 
 
@@ -97,7 +107,7 @@ def test_parser_and_bad_row_go_to_other_processes():
     parser = Parser("body", decode_errors="ignore")
     assert pickle.loads(pickle.dumps(parser)) == parser
     assert (
-        str(pickle.loads(pickle.dumps(BadRow("corpus, line 3: empty text"))))
+        str(pickle.loads(pickle.dumps(BadRow("corpus", 0, 3, "empty text"))))
         == "corpus, line 3: empty text"
     )
 

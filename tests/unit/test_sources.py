@@ -1,8 +1,9 @@
-"""Sources: which files are read and in which order, and that reading can go on from anywhere."""
+"""Sources: which files are read and in which order, and how it is cut into chunks."""
 
 import gzip
 import os
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import text_files
-from torchtitan_lite.data.rows import Position
-from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data import sources, text_files
+from torchtitan_lite.data.datasets import DATASETS
+from torchtitan_lite.data.sources import build_named_source, build_source, open_source
 from torchtitan_lite.errors import DataError
 
 
@@ -29,7 +30,7 @@ def documents(path: str, **options: str) -> list[str]:
 
 
 def test_pystdlib_is_the_running_library():
-    source = build_source(None)
+    source = build_named_source("pystdlib")
     texts = list(source.documents())
     library = Path(sysconfig.get_path("stdlib"))
     assert (library / "json" / "decoder.py").read_bytes().decode() in texts
@@ -54,8 +55,8 @@ def test_pystdlib_without_packages_and_tests(tmp_path, monkeypatch):
             "a/idle_test/x.py": "no",
         },
     )
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
-    assert list(build_source(None).documents()) == ["az", "b", "caf"]
+    monkeypatch.setitem(DATASETS, "pystdlib", replace(DATASETS["pystdlib"], path=str(tmp_path)))
+    assert list(build_named_source("pystdlib").documents()) == ["az", "b", "caf"]
 
 
 def test_all_readable_kinds(tmp_path):
@@ -126,11 +127,12 @@ def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
     write(tmp_path, {"a.txt": "good", "b.jsonl": '{"text": "good"}\n\n{"text": ""}\n'})
     texts = build_source(str(tmp_path)).documents()
     assert [next(texts), next(texts)] == ["good", "good"]
-    with pytest.raises(DataError, match=rf"^{tmp_path}/b\.jsonl, line 3: empty text; mend it$"):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/b\.jsonl, line 3: empty text; fix it$"):
         next(texts)
 
 
-def test_reading_goes_on_after_any_row(tmp_path, monkeypatch):
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 100, 10_000])
+def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chunk_bytes):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(text_files, "PART_BYTES", 16)
@@ -141,15 +143,35 @@ def test_reading_goes_on_after_any_row(tmp_path, monkeypatch):
     packed = {f"b/{name}.gz": gzip.compress(content) for name, content in files.items()}
     packed |= {f"b/{name}.zst": zstandard.compress(content) for name, content in files.items()}
     source = build_source(write(tmp_path, files | packed))
-    parquet.write_table(
-        pyarrow.table({"text": ["a", None, "c"]}),
-        tmp_path / "a" / "table.parquet",
-        row_group_size=2,
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a" / "table.parquet")
+
+    def read() -> list[tuple[str, bytes, str]]:
+        found = [row for chunk in source.chunks() for row in chunk()]
+        return [(row.file, row.data, row.problem) for row in found]
+
+    whole = read()
+    assert len({file for file, *_ in whole}) == 10  # all but the empty ones
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    assert read() == whole
+    assert (len(list(source.chunks())) > 1) == (chunk_bytes < 10_000)
+    # Chunks can be read in any order, and again.
+    chunks = list(source.chunks())
+    backwards = [[(row.file, row.data, row.problem) for row in chunk()] for chunk in chunks[::-1]]
+    assert [row for chunk in backwards[::-1] for row in chunk] == whole
+
+
+def test_a_dataset_is_a_row_of_the_table(tmp_path, monkeypatch):
+    write(tmp_path, {"a.jsonl": '{"body": "x"}', "b.txt": "y", "old/c.jsonl": "z"})
+    row = replace(
+        DATASETS["pystdlib"],
+        path=str(tmp_path),
+        endings=(".jsonl",),
+        text_field="body",
+        skipped_folders=frozenset({"old"}),
     )
-    found = list(source.rows())
-    assert len({row.file for row in found}) == 10  # all but the empty ones
-    for i, row in enumerate(found, start=1):
-        assert list(source.rows(Position(*row.end))) == found[i:]
+    monkeypatch.setitem(DATASETS, "mine", row)
+    assert list(open_source("mine").documents()) == ["x"]
+    assert open_source("mine").name == "mine"
 
 
 def test_linked_files_and_folders_are_read(tmp_path):

@@ -1,15 +1,10 @@
-"""What is told of a store: counts, a window's text, and how far one is that is being made."""
-
-import io
+"""The description of a store: its counts, and a window's text."""
 
 import pytest
-from sample_stores import RECIPE
 
-from torchtitan_lite.data import store_report
-from torchtitan_lite.data.prepare import Pace, prepare_store
+from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.store_report import ProgressLine, format_store, format_window
-from torchtitan_lite.data.store_writer import Progress
+from torchtitan_lite.data.store_report import format_store, format_window
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError
@@ -24,20 +19,20 @@ def store(tmp_path):
     corpus.mkdir()
     for i, text in enumerate(TEXTS):
         (corpus / f"{i}.py").write_text(text)
-    prepare_store(tmp_path / "store", build_source(str(corpus)), TOKENIZER, workers=1)
+    make_store(tmp_path / "store", build_source(str(corpus)), TOKENIZER, workers=1)
     return TokenStore(tmp_path / "store")
 
 
 def test_counts(store):
     lines = format_store(store).splitlines()
-    assert lines[0] == f"{store.folder}: of {store.name}"
+    assert lines[0] == f"{store.folder}: made from {store.name}"
     assert (
         lines[1]
         == f"{store.tokens} tokens in 2 documents, {store.tokens / 2} each; 0 bad rows were skipped"
     )
-    assert lines[2] == "1 shards of up to 536,870,912 tokens of 2 bytes"
+    assert lines[2] == f"1 shards of up to {store.tokens} tokens of 2 bytes"
     assert lines[3].startswith(
-        f"tokenizer pystdlib-2256.model, fingerprint {TOKENIZER.fingerprint}, 2,256 ids, of which "
+        f"tokenizer pystdlib-2256.model, fingerprint {TOKENIZER.fingerprint}, 2,256 ids; the highest "
     )
     assert lines[4] == f"fingerprint {store.fingerprint}"
 
@@ -70,49 +65,3 @@ def test_text_needs_the_tokenizer(store):
         match="is not the one that .* was made with: pystdlib-2256.model, fingerprint .*; name that",
     ):
         format_window(store, other, window=0, seq_len=100)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def pace(read: float, tokens: int) -> Pace:
-    return Pace(Progress(RECIPE, tokens=tokens, documents=tokens // 100), read, 5000.0)
-
-
-def shown(file: io.StringIO, monkeypatch: pytest.MonkeyPatch, seconds: float) -> str:
-    """What a line shows of three paces, `seconds` apart, the first of which an earlier run had
-    reached."""
-    now = [100.0]
-    monkeypatch.setattr(store_report.time, "monotonic", lambda: now[0])
-    line = ProgressLine(file)
-    for share in (0.5, 0.6, 0.7):
-        line(pace(share, int(share * 10_000)))
-        now[0] += seconds
-    line.close()
-    return file.getvalue()
-
-
-def test_lines_where_there_is_no_terminal(monkeypatch):
-    assert shown(io.StringIO(), monkeypatch, 20) == (
-        " 60.0%  60 documents  6,000 tokens  5,000 tokens/s  0:01:20 left\n"
-        " 70.0%  70 documents  7,000 tokens  5,000 tokens/s  0:01:00 left\n"
-    )
-    assert shown(io.StringIO(), monkeypatch, 1) == ""
-
-
-def test_one_line_on_a_terminal(monkeypatch):
-    text = shown(Terminal(), monkeypatch, 1)
-    assert text.count("\r") == 2
-    assert text.endswith("\n")
-    assert text.count("\n") == 1
-    assert "70.0%  70 documents  7,000 tokens  5,000 tokens/s  0:00:03 left" in text
-
-
-def test_time_left_is_not_guessed(monkeypatch):
-    monkeypatch.setattr(store_report.time, "monotonic", lambda: 0.0)
-    line = ProgressLine(file := io.StringIO())
-    monkeypatch.setattr(store_report.time, "monotonic", lambda: 60.0)
-    line(pace(0.0, 100))
-    assert file.getvalue().endswith("tokens/s  time left unknown\n")

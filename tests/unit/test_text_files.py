@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.data import text_files
-from torchtitan_lite.data.rows import START, BadRow, Parser, Position, Row
-from torchtitan_lite.data.text_files import read_text_file
+from torchtitan_lite.data.rows import BadRow, Parser, TextRow
+from torchtitan_lite.data.text_files import Span, read_text_span, split_file
 from torchtitan_lite.errors import DataError
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -30,13 +30,17 @@ def small(monkeypatch):
     """Limits so small that short files meet them."""
     monkeypatch.setattr(text_files, "PART_BYTES", 8)
     monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 20)
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", 7)
+    monkeypatch.setattr(text_files, "READ_BYTES", 7)
 
 
-def rows(path: Path, content: bytes, start: Position = START) -> list[Row]:
+def whole_span(path: Path) -> Span:
+    return Span(path, 0, path.stat().st_size)
+
+
+def rows(path: Path, content: bytes) -> list[TextRow]:
     """The rows of a file with this content, compressed as the name of the file says."""
     path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
-    return list(read_text_file(path, start))
+    return list(read_text_span(whole_span(path)))
 
 
 def lines_and_data(path: Path, content: bytes) -> list[tuple[int, bytes]]:
@@ -46,9 +50,7 @@ def lines_and_data(path: Path, content: bytes) -> list[tuple[int, bytes]]:
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_a_text_file_is_a_row(folder, ending):
     path = folder / f"a.TXT{ending}"
-    assert rows(path, b"one\r\n\ntwo\n") == [
-        Row(str(path), 1, "text", b"one\r\n\ntwo\n", "", Position(0, 10, 4), path.stat().st_size)
-    ]
+    assert rows(path, b"one\r\n\ntwo\n") == [TextRow(str(path), 0, 1, "text", b"one\r\n\ntwo\n")]
     assert rows(path, b"") == []
     assert lines_and_data(path, b" \n") == [(1, b" \n")]
 
@@ -57,10 +59,9 @@ def test_a_text_file_is_a_row(folder, ending):
 def test_a_line_of_jsonl_is_a_row(folder, ending):
     path = folder / f"a.JSONL{ending}"
     content = b"\n{1}\r\n  \n\n{2}"
-    disk = [len(COMPRESS[ending](content))] * 2 if ending else [6, 13]
-    assert rows(path, content, Position(5, 0, 1)) == [
-        Row(str(path), 2, "jsonl", b"{1}\r\n", "", Position(5, 6, 3), disk[0]),
-        Row(str(path), 5, "jsonl", b"{2}", "", Position(5, 13, 6), disk[1]),
+    assert rows(path, content) == [
+        TextRow(str(path), 0, 2, "jsonl", b"{1}\r\n"),
+        TextRow(str(path), 0, 5, "jsonl", b"{2}"),
     ]
 
 
@@ -141,7 +142,7 @@ def test_a_row_that_is_too_long_is_not_held_in_memory(folder, monkeypatch, name)
         COMPRESS.get(path.suffix, bytes)(Random(0).randbytes(2**23).hex().encode() + b"\n2")
     )
     tracemalloc.start()
-    found = [row.line for row in read_text_file(path, START)]
+    found = [row.line for row in read_text_span(whole_span(path))]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == [1, 2]
@@ -153,7 +154,7 @@ def test_joined_compressed_files_are_one(folder, ending):
     compress = COMPRESS[ending]
     path = folder / f"joined.jsonl{ending}"
     path.write_bytes(compress(b"1\n2") + compress(b"") + compress(b"0\n3\n"))
-    assert [row.data for row in read_text_file(path, START)] == [b"1\n", b"20\n", b"3\n"]
+    assert [row.data for row in read_text_span(whole_span(path))] == [b"1\n", b"20\n", b"3\n"]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -165,7 +166,7 @@ def test_a_compressed_file_that_is_cut_off_is_refused(folder, ending):
         path.write_bytes(whole[:size])
         found = []
         with pytest.raises(DataError, match=rf"cut\.jsonl{ending}: cannot be read: "):
-            found.extend(row.data for row in read_text_file(path, START))
+            found.extend(row.data for row in read_text_span(whole_span(path)))
         assert found == lines[: len(found)]
 
 
@@ -178,12 +179,12 @@ def test_a_compressed_file_that_is_broken_is_refused(folder, ending, content):
     path = folder / f"broken.txt{ending}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"broken\.txt{ending}: cannot be read: \S+"):
-        list(read_text_file(path, START))
+        list(read_text_span(whole_span(path)))
 
 
 def test_a_file_that_is_not_there_is_refused(folder):
     with pytest.raises(DataError, match=r"none\.txt: cannot be read: No such file or directory"):
-        list(read_text_file(folder / "none.txt", START))
+        list(read_text_span(Span(folder / "none.txt", 0, 1)))
 
 
 @given(
@@ -191,18 +192,29 @@ def test_a_file_that_is_not_there_is_refused(folder):
         st.sampled_from(
             [b"", b"1", b"  ", b"{22}", b"333\r", b"x" * 19, b"x" * 20, b"x" * 50, b"\xef\xbb\xbf"]
         )
-    )
+    ),
+    st.integers(1, 60),
 )
 @settings(max_examples=100, deadline=None)
-def test_reading_goes_on_after_any_row(folder, lines):
+def test_spans_have_the_rows_of_the_whole_file(folder, lines, span_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "PART_BYTES", 8)
         patch.setattr(text_files, "MAX_ROW_BYTES", 20)
-        patch.setattr(text_files, "CHUNK_BYTES", 7)
-        for name in ["on.txt", "on.jsonl", "on.txt.gz", "on.jsonl.zst"]:
-            found = rows(folder / name, b"\n".join(lines))
-            for i, row in enumerate(found, start=1):
-                assert list(read_text_file(folder / name, row.end)) == found[i:]
+        patch.setattr(text_files, "READ_BYTES", 7)
+        for name in ["on.txt", "on.jsonl"]:
+            path = folder / name
+            found = rows(path, b"\n".join(lines))
+            spans = list(split_file(path, span_bytes))
+            parts = [row for span in spans for row in read_text_span(span)]
+            assert [(row.data, row.problem) for row in parts] == [
+                (row.data, row.problem) for row in found
+            ]
+            content = path.read_bytes()
+            assert [row.line + content[: row.begin].count(b"\n") for row in parts] == [
+                row.line for row in found
+            ]
+            assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
+            assert all(span.end - span.begin >= span_bytes for span in spans[:-1])
 
 
 TEXTS = st.text(min_size=1, max_size=20)

@@ -2,6 +2,7 @@
 be the store's."""
 
 import errno
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -16,11 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_stores import RECIPE, stream, write_store
+from sample_stores import OLD_RECIPE, RECIPE, stream, write_store
 
 from torchtitan_lite.data import prepare, token_store
+from torchtitan_lite.data.corpus import open_cached, open_data
+from torchtitan_lite.data.manifest import _hash
 from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.token_store import TokenStore, open_cached, open_data
+from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError, StorageError
 
@@ -28,9 +31,10 @@ TEXTS = ["first document\n", "the second", "third: é 日本"]
 DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return TokenStore(write_store(tmp_path_factory.mktemp("stores") / "numbers", DOCUMENTS))
+@pytest.fixture(scope="module", params=[RECIPE, OLD_RECIPE], ids=["format 3", "format 2"])
+def store(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("stores") / "numbers"
+    return TokenStore(write_store(folder, DOCUMENTS, request.param))
 
 
 @pytest.fixture
@@ -52,8 +56,8 @@ def cache(tmp_path):
 
 @pytest.fixture
 def messages(monkeypatch, caplog):
-    monkeypatch.setattr(token_store.logger, "propagate", True)
-    caplog.set_level(logging.INFO, token_store.logger.name)
+    monkeypatch.setattr(prepare.logger, "propagate", True)
+    caplog.set_level(logging.INFO, prepare.logger.name)
     return caplog
 
 
@@ -111,15 +115,68 @@ def test_where_documents_begin(store):
     assert [len(store.document_starts(shard)) for shard in range(5)] == [3, 0, 0, 0, 2]
 
 
+def test_shards_of_any_size_and_empty_ones(tmp_path):
+    """A chunk of a source may hold no document."""
+    folder = write_store(tmp_path / "uneven", DOCUMENTS)
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields.pop("sha256")
+    empty = {"tokens": 0, "documents": 0, "tokens_sha256": "", "documents_sha256": ""}
+    fields["shards"] = [empty, *fields["shards"][:2], empty, *fields["shards"][2:], empty]
+    path.write_text(json.dumps(fields | {"sha256": _hash(fields)}))
+    for kind in ("tokens", "documents"):
+        for old, new in ((4, 6), (3, 5), (2, 4), (1, 2), (0, 1)):
+            (folder / f"{kind}-{old:05d}.bin").rename(folder / f"{kind}-{new:05d}.bin")
+        for number in (0, 3, 7):
+            (folder / f"{kind}-{number:05d}.bin").touch()
+    store = TokenStore(folder)
+    assert contents(store) == stream(DOCUMENTS)
+    assert store.read(19, 3).tolist() == stream(DOCUMENTS)[19:22]
+    assert store.documents_between(0, 45) == [0, 5, 8, 40, 42]
+    assert store.documents_between(5, 41) == [5, 8, 40]
+
+
+def test_the_fingerprint_follows_ids_and_nothing_else(tmp_path):
+    def fingerprint(name, documents=DOCUMENTS, recipe=RECIPE, **options):
+        return TokenStore(write_store(tmp_path / name, documents, recipe, **options)).fingerprint
+
+    seen = [
+        fingerprint("new"),
+        fingerprint("other ids", [*DOCUMENTS[:-1], [7]]),
+        fingerprint("fewer", DOCUMENTS[:-1]),
+        fingerprint("other tokenizer", recipe=replace(RECIPE, tokenizer_fingerprint="u")),
+        fingerprint("other type", recipe=replace(RECIPE, dtype="<u4")),
+    ]
+    assert len(set(seen)) == 5
+    same = [
+        fingerprint("old", recipe=OLD_RECIPE),
+        fingerprint("one shard", shard_tokens=1000),
+        fingerprint("small shards", shard_tokens=1),
+        fingerprint("elsewhere", recipe=replace(RECIPE, source="x", source_fingerprint="y")),
+    ]
+    assert set(same) == {seen[0]}
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 1000])
+def test_the_fingerprint_is_that_of_format_2(tmp_path, monkeypatch, chunk_tokens):
+    """Which had it from the hashes of its shards, all of one size."""
+    monkeypatch.setattr(token_store, "HASHED_TOKENS", 10)
+    monkeypatch.setattr(token_store, "CHUNK_TOKENS", chunk_tokens)
+    old = TokenStore(write_store(tmp_path / "old", DOCUMENTS, OLD_RECIPE))
+    digest = hashlib.sha256(b"t <u2")
+    for shard in old.manifest.shards:
+        digest.update(f" {shard.tokens} {shard.tokens_sha256}".encode())
+    new = TokenStore(write_store(tmp_path / "new", DOCUMENTS, shard_tokens=7))
+    assert new.fingerprint == old.fingerprint == digest.hexdigest()
+
+
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(token_store, "OPEN_SHARDS", 3)
-    store = TokenStore(
-        write_store(tmp_path / "many", [list(range(100, 500))], replace(RECIPE, shard_tokens=4))
-    )
+    store = TokenStore(write_store(tmp_path / "many", [list(range(100, 500))], shard_tokens=4))
     before = open_files()
     assert contents(store) == [1, *range(100, 500), 2]
     assert open_files() - before <= 3
@@ -262,7 +319,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_cache_is_named_and_mended(source, cache, messages, kind):
+def test_a_damaged_cache_is_named_and_made_again(source, cache, messages, kind):
     folder = open_cached(source, build_tokenizer(""), cache_dir=cache).folder
     DAMAGE[kind](folder)
     with pytest.raises(DataError, match=f"^token store {folder} is damaged: "):
@@ -282,6 +339,16 @@ def test_a_damaged_cache_behind_a_link_is_made_again(source, cache, tmp_path):
     assert contents(open_cached(source, build_tokenizer(""), cache_dir=cache)) == expected_ids()
     assert not folder.is_symlink()
     assert len(list(moved.iterdir())) == 2
+
+
+def test_a_cache_of_another_format_is_not_removed(source, cache):
+    folder = open_cached(source, build_tokenizer(""), cache_dir=cache).folder
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 4'))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(DataError, match="its format is 4, this version reads 2 and 3"):
+        open_cached(source, build_tokenizer(""), cache_dir=cache)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_cache_that_cannot_be_written(source, tmp_path):
@@ -322,10 +389,8 @@ def test_one_process_makes_it_and_the_others_wait(source, corpus, cache):
     processes = [
         context.Process(target=make_in_process, args=(corpus, cache, event)) for event in started
     ]
-    folder = token_store.open_cached(
-        source, build_tokenizer(""), cache_dir=cache / "elsewhere"
-    ).folder
-    with prepare.exclusive(prepare.lock_of(cache / folder.name)):
+    folder = open_cached(source, build_tokenizer(""), cache_dir=cache / "elsewhere").folder
+    with prepare.exclusive(cache / f".{folder.name}.lock"):
         for process, event in zip(processes, started, strict=True):
             process.start()
             assert event.wait(60)

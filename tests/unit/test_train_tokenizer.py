@@ -1,4 +1,4 @@
-"""Training a tokenizer: what it makes, what it refuses, and the command."""
+"""Training a tokenizer: its model, its errors, and the command."""
 
 import subprocess
 import sys

@@ -3,24 +3,33 @@
 import os
 import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_stores import RECIPE, write_store
+from sample_stores import OLD_RECIPE, RECIPE, write_store
 
-from torchtitan_lite.data.manifest import read_manifest, write_manifest
-from torchtitan_lite.data.rows import START
-from torchtitan_lite.data.store_writer import Progress, StoreWriter
+from torchtitan_lite.data.manifest import (
+    MANIFEST_FILE,
+    StoreManifest,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan_lite.data.verify import verify_store
 
 DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]
 
 
-@pytest.fixture
-def store(tmp_path):
-    return write_store(tmp_path / "store", DOCUMENTS)
+@pytest.fixture(params=[RECIPE, OLD_RECIPE], ids=["format 3", "format 2"])
+def store(tmp_path, request):
+    return write_store(tmp_path / "store", DOCUMENTS, request.param)
+
+
+def rewrite_manifest(store: Path, **fields: int) -> StoreManifest:
+    manifest = replace(read_manifest(store), **fields)
+    write_manifest(store / MANIFEST_FILE, manifest)
+    return manifest
 
 
 def flip(path, at):
@@ -90,7 +99,7 @@ def test_manifests(store):
         f"token store {store} is damaged: manifest.json: its contents have changed"
     ]
     path.write_text(text)
-    write_manifest(store, replace(read_manifest(store), max_token_id=58))
+    rewrite_manifest(store, max_token_id=58)
     assert verify_store(store) == [
         "tokens-00003.bin: id 59 at place 8 is above the highest one, 58"
     ]
@@ -99,13 +108,7 @@ def test_manifests(store):
 
 
 def test_a_false_table_of_documents_is_named_though_its_hash_is_right(tmp_path):
-    folder = tmp_path / "store"
-    folder.mkdir()
-    with StoreWriter(folder, Progress(RECIPE)) as writer:
-        writer.append(
-            np.array([1, 5, 2, 1, 6, 2], "<u2"), np.array([2, 4]), skipped=0, position=START
-        )
-        write_manifest(folder, writer.finish())
+    folder = write_store(tmp_path / "store", [[5], [6]], starts=[0, 2])
     assert verify_store(folder) == [
         "tokens-00000.bin: no BOS at place 2, where documents-00000.bin has a document begin"
     ]
@@ -123,9 +126,8 @@ def test_files_of_no_store(store):
 def test_chunks(store, monkeypatch):
     monkeypatch.setattr("torchtitan_lite.data.verify.CHUNK_TOKENS", 3)
     assert verify_store(store) == []
-    manifest = read_manifest(store)
-    write_manifest(store, replace(manifest, max_token_id=40))
-    assert asdict(read_manifest(store)) == asdict(replace(manifest, max_token_id=40))
+    changed = rewrite_manifest(store, max_token_id=40)
+    assert asdict(read_manifest(store)) == asdict(changed)
     assert (
         verify_store(store)[0] == "tokens-00002.bin: id 43 at place 2 is above the highest one, 40"
     )

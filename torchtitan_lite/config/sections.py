@@ -5,11 +5,12 @@ docs/config.md.
 """
 
 import os
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
-from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe, RecipeName
+from torchtitan_lite.data.datasets import DATASETS
+from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.lr_schedule import DECAYS
 
 Count = Annotated[int, Field(ge=1)]
@@ -25,6 +26,12 @@ Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
+if TYPE_CHECKING:
+    DatasetName = DecayType = RecipeName = str
+else:  # the choices are the rows of tables
+    DatasetName = Literal[tuple(DATASETS)]
+    DecayType = Literal[tuple(DECAYS)]
+    RecipeName = Literal[tuple(RECIPES)]
 
 
 class Section(BaseModel):
@@ -79,7 +86,7 @@ class LRSchedulerConfig(Section):
     """Length of the schedule in steps; unset: the run, by training.steps or training.epochs."""
     decay_ratio: Fraction | None = None
     """Share of total_steps in the final decay, after a constant phase; unset: all after warm-up."""
-    decay_type: Literal[tuple(DECAYS)] = "linear"  # type: ignore[valid-type]
+    decay_type: DecayType = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of optimizer.lr."""
@@ -95,7 +102,7 @@ class DatasetConfig(Section):
 
 
 class TrainingConfig(Section):
-    dataset: Literal["pystdlib"] = "pystdlib"
+    dataset: DatasetName = "pystdlib"
     """Dataset, if dataset_path is unset; pystdlib: the source of Python's standard library."""
     dataset_path: Name | None = None
     """Token store, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet; unset: dataset."""
@@ -248,7 +255,7 @@ class ValidationConfig(Section):
     """Steps between validations; the last step always validates."""
     steps: Count = 16
     """Batches of local_batch_size sequences per validation, divided among data-parallel ranks."""
-    dataset: Literal["pystdlib"] | None = None
+    dataset: DatasetName | None = None
     """Named dataset; with dataset_path unset too: windows held out of the training data."""
     dataset_path: Name | None = None
     """Token store or text to validate on, as in training.dataset_path."""

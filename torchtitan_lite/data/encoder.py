@@ -1,9 +1,8 @@
-"""Rows to ids on all cores: processes that parse and tokenize, each a batch at a time, for one that
-reads and writes.
+"""Tokenizing on all cores: one process reads and writes, worker processes parse and tokenize.
 
-The processes are started anew rather than forked, because a training process, whose threads a fork
-would break, tokenizes too. They end when their standard input does, so that none outlives the
-process that started it.
+Workers are new interpreters: a fork would break the threads of a training process, which tokenizes
+too, and multiprocessing's spawn would import its main module. A worker ends when its standard input
+does, so none outlives the process that started it.
 """
 
 import os
@@ -13,104 +12,121 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from torchtitan_lite.data.rows import BadRow, Row
-from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.errors import DataError
 
+from .rows import BadRow, TextRow
+from .tokenizer import Tokenizer, build_tokenizer
+
 AHEAD = 2
-"""Batches a process that are read before they are asked for."""
+"""Batches per worker that are read before they are asked for."""
+Worker = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """What a batch of rows became. The documents are one after the other in `ids` [sum of
-    lengths]."""
+class EncodedBatch:
+    """The documents of a batch of rows, concatenated."""
 
     ids: np.ndarray
+    """Tokens of all documents, [sum of lengths]."""
     lengths: np.ndarray
-    """Tokens of each document, BOS and EOS too, int64 [documents]."""
-    bad_rows: list[str]
-    """Of each row that is no document: its file, its line and what is wrong."""
+    """Tokens of each document with its BOS and EOS, int64 [documents]."""
+    bad_rows: list[BadRow]
 
 
 def encode_rows(
-    rows: Iterable[Row], *, parser: Callable[[Row], str], tokenizer: Tokenizer, dtype: np.dtype
-) -> Encoded:
-    """The documents of `rows`, in their order."""
+    rows: Iterable[TextRow],
+    *,
+    parser: Callable[[TextRow], str],
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+) -> EncodedBatch:
+    """Parse and tokenize rows, in order."""
     texts, bad_rows = [], []
     for row in rows:
         try:
             texts.append(parser(row))
         except BadRow as error:
-            bad_rows.append(str(error))
+            bad_rows.append(error)
     documents = [np.asarray(ids, dtype) for ids in tokenizer.encode_documents(texts)]
-    return Encoded(
-        np.concatenate(documents) if documents else np.empty(0, dtype),
-        np.array([len(ids) for ids in documents], np.int64),
-        bad_rows,
-    )
+    ids = np.concatenate([np.empty(0, dtype), *documents])
+    return EncodedBatch(ids, np.array([len(ids) for ids in documents], np.int64), bad_rows)
 
 
 def encode_batches(
-    batches: Iterable[list[Row]],
+    batches: Iterable[list[TextRow]],
     *,
-    parser: Callable[[Row], str],
+    parser: Callable[[TextRow], str],
     tokenizer: Tokenizer,
     dtype: np.dtype,
     workers: int,
-) -> Generator[tuple[list[Row], Encoded], None, None]:
-    """Each batch and what it became, in their order, computed by `workers` processes; AHEAD batches
-    a process are held in memory. Raises DataError if a process is killed."""
+) -> Generator[tuple[list[TextRow], EncodedBatch], None, None]:
+    """Yield each batch and its tokens, in order, computed by `workers` processes.
+
+    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed.
+    """
     setup = {"parser": parser, "tokenizer_path": str(tokenizer.path), "dtype": dtype}
-    started: list[subprocess.Popen[bytes]] = []
-    idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-
-    def encode(batch: list[Row]) -> Encoded:  # on a thread, which waits for a process
-        requests: list[object]
-        try:
-            process, requests = idle.get_nowait(), [batch]
-        except Empty:
-            process, requests = _start(), [setup, batch]  # at most one a thread
-            started.append(process)
-        try:
-            encoded = _ask(process, *requests)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise DataError(
-                f"a tokenizing process ended with exit code {process.wait()}, on rows from {batch[0].file}, line "
-                f"{batch[0].line} on; if it was killed (-9), memory may have run out: use fewer workers"
-            ) from error
-        idle.put(process)
-        return encoded
-
-    ahead: deque[tuple[list[Row], Future[Encoded]]] = deque()
-    threads = ThreadPoolExecutor(workers)
-    try:
+    ahead: deque[tuple[list[TextRow], Future[EncodedBatch]]] = deque()
+    with closing(_WorkerPool(workers, setup)) as pool:
         for batch in batches:
-            ahead.append((batch, threads.submit(encode, batch)))
+            ahead.append((batch, pool.submit(batch)))
             if len(ahead) > AHEAD * workers:
                 done, future = ahead.popleft()
                 yield done, future.result()
-        while ahead:
-            done, future = ahead.popleft()
+        for done, future in ahead:
             yield done, future.result()
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for process in started:
-            process.kill()  # so that no thread waits for an answer any more
-        threads.shutdown()
-        for process in started:  # one of which may have been started meanwhile
-            process.kill()
-            process.wait()
 
 
-def _start() -> "subprocess.Popen[bytes]":
-    # It finds modules where this one does, and not in the current folder, whose files may be
-    # anyone's. In a session of its own, Ctrl-C does not reach it.
+class _WorkerPool:
+    """Threads that each wait for a worker process. `setup` is what a worker needs to know."""
+
+    def __init__(self, workers: int, setup: dict[str, object]) -> None:
+        self._setup = setup
+        self._threads = ThreadPoolExecutor(workers)
+        self._started: list[Worker] = []
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+
+    def submit(self, batch: list[TextRow]) -> Future[EncodedBatch]:
+        return self._threads.submit(self._encode, batch)
+
+    def _encode(self, batch: list[TextRow]) -> EncodedBatch:
+        requests: list[object] = [batch]
+        try:
+            worker = self._idle.get_nowait()
+        except Empty:
+            worker = _start_worker()  # at most one per thread
+            self._started.append(worker)
+            requests.insert(0, self._setup)
+        try:
+            encoded = _ask(worker, *requests)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            place = f"rows from {batch[0].file}, line {batch[0].line} on" if batch else "no rows"
+            raise DataError(
+                f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
+                "killed (-9), memory may have run out: use fewer workers"
+            ) from error
+        self._idle.put(worker)
+        return encoded
+
+    def close(self) -> None:
+        # Killing the workers ends the threads' waiting; one may have been started meanwhile.
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._started:
+            worker.kill()
+        self._threads.shutdown()
+        for worker in self._started:
+            worker.kill()
+            worker.wait()
+
+
+def _start_worker() -> Worker:
+    # The worker finds modules where this process does, and not in the current folder, which may
+    # hold anyone's files. In its own session, it does not receive Ctrl-C.
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -120,18 +136,18 @@ def _start() -> "subprocess.Popen[bytes]":
     )
 
 
-def _ask(process: "subprocess.Popen[bytes]", *requests: object) -> Encoded:
-    assert process.stdin is not None and process.stdout is not None
+def _ask(worker: Worker, *requests: object) -> EncodedBatch:
+    assert worker.stdin is not None and worker.stdout is not None
     for request in requests:
-        pickle.dump(request, process.stdin, pickle.HIGHEST_PROTOCOL)
-    process.stdin.flush()
-    return pickle.load(process.stdout)
+        pickle.dump(request, worker.stdin, pickle.HIGHEST_PROTOCOL)
+    worker.stdin.flush()
+    return pickle.load(worker.stdout)
 
 
 def serve() -> None:
-    """Answer batches from standard input until it ends."""
+    """Run a worker: answer batches from standard input until it ends."""
     requests, answers = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is not an answer
+    os.dup2(2, 1)  # keeps a library's output out of the answers
     setup = pickle.load(requests)
     tokenizer = build_tokenizer(setup.pop("tokenizer_path"))
     while requests.peek(1):
@@ -140,4 +156,4 @@ def serve() -> None:
             pickle.dump(encoded, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()
         except BrokenPipeError:
-            os._exit(1)  # who asked was killed
+            os._exit(1)  # the process that asked was killed

@@ -1,13 +1,16 @@
-"""What a token store is on disk, and the manifest that says what it holds.
+"""The format of a token store on disk, and the manifest that describes its content.
 
-A store is a folder. `tokens-00000.bin`, `tokens-00001.bin`, ... are its shards: one stream of ids,
-BOS, text, EOS of every document, one after the other, cut every `shard_tokens` ids, wherever that
-is. `documents-00000.bin`, ... tell where in its shard each document begins, uint32. All numbers are
-little endian.
+A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of token
+ids: BOS, text, EOS of every document. `documents-00000.bin`, ... hold the places in their shard at
+which documents begin. All numbers are little endian.
+
+In format 3 a shard is a chunk of the source. In format 2, which is still read, it is 2^29 ids, cut
+regardless of documents.
 """
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,20 +21,26 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.files import replace_file
 
-FORMAT = 2
+FORMAT = 3
+START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
+"""Type of the numbers in documents files, by format."""
 MANIFEST_FILE = "manifest.json"
-START_DTYPE = np.dtype("<u4")
-"""Of the documents files: a shard has at most MAX_SHARD_TOKENS ids."""
-MAX_SHARD_TOKENS = 2**32
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a store is made of. `source_fingerprint` changes with the text, `tokenizer_fingerprint`
-    with the ids; two recipes are equal whatever the names."""
+class DamagedStoreError(DataError):
+    """A store is broken, and not just of a format that this version does not read."""
 
-    format: int
+
+@dataclass(frozen=True)
+class StoreRecipe:
+    """What a store is made from.
+
+    `source_fingerprint` changes with the text, `tokenizer_fingerprint` with the ids. Names and the
+    format do not take part in a comparison.
+    """
+
+    format: int = field(compare=False)
     source: str = field(compare=False)
     source_fingerprint: str
     tokenizer: str = field(compare=False)
@@ -40,12 +49,13 @@ class Recipe:
     bos_id: Count
     eos_id: Count
     dtype: Literal["<u2", "<u4"]
-    shard_tokens: Annotated[int, Field(ge=1, le=MAX_SHARD_TOKENS)]
+    shard_tokens: Count | None = field(default=None, compare=False)
+    """Ids of each shard but the last one; only in format 2."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The sizes and sha256 of a shard's two files."""
+    """Sizes and sha256 of a shard's two files."""
 
     tokens: Count
     documents: Count
@@ -54,138 +64,112 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a store holds. `fingerprint` changes with any of its ids, and with nothing else: shards
-    are cut alike."""
+class StoreManifest:
+    """Content of a store."""
 
-    __pydantic_config__ = ConfigDict(
-        strict=True, extra="forbid"
-    )  # of what is read from disk, nested classes included
+    # Holds for nested classes too: values are read from disk.
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
-    recipe: Recipe
+    recipe: StoreRecipe
     tokens: Count
     documents: Count
     max_token_id: Count
     skipped_rows: Count
     fingerprint: str
+    """Changes with any id of the stream, and with nothing else."""
     shards: tuple[Shard, ...]
 
 
-_READER = TypeAdapter(Manifest)
+_READER = TypeAdapter(StoreManifest)
 
 
 def tokens_file(folder: Path, shard: int) -> Path:
-    """The ids of a shard."""
+    """Return the path of a shard's ids."""
     return folder / f"tokens-{shard:05d}.bin"
 
 
 def documents_file(folder: Path, shard: int) -> Path:
-    """Where in a shard each of its documents begins."""
+    """Return the path of the places in a shard at which documents begin."""
     return folder / f"documents-{shard:05d}.bin"
 
 
 def is_store(path: Path) -> bool:
-    """Whether a path is a folder that says of itself that it is a token store."""
+    """Return whether a path is a folder with a manifest."""
     return (path / MANIFEST_FILE).is_file()
 
 
-def fingerprint_of(recipe: Recipe, shards: tuple[Shard, ...]) -> str:
-    """What tells a store's ids from any other's."""
-    digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())
-    for shard in shards:
-        digest.update(f" {shard.tokens} {shard.tokens_sha256}".encode())
-    return digest.hexdigest()
+def merge_manifests(recipe: StoreRecipe, parts: Sequence[StoreManifest]) -> StoreManifest:
+    """Describe the store whose shards are those of `parts`; its fingerprint is still empty."""
+    return StoreManifest(
+        recipe=recipe,
+        tokens=sum(part.tokens for part in parts),
+        documents=sum(part.documents for part in parts),
+        max_token_id=max((part.max_token_id for part in parts), default=0),
+        skipped_rows=sum(part.skipped_rows for part in parts),
+        fingerprint="",
+        shards=tuple(shard for part in parts for shard in part.shards),
+    )
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put a manifest, with a hash of all its fields, into a store's folder."""
+def write_manifest(path: Path, manifest: StoreManifest) -> None:
+    """Write a manifest, with a hash of all its fields, in one step."""
     fields = asdict(manifest)
-    replace_file(folder / MANIFEST_FILE, json.dumps(fields | {"sha256": _hash(fields)}, indent=1))
+    replace_file(path, json.dumps(fields | {"sha256": _hash(fields)}, indent=1))
 
 
 def _hash(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the store in `folder`. Raises DataError for a folder without one, and for one
-    that is damaged or of another version."""
-    path = folder / MANIFEST_FILE
+def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
+    """Read the manifest of a store. Raises DataError if it is missing, damaged or of another
+    format."""
     try:
-        fields = json.loads(path.read_text())
-        recipe = fields["recipe"]
-        if recipe["format"] != FORMAT:
-            raise ValueError(
-                f"its format is {recipe['format']}, this version reads {FORMAT}; make it anew"
-            )
-        if fields.pop("sha256") != _hash(fields):
+        fields = json.loads((folder / name).read_text())
+        known = fields["recipe"]["format"] in START_DTYPES
+        if known and fields.pop("sha256") != _hash(fields):
             raise ValueError("its contents have changed")
-        manifest = _READER.validate_json(
-            json.dumps(fields)
-        )  # from JSON, so that strictness lets a list be a tuple
-        _check_counts(manifest)
-        return manifest
+        if known:
+            manifest = _READER.validate_json(json.dumps(fields))  # strict JSON: lists are tuples
+            _check_counts(manifest)
+            return manifest
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise DataError(f"token store {folder} is damaged: {path.name}: {reason}") from error
+        raise DamagedStoreError(f"token store {folder} is damaged: {name}: {reason}") from error
+    raise DataError(
+        f"token store {folder}: {name}: its format is {fields['recipe']['format']}, this version "
+        f"reads {' and '.join(map(str, START_DTYPES))}; make the store again in another folder"
+    )
 
 
-def _check_counts(manifest: Manifest) -> None:
-    """Raise ValueError if vocabulary, shard sizes and totals are inconsistent; offsets are computed
-    from them."""
-    recipe, sizes = manifest.recipe, [shard.tokens for shard in manifest.shards]
+def _check_counts(manifest: StoreManifest) -> None:
+    """Raise ValueError if vocabulary, shard sizes and totals contradict each other."""
+    recipe, shards = manifest.recipe, manifest.shards
     if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
         raise ValueError(
             f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds"
         )
-    if (
-        any(size != recipe.shard_tokens for size in sizes[:-1])
-        or max(sizes, default=0) > recipe.shard_tokens
-    ):
-        raise ValueError(
-            f"its shards do not have {recipe.shard_tokens} tokens each, the last one at most as many"
-        )
-    tokens, documents = sum(sizes), sum(shard.documents for shard in manifest.shards)
+    tokens = sum(shard.tokens for shard in shards)
+    documents = sum(shard.documents for shard in shards)
     if (tokens, documents) != (manifest.tokens, manifest.documents):
         raise ValueError(
-            f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and {manifest.documents}"
+            f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and "
+            f"{manifest.documents}"
         )
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise DataError unless each file of a store has the size that its manifest says. Contents are
-    not read."""
-    if problems := wrong_sizes(folder, manifest.recipe, manifest.shards):
-        raise DataError(
-            f"token store {folder} is damaged: {problems[0]}; copy it again, or make it anew"
-        )
-
-
-def wrong_sizes(folder: Path, recipe: Recipe, shards: tuple[Shard, ...]) -> list[str]:
-    """What is wrong with the files of some shards, as far as sizes tell."""
-    return [
-        problem
-        for i, shard in enumerate(shards)
-        for problem in wrong_shard_sizes(folder, recipe, i, shard)
-    ]
-
-
-def wrong_shard_sizes(folder: Path, recipe: Recipe, i: int, shard: Shard) -> list[str]:
-    """What is wrong with the files of the `i`-th shard, as far as sizes tell."""
+def wrong_sizes(folder: Path, recipe: StoreRecipe, number: int, shard: Shard) -> Iterator[str]:
+    """Yield what is wrong with the sizes of a shard's files."""
     expected = {
-        tokens_file(folder, i): shard.tokens * np.dtype(recipe.dtype).itemsize,
-        documents_file(folder, i): shard.documents * START_DTYPE.itemsize,
+        tokens_file(folder, number): shard.tokens * np.dtype(recipe.dtype).itemsize,
+        documents_file(folder, number): shard.documents * START_DTYPES[recipe.format].itemsize,
     }
-    problems = []
     for path, size in expected.items():
         try:
-            found = path.stat().st_size
+            if (found := path.stat().st_size) != size:
+                yield f"{path.name} has {found} bytes, not {size}"
         except OSError as error:
-            problems.append(f"{path.name}: {error.strerror}")
-            continue
-        if found != size:
-            problems.append(f"{path.name} has {found} bytes, not {size}")
-    return problems
+            yield f"{path.name}: {error.strerror}"

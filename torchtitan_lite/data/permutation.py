@@ -1,5 +1,4 @@
-"""Random order without a list: a keyed bijection on [0, n), which gives any place of the order by
-itself."""
+"""Random order without a list: a keyed bijection on [0, n) computes any place of the order."""
 
 import math
 from hashlib import shake_256
@@ -7,7 +6,7 @@ from hashlib import shake_256
 import numpy as np
 
 SMALL = 2**12
-"""Up to this size an order is made whole: the grid below is too small to mix well."""
+"""Up to this size an order is stored: the grid below would be too small to mix well."""
 ROUNDS = 6
 CHUNK = 2**14  # indices worked on at a time, so that their arrays stay in the processor's cache
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
@@ -17,11 +16,11 @@ HALF = np.uint64(32)
 class Permutation:
     """A pseudo-random bijection on [0, n), chosen by the text `key`, in constant memory.
 
-    Up to SMALL indices it is the order of as many random numbers. Beyond, it is a Feistel network
-    on a grid (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is row and
-    column of a grid of ceil(sqrt(n)) rows that just holds n cells, and each round shifts one
-    coordinate, around, by a keyed hash of the other. The few indices that land on cells past n go
-    through again until they do not.
+    Up to SMALL indices it is the sorting order of as many random numbers. Beyond, it is a Feistel
+    network on a grid (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is
+    a cell of a grid of ceil(sqrt(n)) rows that just holds n cells, and each round rotates one
+    coordinate by a keyed hash of the other. The few indices that land on cells past n are mapped
+    again until they do not.
     """
 
     def __init__(self, n: int, *, key: str) -> None:
@@ -39,7 +38,7 @@ class Permutation:
         ).reshape(ROUNDS, 2)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """The images of indices, both int64 [any length]."""
+        """Return the images of indices, both int64 [any length]."""
         if self.n <= SMALL:
             return self._order[indices]
         images = indices.astype(np.uint64)
@@ -61,7 +60,7 @@ class Permutation:
 
 
 def _hash(values: np.ndarray, factor: np.uint64, summand: np.uint64) -> np.ndarray:
-    """32 mixed bits of each value."""
+    """Return 32 mixed bits of each value."""
     bits = values * (factor | np.uint64(1))
     bits += summand
     bits ^= bits >> HALF
@@ -71,10 +70,9 @@ def _hash(values: np.ndarray, factor: np.uint64, summand: np.uint64) -> np.ndarr
 
 
 def _shift(coordinate: np.ndarray, size: np.uint64, bits: np.ndarray) -> None:
-    """Add a share bits / 2^32 of the size to the coordinate, modulo the size, in place."""
+    """Add the share bits / 2^32 of the size to the coordinate, modulo the size, in place."""
     bits *= size
     bits >>= HALF
     coordinate += bits
-    # Where there is nothing to take off, the unsigned difference wraps around to a number that is
-    # larger.
+    # Below the size, the unsigned difference wraps around to a larger number.
     np.minimum(coordinate, coordinate - size, out=coordinate)

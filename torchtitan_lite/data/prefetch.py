@@ -1,4 +1,4 @@
-"""Batches assembled ahead of need, on a thread beside the training."""
+"""Batches read ahead, on a thread beside the training."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -6,15 +6,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from torchtitan_lite.data.dataloader import Batch
+from .dataloader import Batch
 
 DEPTH = 4
-"""Batches that are ready, or being made ready, before they are asked for."""
+"""Batches that are made before they are asked for."""
 
 
 class Prefetcher:
-    """The same batches, in pinned memory where `device` is a GPU. An error in their making is
-    raised by `next`, in its turn."""
+    """Iterator over the same batches, in pinned memory where `device` is a GPU.
+
+    An error in making a batch is raised when its turn comes.
+    """
 
     def __init__(self, batches: Iterable[Batch], *, device: torch.device) -> None:
         self._batches = iter(batches)
@@ -28,9 +30,8 @@ class Prefetcher:
         batch = next(self._batches, None)
         if batch is None or self._device.type == "cpu":
             return batch
-        torch.cuda.set_device(
-            self._device
-        )  # a thread has its own, and would pin memory through the first GPU
+        # Each thread has its own device; memory would be pinned through the first GPU.
+        torch.cuda.set_device(self._device)
         tokens, labels = batch
         return tokens.pin_memory(), labels.pin_memory()
 
@@ -46,5 +47,5 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """End the thread, once it has made what it is at."""
+        """End the thread, once it has made its current batch."""
         self._thread.shutdown(cancel_futures=True)

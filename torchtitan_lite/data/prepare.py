@@ -1,100 +1,63 @@
-"""Token stores, made: rows in, shards out, on all cores, in constant memory, and safe to kill at
-any moment.
+"""Making of token stores: on all cores, in bounded memory, and safe to kill at any moment.
 
-The store grows in a folder beside its own, `STORE.partial`, which takes the store's name once it is
-whole. Every COMMIT_SECONDS the files are on disk and `progress.json` tells how much of them counts
-and where in the source to read on, so that a killed run goes on there. The ids do not depend on
-when that was: a store is the same, byte by byte.
+A store grows in the folder `STORE.partial`, which is renamed when it is complete. Each chunk of the
+source becomes one shard. `shard-00000.json`, the manifest of a single shard, is written when the
+shard's files are on disk; a run that finds it goes on after that shard. The content of a store does
+not depend on when and how often a run was killed.
 """
 
 import fcntl
-import json
+import hashlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import fields, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import IO
 
-from torchtitan_lite.data.encoder import encode_batches
-from torchtitan_lite.data.manifest import (
+import numpy as np
+
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.files import fsync_folder, remove_folder, usable_cores
+from torchtitan_lite.logger import logger
+
+from .encoder import EncodedBatch, encode_batches
+from .manifest import (
     FORMAT,
     MANIFEST_FILE,
-    MAX_SHARD_TOKENS,
-    Manifest,
-    Recipe,
+    START_DTYPES,
+    DamagedStoreError,
     Shard,
-    check_sizes,
+    StoreManifest,
+    StoreRecipe,
+    documents_file,
     is_store,
+    merge_manifests,
     read_manifest,
+    tokens_file,
     write_manifest,
     wrong_sizes,
 )
-from torchtitan_lite.data.rows import Position, Row
-from torchtitan_lite.data.sources import Source
-from torchtitan_lite.data.store_writer import PROGRESS_FILE, Progress, StoreWriter, write_progress
-from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import fsync_folder, remove_folder
-from torchtitan_lite.logger import logger
+from .rows import TextRow
+from .sources import Chunk, Source
+from .token_store import TokenStore
+from .tokenizer import Tokenizer
 
-SHARD_TOKENS = 2**29
-"""Ids of a shard: 1 GiB where an id takes 2 bytes."""
+TokenizedBatch = tuple[list[TextRow], EncodedBatch]
+"""Rows and their tokens; an empty batch ends a chunk."""
 BATCH_BYTES = 2**20
-"""Of rows that a process gets at a time."""
-COMMIT_SECONDS = 2.0
+"""Size of the rows that a worker gets at a time."""
 REPORTED_ROWS = 20
-"""Bad rows that are named; of more only the number is told."""
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What a progress line is made of."""
-
-    progress: Progress
-    read: float | None
-    """Share of the source, 0 to 1; None where its size is not known."""
-    tokens_per_s: float
-
-
-def prepare_store(
-    folder: Path,
-    source: Source,
-    tokenizer: Tokenizer,
-    *,
-    skip_bad: int = 0,
-    workers: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-    report: Callable[[Pace], None] | None = None,
-) -> Manifest:
-    """The manifest of the store of `source` in `folder`: made, finished where an earlier run was
-    killed, or there already. Arguments are those of `make_store`. Raises DataError for a folder
-    that is something else, and StorageError where the store cannot be written."""
-    if not folder.name:
-        raise DataError(f"{folder} is no name for a token store; name a new folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(lock_of(folder)):
-            if folder.exists():
-                return _made_before(
-                    folder, _recipe(source, tokenizer, shard_tokens), skip_bad=skip_bad
-                )
-            return make_store(
-                folder,
-                source,
-                tokenizer,
-                skip_bad=skip_bad,
-                workers=workers,
-                shard_tokens=shard_tokens,
-                report=report,
-            )
-    except OSError as error:
-        raise StorageError(
-            f"token store {folder} cannot be written: {error.strerror}; make room, or name another folder; run again, "
-            "it goes on where it was"
-        ) from error
+"""Bad rows that are named; further ones are only counted."""
+REPORT_SECONDS = 10.0
+"""Time between two lines that report progress."""
+OWN_FILES = re.compile(
+    r"(tokens|documents)-\d+\.bin|(shard-\d+|manifest)\.json|\.(shard-\d+|manifest)\.json\..+"
+)
+"""Names of the files in an unfinished store, and of drafts that `replace_file` left."""
 
 
 def make_store(
@@ -104,51 +67,86 @@ def make_store(
     *,
     skip_bad: int = 0,
     workers: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-    report: Callable[[Pace], None] | None = None,
-) -> Manifest:
-    """The manifest of the store of `source` in `folder`, which is not there yet; the caller is
-    alone there. Up to `skip_bad` rows that are no documents are left out and counted. `workers`
-    processes tokenize, by default one a core. `report` is called with each batch. Raises DataError
-    for more bad rows, and if there is no document."""
-    started = time.monotonic()
-    partial = folder.with_name(folder.name + ".partial")
-    recipe = _recipe(source, tokenizer, shard_tokens)
-    if is_store(partial) and not (partial / PROGRESS_FILE).exists():
-        manifest = read_manifest(partial)  # an earlier run was killed with only this left to do
-        _check_recipe(partial, manifest.recipe, recipe)
-    else:
-        with StoreWriter(partial, _unfinished(partial, recipe)) as writer:
-            _fill(
-                writer,
-                source,
-                tokenizer,
-                skip_bad=skip_bad,
-                workers=workers or _cores(),
-                report=report,
-            )
-            manifest = writer.finish()
-        if source.fingerprint_now is not None and source.fingerprint_now() != source.fingerprint:
-            remove_folder(partial)
-            raise DataError(f"{source.name} changed while it was read; run again")
-        if not manifest.documents:
-            remove_folder(partial)
-            raise DataError(f"{source.name} holds 0 documents; name text that has some")
-        write_manifest(partial, manifest)
-        (partial / PROGRESS_FILE).unlink(missing_ok=True)
-    fsync_folder(partial)
-    partial.rename(folder)
-    fsync_folder(folder.parent)
+    replace_damaged: bool = False,
+) -> TokenStore:
+    """Make the store of `source` in `folder`, or finish it, unless it is there already.
+
+    Up to `skip_bad` rows that are no documents are left out and counted. `workers` processes
+    tokenize, by default one per core. Raises DataError for more bad rows, for text that changes
+    meanwhile, if there is no document, and for a folder that is something else; a damaged store is
+    made again with `replace_damaged`. Raises OSError if files cannot be written.
+    """
+    if not folder.name:
+        raise DataError(f"{folder} is no name for a token store; name a new folder")
+    recipe = _build_recipe(source, tokenizer)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists():
+            if not (replace_damaged or is_store(folder)):
+                raise DataError(f"{folder} exists and is no token store; name another folder")
+            try:
+                store = TokenStore(folder)
+                _check_recipe(folder, store.manifest.recipe, recipe)
+                _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
+                return store
+            except DamagedStoreError as error:
+                if not replace_damaged:
+                    raise
+                logger.warning("%s", error)
+                remove_folder(folder)
+
+        started = time.monotonic()
+        partial = folder.with_name(folder.name + ".partial")
+        _make_partial(partial, recipe, source, tokenizer, skip_bad, workers)
+        fsync_folder(partial)
+        partial.rename(folder)
+        fsync_folder(folder.parent)
+    store = TokenStore(folder)
     logger.info(
-        f"tokenized {source.name}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
-        f"{manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
+        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
+        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
     )
-    return manifest
+    return store
 
 
-def _recipe(source: Source, tokenizer: Tokenizer, shard_tokens: int) -> Recipe:
-    assert 1 <= shard_tokens <= MAX_SHARD_TOKENS, f"no shards of {shard_tokens} tokens"
-    return Recipe(
+def _make_partial(
+    partial: Path,
+    recipe: StoreRecipe,
+    source: Source,
+    tokenizer: Tokenizer,
+    skip_bad: int,
+    workers: int | None,
+) -> None:
+    """Make or finish the unfinished store: all shards, the manifest, and nothing else."""
+    partial.mkdir(exist_ok=True)
+    if foreign := [p.name for p in partial.iterdir() if not OWN_FILES.fullmatch(p.name)]:
+        raise DataError(
+            f"{partial} is in the way, and no unfinished token store of this version: it has "
+            f"{min(foreign)}; remove it"
+        )
+
+    # With a manifest, only the last steps are left to do.
+    if is_store(partial):
+        _check_recipe(partial, read_manifest(partial).recipe, recipe)
+    else:
+        shards = _make_shards(partial, recipe, source, tokenizer, skip_bad, workers)
+        manifest = merge_manifests(recipe, shards)
+        problem = "" if manifest.documents else "holds 0 documents; name text that has some"
+        if source.fingerprint_now() != source.fingerprint:
+            problem = "changed while it was read; run again"
+        if problem:
+            remove_folder(partial)
+            raise DataError(f"{source.name} {problem}")
+        fingerprint = TokenStore(partial, manifest).compute_fingerprint()
+        write_manifest(partial / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
+
+    for path in partial.iterdir():
+        if path.suffix != ".bin" and path.name != MANIFEST_FILE:
+            path.unlink()
+
+
+def _build_recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
+    return StoreRecipe(
         format=FORMAT,
         source=source.name,
         source_fingerprint=source.fingerprint,
@@ -158,19 +156,160 @@ def _recipe(source: Source, tokenizer: Tokenizer, shard_tokens: int) -> Recipe:
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
-        shard_tokens=shard_tokens,
     )
 
 
-def lock_of(folder: Path) -> Path:
-    """The file for `exclusive` use of a store's folder."""
-    return folder.with_name(f".{folder.name}.lock")
+def _check_recipe(folder: Path, found: StoreRecipe, asked: StoreRecipe) -> None:
+    """Raise DataError if a folder was made from something else."""
+    if found != asked:
+        compared = (field.name for field in fields(found) if field.compare)
+        pairs = ((name, getattr(found, name), getattr(asked, name)) for name in compared)
+        differences = "; ".join(
+            f"{name} is {was}, asked for is {now}" for name, was, now in pairs if was != now
+        )
+        raise DataError(
+            f"{folder} was made of other text or with another tokenizer ({differences}); remove "
+            "it, or name another folder"
+        )
+
+
+def _check_skipped(folder: Path, skipped_rows: int, skip_bad: int) -> None:
+    if skipped_rows > skip_bad:
+        raise DataError(
+            f"{folder} was made without {skipped_rows} bad rows, and --skip-bad is {skip_bad}; "
+            "allow as many, or remove it and fix them"
+        )
+
+
+def _finished_shards(partial: Path, recipe: StoreRecipe) -> Iterator[StoreManifest]:
+    """Yield the manifest of each shard that earlier runs completed."""
+    for number in count():
+        name = f"shard-{number:05d}.json"
+        if not (partial / name).exists():
+            return
+        record = read_manifest(partial, name)
+        _check_recipe(partial, record.recipe, recipe)
+        for problem in wrong_sizes(partial, recipe, number, record.shards[0]):
+            raise DataError(f"{partial}: {problem}; remove the folder, to start again")
+        yield record
+
+
+def _make_shards(
+    partial: Path,
+    recipe: StoreRecipe,
+    source: Source,
+    tokenizer: Tokenizer,
+    skip_bad: int,
+    workers: int | None,
+) -> list[StoreManifest]:
+    """Write the shards that are not there yet, and return the manifests of all of them."""
+    shards = list(_finished_shards(partial, recipe))
+    total = merge_manifests(recipe, shards)
+    _check_skipped(partial, total.skipped_rows, skip_bad)
+    if shards:
+        logger.info(
+            f"{partial}: going on after {total.documents:,} documents, {total.tokens:,} tokens"
+        )
+
+    chunk_count = sum(1 for _ in source.chunks())
+    encoded_batches = encode_batches(
+        _batched(islice(source.chunks(), len(shards), None)),
+        parser=source.parser,
+        tokenizer=tokenizer,
+        dtype=np.dtype(recipe.dtype),
+        workers=workers or len(usable_cores()),
+    )
+    with closing(encoded_batches):
+        batches = _reported(encoded_batches, source.name, total, chunk_count, skip_bad)
+        for number in range(len(shards), chunk_count):
+            shards.append(_write_shard(partial, number, recipe, batches))
+    return shards
+
+
+def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
+    """Yield the rows of each chunk in batches of BATCH_BYTES or one row, and then an empty one."""
+    for chunk in chunks:
+        batch: list[TextRow] = []
+        size = 0
+        for row in chunk():
+            batch.append(row)
+            size += len(row.data)
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+        yield []
+
+
+def _reported(
+    batches: Iterable[TokenizedBatch],
+    name: str,
+    before: StoreManifest,
+    chunk_count: int,
+    skip_bad: int,
+) -> Iterator[TokenizedBatch]:
+    """Pass batches on, and log bad rows and progress, after the shards of `before`.
+
+    Raises DataError for the first bad row that is too many.
+    """
+    started = reported = time.monotonic()
+    tokens, skipped, finished = 0, before.skipped_rows, len(before.shards)
+    for rows, encoded in batches:
+        for row in encoded.bad_rows:
+            skipped += 1
+            if skipped > skip_bad:
+                raise DataError(
+                    f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
+                    f"--skip-bad {skipped} or more"
+                )
+            if skipped <= REPORTED_ROWS:
+                logger.warning("skipped: %s", row)
+
+        tokens, finished = tokens + len(encoded.ids), finished + (not rows)
+        if (now := time.monotonic()) - reported >= REPORT_SECONDS:
+            reported = now
+            logger.info(
+                f"{name}: {finished} of {chunk_count} chunks done, {tokens:,} tokens in this run, "
+                f"{tokens / (now - started):,.0f} a second"
+            )
+        yield rows, encoded
+
+
+def _write_shard(
+    partial: Path, number: int, recipe: StoreRecipe, batches: Iterator[TokenizedBatch]
+) -> StoreManifest:
+    """Write the batches of a chunk, and then the shard's manifest, which declares it finished."""
+    tokens = documents = max_token_id = skipped_rows = 0
+    digests = (hashlib.sha256(), hashlib.sha256())
+    ids_path, starts_path = tokens_file(partial, number), documents_file(partial, number)
+    with ids_path.open("wb") as ids_file, starts_path.open("wb") as starts_file:
+        files = (ids_file, starts_file)
+        for rows, batch in batches:
+            starts = tokens + np.cumsum(batch.lengths) - batch.lengths
+            parts = (batch.ids, starts.astype(START_DTYPES[FORMAT]))
+            for file, digest, part in zip(files, digests, parts, strict=True):
+                file.write(part.data)
+                digest.update(part.data)
+            tokens += len(batch.ids)
+            documents += len(batch.lengths)
+            max_token_id = max(max_token_id, int(batch.ids.max(initial=0)))
+            skipped_rows += len(batch.bad_rows)
+            if not rows:  # the end of the chunk
+                break
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    shard = Shard(tokens, documents, *(digest.hexdigest() for digest in digests))
+    record = StoreManifest(recipe, tokens, documents, max_token_id, skipped_rows, "", (shard,))
+    write_manifest(partial / f"shard-{number:05d}.json", record)
+    return record
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """One process at a time, of all that name the same file; the others wait. The file is there
-    only meanwhile."""
+    """Hold the lock file `path`, which exists only meanwhile; other processes wait."""
     while True:
         with path.open("a") as lock:
             try:
@@ -187,164 +326,9 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _is_open_as(path: Path, lock: IO[str]) -> bool:
-    """Whether a file is still there: who held it before may have removed it, and a lock on that
-    would keep no one out."""
+    """Return whether a lock file is still there. Its last owner may have removed it, and a lock on
+    a removed file would keep no one out."""
     try:
         return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
     except FileNotFoundError:
         return False
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _made_before(folder: Path, recipe: Recipe, *, skip_bad: int) -> Manifest:
-    """The manifest of a folder that is there, if it is the store that `recipe` makes."""
-    if not is_store(folder):
-        raise DataError(f"{folder} exists and is no token store; name another folder")
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    _check_recipe(folder, manifest.recipe, recipe)
-    _check_skipped(folder, manifest.skipped_rows, skip_bad)
-    logger.info(
-        f"{folder} is made already: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
-    )
-    return manifest
-
-
-def _check_recipe(folder: Path, found: Recipe, asked: Recipe) -> None:
-    """Raise DataError if what a folder holds was made of something else."""
-    if found != asked:
-        pairs = {
-            field.name: (getattr(found, field.name), getattr(asked, field.name))
-            for field in fields(found)
-        }
-        differences = (
-            f"{name} is {was}, asked for is {now}"
-            for name, (was, now) in pairs.items()
-            if was != now
-        )
-        raise DataError(
-            f"{folder} was made of other text or with another tokenizer ({'; '.join(differences)}); remove it, or name "
-            "another folder"
-        )
-
-
-def _check_skipped(folder: Path, skipped_rows: int, skip_bad: int) -> None:
-    if skipped_rows > skip_bad:
-        raise DataError(
-            f"{folder} was made without {skipped_rows} bad rows, and --skip-bad is {skip_bad}; allow as many, or "
-            "remove it and mend them"
-        )
-
-
-def _unfinished(partial: Path, recipe: Recipe) -> Progress:
-    """How far a killed run came in `partial`, which is made if it is not there. Raises DataError
-    for a folder that is something else, and for files that are not what was left."""
-    partial.mkdir(exist_ok=True)
-    for name in (PROGRESS_FILE, MANIFEST_FILE):
-        for draft in partial.glob(f".{name}.*"):  # of a run that was killed while it wrote the file
-            draft.unlink()
-    if not any(partial.iterdir()):
-        progress = Progress(recipe)
-        write_progress(partial, progress)
-        return progress
-    try:
-        saved = json.loads((partial / PROGRESS_FILE).read_text())
-        progress = replace(
-            Progress(**saved),
-            recipe=Recipe(**saved["recipe"]),
-            position=Position(*saved["position"]),
-            shards=tuple(Shard(**shard) for shard in saved["shards"]),
-        )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(
-            f"{partial} is in the way, and no unfinished token store: {error}; remove it"
-        ) from error
-    _check_recipe(partial, progress.recipe, recipe)
-    if problems := wrong_sizes(partial, recipe, progress.shards):
-        raise DataError(f"{partial}: {problems[0]}; remove it, to start anew")
-    if progress.tokens:
-        logger.info(
-            f"{partial}: going on after {progress.documents:,} documents, {progress.tokens:,} tokens"
-        )
-    return replace(progress, recipe=recipe)
-
-
-def _fill(
-    writer: StoreWriter,
-    source: Source,
-    tokenizer: Tokenizer,
-    *,
-    skip_bad: int,
-    workers: int,
-    report: Callable[[Pace], None] | None,
-) -> None:
-    """Write what is left of the source."""
-    began, tokens_before, committed = time.monotonic(), writer.progress.tokens, time.monotonic()
-    _check_skipped(writer.folder, writer.progress.skipped_rows, skip_bad)
-    share_read = ShareRead(source)
-    batches = batched(source.rows(writer.progress.position))
-    encoded_batches = encode_batches(
-        batches, parser=source.parser, tokenizer=tokenizer, dtype=writer.dtype, workers=workers
-    )
-    with closing(encoded_batches):
-        for rows, encoded in encoded_batches:
-            _name_bad_rows(encoded.bad_rows, before=writer.progress.skipped_rows, skip_bad=skip_bad)
-            writer.append(
-                encoded.ids, encoded.lengths, skipped=len(encoded.bad_rows), position=rows[-1].end
-            )
-            if time.monotonic() - committed >= COMMIT_SECONDS:
-                writer.commit()
-                committed = time.monotonic()
-            if report is not None:
-                rate = (writer.progress.tokens - tokens_before) / (time.monotonic() - began)
-                report(Pace(writer.progress, share_read(rows[-1]), rate))
-
-
-def _name_bad_rows(bad_rows: list[str], *, before: int, skip_bad: int) -> None:
-    """Log rows that are left out. Raises DataError for the first that is too many."""
-    for count, reason in enumerate(bad_rows, start=before + 1):
-        if count > skip_bad:
-            raise DataError(
-                f"{reason}; mend the row, or make a store with scripts/prepare_data.py make --skip-bad {count} or more"
-            )
-        if count <= REPORTED_ROWS:
-            logger.warning("skipped: %s", reason)
-
-
-def batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Runs of rows, each cut off once it has BATCH_BYTES."""
-    batch: list[Row] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += len(row.data)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-class ShareRead:
-    """The share of a source that is read up to a row, from 0 to 1, of rows in their order; None
-    where there are no files."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._sizes = enumerate(source.sizes())
-        self._file, self._size, self._before = -1, 0, 0
-
-    @cached_property
-    def _all(self) -> int:
-        return sum(
-            self._source.sizes()
-        )  # asks for the size of every file, which is not needed unless it is reported
-
-    def __call__(self, row: Row) -> float | None:
-        while self._all and self._file < row.end.file:
-            self._before += self._size
-            self._file, self._size = next(self._sizes)
-        return min(1.0, (self._before + row.disk) / self._all) if self._all else None

@@ -1,110 +1,118 @@
-"""Text in: the documents of a folder, a file, a Hugging Face dataset, or the running Python's own
-standard library."""
+"""Sources of text: a folder, a file, a Hugging Face dataset, or a named dataset.
+
+A source is read in chunks, always the same ones in the same order. A chunk is about 64 MiB on
+disk: several small files, or part of a large one. Compressed and parquet files are not split.
+"""
 
 import hashlib
 import os
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.errors import DataError
 
 from .columns import open_dataset, read_dataset, read_parquet
-from .rows import START, BadRow, Parser, Position, Row, reading
-from .text_files import JSONL_ENDINGS, TEXT_ENDINGS, read_text_file
+from .datasets import DATASETS
+from .rows import BadRow, Parser, TextRow, reading
+from .text_files import JSONL_ENDINGS, TEXT_ENDINGS, Span, read_text_span, split_file
 
 PARQUET_ENDING = ".parquet"
+WHOLE_ENDINGS = (".gz", ".zst", PARQUET_ENDING)
 ENDINGS = (*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET_ENDING)
 KINDS = ".txt .md .rst .py .jsonl (each also with .gz or .zst) or .parquet"
 HF_PREFIX = "hf:"
-NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+CHUNK_BYTES = 2**26
+
+
+Chunk = Callable[[], Iterator[TextRow]]
+"""A piece of a source: a call reads its rows. Raises DataError for a file that cannot be read."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text that is read as it is asked for, always in the same order. `fingerprint` changes when
-    the text does, as far as names, sizes and times of modification tell."""
+    """Text that is read when it is asked for, always in the same order."""
 
     name: str
-    fingerprint: str
     parser: Parser
-    read: Callable[[Position], Iterator[Row]]
-    files: Callable[[], Iterable[Path]] = tuple
-    fingerprint_now: Callable[[], str] | None = None
-    """The fingerprint of the text as it is by now; None where it cannot change."""
-
-    def rows(self, start: Position = START) -> Iterator[Row]:
-        """The rows after a position. Raises DataError for a file that cannot be read."""
-        return self.read(start)
+    chunks: Callable[[], Iterable[Chunk]]
+    fingerprint: str
+    """Changes with the text, as far as names, sizes and modification times show."""
+    fingerprint_now: Callable[[], str]
+    """Compute the fingerprint again, to see whether the text has changed."""
 
     def documents(self) -> Iterator[str]:
-        """The text of every row. Raises DataError also for the first row without text, and if there
-        is no row."""
+        """Yield the text of every row. Raises DataError for a bad row, and if there are none."""
         row = None
-        for row in self.rows():
+        for row in (row for chunk in self.chunks() for row in chunk()):
             try:
                 yield self.parser(row)
             except BadRow as error:
-                raise DataError(f"{error}; mend it") from error
+                raise DataError(f"{error}; fix it") from error
         if row is None:
             raise DataError(f"{self.name}: holds no text")
 
-    def sizes(self) -> Iterator[int]:
-        """Bytes on disk of each of the files, by their numbers in positions; of none where there
-        are no files."""
-        return (path.stat().st_size for path in self.files())
+
+def open_source(name: str, *, text_field: str = "text", **hf_options: Any) -> Source:
+    """Open a dataset of DATASETS by its name, or else `build_source`."""
+    if name in DATASETS:
+        return build_named_source(name)
+    return build_source(name, text_field=text_field, **hf_options)
 
 
 def build_source(
-    path: str | None,
-    *,
-    text_field: str = "text",
-    hf_name: str | None = None,
-    hf_split: str = "train",
+    path: str, *, text_field: str = "text", hf_name: str | None = None, hf_split: str = "train"
 ) -> Source:
-    """The text at a path: of all files of a folder and its sub-folders that are of a readable kind,
-    or of one file; the source text of the running Python's library for None; and after `hf:` that
-    of a Hugging Face dataset, by folder or by name, of which `hf_name` is the configuration and
-    `hf_split` the split. .jsonl files, parquet files and datasets have the text in `text_field` of
-    each row. Raises DataError if there is nothing to read."""
-    if path is None:
-        library = Path(sysconfig.get_path("stdlib"))
-        modules = partial(_walk, library, endings=(".py",), passed_over=NOT_THE_LIBRARY)
-        return _of_files(
-            "pystdlib", modules, root=library, parser=Parser("text", decode_errors="ignore")
-        )
-    parser = Parser(text_field)
+    """Open the text at a path: a file, the readable files of a folder and its sub-folders, or after
+    `hf:` a Hugging Face dataset. Raises DataError if there is nothing to read.
+
+    Rows of .jsonl files, parquet files and datasets have their text in `text_field`.
+    """
     if path.startswith(HF_PREFIX):
-        name = path.removeprefix(HF_PREFIX)
-        dataset, state = open_dataset(name, config=hf_name, split=hf_split, text_field=text_field)
-        fingerprint = hashlib.sha256(f"{path}\n{state}\n{text_field}".encode()).hexdigest()
-        return Source(
-            path,
-            fingerprint,
-            parser,
-            partial(read_dataset, dataset, name=path, text_field=text_field),
-        )
+        return _hf_source(path, text_field=text_field, config=hf_name, split=hf_split)
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
     if root.is_dir():
-        return _of_files(path, partial(_walk, root), root=root, parser=parser)
+        return _files_source(path, partial(_walk, root), root, Parser(text_field))
     if not (root.is_file() and root.name.lower().endswith(ENDINGS)):
         raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
-    return _of_files(path, lambda: [root], root=root.parent, parser=parser)
+    return _files_source(path, lambda: [root], root.parent, Parser(text_field))
 
 
-def _of_files(
-    name: str, files: Callable[[], Iterable[Path]], *, root: Path, parser: Parser
+def build_named_source(name: str) -> Source:
+    """Open one of DATASETS. Raises DataError if there is nothing to read."""
+    row = DATASETS[name]
+    if row.path.startswith(HF_PREFIX):
+        return build_source(row.path, text_field=row.text_field, hf_name=row.hf_name)
+    root = Path(row.path).expanduser()
+    files = partial(_walk, root, endings=row.endings or ENDINGS, skipped=row.skipped_folders)
+    parser = Parser(row.text_field, "ignore" if row.skip_invalid_utf8 else "strict")
+    return _files_source(name, files, root, parser)
+
+
+def _hf_source(path: str, *, text_field: str, config: str | None, split: str) -> Source:
+    name = path.removeprefix(HF_PREFIX)
+    pieces, state = open_dataset(name, config=config, split=split, text_field=text_field)
+    fingerprint = hashlib.sha256(f"{path}\n{state}\n{text_field}".encode()).hexdigest()
+    names = [path] if len(pieces) == 1 else [f"{path} part {i + 1}" for i in range(len(pieces))]
+    chunks = [
+        partial(read_dataset, piece, name, text_field)
+        for piece, name in zip(pieces, names, strict=True)
+    ]
+    return Source(path, Parser(text_field), lambda: chunks, fingerprint, lambda: fingerprint)
+
+
+def _files_source(
+    name: str, files: Callable[[], Iterable[Path]], root: Path, parser: Parser
 ) -> Source:
-    fingerprint_now = partial(_fingerprint, files, root=root, text_field=parser.text_field)
-    read = partial(_read_files, files, text_field=parser.text_field)
-    return Source(name, fingerprint_now(), parser, read, files, fingerprint_now)
+    now = partial(_fingerprint, files, root, parser.text_field)
+    return Source(name, parser, partial(_chunks, files, parser.text_field), now(), now)
 
 
-def _fingerprint(files: Callable[[], Iterable[Path]], *, root: Path, text_field: str) -> str:
+def _fingerprint(files: Callable[[], Iterable[Path]], root: Path, text_field: str) -> str:
     digest = hashlib.sha256(text_field.encode())
     path = None
     with reading(root, OSError):
@@ -117,44 +125,64 @@ def _fingerprint(files: Callable[[], Iterable[Path]], *, root: Path, text_field:
     return digest.hexdigest()
 
 
-def _read_files(
-    files: Callable[[], Iterable[Path]], start: Position, *, text_field: str
-) -> Iterator[Row]:
-    for number, path in enumerate(files()):
-        if number >= start.file:
-            begin = start if number == start.file else Position(number, START.offset, START.line)
-            if path.name.lower().endswith(PARQUET_ENDING):
-                yield from read_parquet(path, begin, text_field=text_field)
+def _chunks(files: Callable[[], Iterable[Path]], text_field: str) -> Iterator[Chunk]:
+    """Group the spans of all files until they have CHUNK_BYTES."""
+    group: list[Span] = []
+    size = 0
+    for span in _spans(files()):
+        group.append(span)
+        size += span.end - span.begin
+        if size >= CHUNK_BYTES:
+            yield partial(_read_spans, group, text_field)
+            group, size = [], 0
+    if group:
+        yield partial(_read_spans, group, text_field)
+
+
+def _spans(files: Iterable[Path]) -> Iterator[Span]:
+    for path in files:
+        with reading(path, OSError):
+            if path.name.lower().endswith(WHOLE_ENDINGS):
+                yield Span(path, 0, path.stat().st_size)
             else:
-                yield from read_text_file(path, begin)
+                yield from split_file(path, CHUNK_BYTES)
+
+
+def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
+    for span in spans:
+        if span.path.name.lower().endswith(PARQUET_ENDING):
+            yield from read_parquet(span.path, text_field)
+        else:
+            yield from read_text_span(span)
 
 
 def _walk(
     folder: Path,
     *,
     endings: tuple[str, ...] = ENDINGS,
-    passed_over: Set[str] = frozenset(),
+    skipped: Set[str] = frozenset(),
     above: tuple[tuple[int, int], ...] = (),
 ) -> Iterator[Path]:
-    """The files with such endings in a folder and those below it, in the order of their paths as
-    strings; only one folder's names are in memory for each level. Links are followed, but not back
-    into a folder `above`."""
+    """Yield the files of a folder and its sub-folders, in the order of their paths as strings.
+
+    Memory holds the names of one folder per level. Links are followed, but not back into one of
+    the folders `above`, given by device and inode.
+    """
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
             names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    here = (status.st_dev, status.st_ino)
-    if here in above:
+    above = (*above, (status.st_dev, status.st_ino))
+    if above[-1] in above[:-1]:
         raise DataError(f"{folder}: is a link back to a folder that it is in; remove it")
+
     for name in names:
         path = folder / name
         if name.endswith("/"):
-            if path.name not in passed_over:
-                yield from _walk(
-                    path, endings=endings, passed_over=passed_over, above=(*above, here)
-                )
+            if path.name not in skipped:
+                yield from _walk(path, endings=endings, skipped=skipped, above=above)
         elif name.lower().endswith(endings):
             if not path.is_file():
                 raise DataError(f"{path}: is a broken link, or no regular file; remove it")

@@ -1,11 +1,12 @@
-"""Text to token ids and back, by the vocabulary in a file; and documents, framed by BOS and EOS."""
+"""Text to token ids and back."""
 
 import hashlib
 from pathlib import Path
 
-from torchtitan_lite.data.vocabularies import read_vocabulary
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
+
+from .vocabularies import read_vocabulary
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -13,39 +14,42 @@ FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.mo
 
 class Tokenizer:
     """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has.
+
     `vocab_size` is above every id; `fingerprint` changes with the file and with the ids of BOS and
     EOS. Raises DataError for a path without a whole vocabulary that has both, and where the package
-    that reads it is missing."""
+    that reads it is missing.
+    """
 
     def __init__(self, given: Path) -> None:
         setting = f'[model] tokenizer_path = "{given}"'
         try:
             self.path = _vocabulary_file(given) if given.is_dir() else given
             content = self.path.read_bytes()
-            self._vocabulary = read_vocabulary(content, self.path.parent)
+            vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(
                 f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder"
             ) from error
         except ModuleNotFoundError as error:
-            fix = 'pip install "torchtitan-lite[llama]"'
             raise DataError(
-                f"{setting} is read with the package {error.name}, which is missing; {fix}"
+                f"{setting} is read with the package {error.name}, which is missing; "
+                'pip install "torchtitan-lite[llama]"'
             ) from error
         except ValueError as error:
             raise DataError(f"{setting} {error}") from error
+
+        self._vocabulary = vocabulary
         self.name = str(self.path.relative_to(given.parent))
-        self.vocab_size = self._vocabulary.size
-        self.bos_id = self._vocabulary.bos_id
-        self.eos_id = self._vocabulary.eos_id
+        self.vocab_size = vocabulary.size
+        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
-                f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; documents need both, "
-                "so train the model with both, or name them in a tokenizer_config.json beside a tokenizer.json"
+                f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; "
+                "documents need both, so train the model with both, or name them in a "
+                "tokenizer_config.json beside a tokenizer.json"
             )
-        self.fingerprint = hashlib.sha256(
-            content + b" %d %d" % (self.bos_id, self.eos_id)
-        ).hexdigest()
+        special = b" %d %d" % (self.bos_id, self.eos_id)
+        self.fingerprint = hashlib.sha256(content + special).hexdigest()
 
     @property
     def values(self) -> TokenizerValues:
@@ -53,22 +57,24 @@ class Tokenizer:
         return TokenizerValues(str(self.path), self.vocab_size, self.bos_id, self.fingerprint)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without BOS and EOS: what looks like a special token is text too."""
+        """Return the ids of a text, without BOS and EOS. Special tokens in a text are text."""
         return self._vocabulary.encode([text])[0]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """BOS, the ids, EOS of each text, computed on one core."""
+        """Return BOS, the ids and EOS of each text, computed on one core."""
         return [[self.bos_id, *ids, self.eos_id] for ids in self._vocabulary.encode(texts)]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; BOS and EOS have none. It is the encoded text again where a vocabulary
-        loses nothing, as Llama 3's; one of `train_tokenizer` turns U+2581, sentencepiece's own mark
-        for a space, into a space."""
+        """Return the text of ids; BOS and EOS have none.
+
+        This is the encoded text where a vocabulary is lossless, as Llama 3's is. A vocabulary of
+        `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space.
+        """
         return self._vocabulary.decode(ids)
 
 
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
-    """The tokenizer of a file or folder; the one shipped with the package for ""."""
+    """Open the tokenizer in a file or folder; for "" the one shipped with the package."""
     return Tokenizer(Path(tokenizer_path).expanduser() if tokenizer_path else SHIPPED_MODEL)
 
 
@@ -76,6 +82,5 @@ def _vocabulary_file(folder: Path) -> Path:
     for name in FILES_OF_A_FOLDER:
         if (folder / name).is_file():
             return folder / name
-    raise ValueError(
-        f"is a folder with none of {', '.join(FILES_OF_A_FOLDER)}; name a tokenizer's file"
-    )
+    names = ", ".join(FILES_OF_A_FOLDER)
+    raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")

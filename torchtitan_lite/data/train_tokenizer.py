@@ -1,4 +1,4 @@
-"""A sentencepiece model, trained on documents."""
+"""Training of a sentencepiece tokenizer."""
 
 import io
 from collections.abc import Iterable
@@ -12,20 +12,18 @@ from torchtitan_lite.errors import DataError
 def train_tokenizer(
     documents: Iterable[str], *, vocab_size: int, output: Path, overwrite: bool = False
 ) -> None:
-    """Write a sentencepiece BPE model of exactly `vocab_size` ids: UNK 0, BOS 1, EOS 2, the 256
-    bytes, then pieces.
+    """Write a sentencepiece BPE model of `vocab_size` ids: UNK 0, BOS 1, EOS 2, 256 bytes, pieces.
 
-    Lossless: whitespace is kept, and what is not in the vocabulary (newlines and tabs too) is
-    spelled in bytes. The same documents make the same file. All of them are held in memory. Raises
-    DataError for an output that exists, unless told to overwrite it, or cannot be written, and for
-    a vocabulary that the text cannot fill or fit in.
+    It is lossless: whitespace is kept, and characters outside the vocabulary (newlines and tabs
+    too) are spelled in bytes. The same documents make the same file; all of them are held in
+    memory. Raises DataError for an output that cannot be written, or exists without `overwrite`,
+    and for a vocabulary that the text cannot fill or fit in.
     """
     if output.exists() and not overwrite:
         raise DataError(
             f"--output = {output} exists; choose another name, or overwrite it with --force"
         )
-    # A list, because sentencepiece would turn an error that the documents raise into a RuntimeError
-    # of its own.
+    # A list: sentencepiece would turn an error that the documents raise into its own RuntimeError.
     lines = [line for text in documents for line in text.splitlines()]
     model = io.BytesIO()
     try:
@@ -50,6 +48,7 @@ def train_tokenizer(
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2] or error
         raise DataError(f"--vocab-size = {vocab_size} does not suit this text: {reason}") from error
+
     try:
         output.write_bytes(model.getvalue())
     except OSError as error:

@@ -8,7 +8,7 @@ output [M, N] sums over K, grad_input [M, K] over N, grad_weight [N, K] over M.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Matmul = Literal["output", "grad_input", "grad_weight"]
 
@@ -136,7 +136,3 @@ _ROWS = (
 RECIPES = {recipe.name: recipe for recipe in _ROWS}
 """Every recipe by its name in [float8] recipe_name."""
 DEFAULT_RECIPE = _ROWS[0].name
-if TYPE_CHECKING:
-    RecipeName = str
-else:
-    RecipeName = Literal[tuple(RECIPES)]  # pydantic checks a config against the table's names

@@ -1,0 +1,248 @@
+"""The data of a run: the stores that a config names, opened, checked and mixed."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan_lite.config import TrainingConfig, ValidationConfig, resolve_shares
+from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.files import DISK_FULL
+from torchtitan_lite.logger import logger
+
+from .dataloader import Corpus, TrainingBatches
+from .manifest import is_store
+from .mixture import Mixture
+from .prepare import make_store
+from .sources import HF_PREFIX, Source, build_named_source, build_source
+from .token_store import TokenStore
+from .tokenizer import Tokenizer
+
+
+def build_corpora(
+    training: TrainingConfig,
+    validation: ValidationConfig,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    seed: int,
+    trained_on: Mapping[str, int | str],
+) -> tuple[Corpus, Corpus]:
+    """Open the data to train on and the data to validate on, which can be the same corpus.
+
+    Windows are held out of the training data if validation reads the same store. `trained_on` is
+    the `Corpus.identity` that a resumed run was trained on. A collective call.
+    """
+    shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": seed}
+    stores = open_stores(training, tokenizer)
+    check_same_tokens(stores)
+    mixture = Mixture(resolve_shares(training.datasets))
+    validated = validation.steps * training.local_batch_size if validation.enable else 0
+    held_out = mixture.counts(validated).tolist()
+
+    # Validation data of its own: only a store that is trained on too gives windows away.
+    other: Corpus | None = None
+    if validation.enable and (validation.dataset or validation.dataset_path):
+        store = open_store(
+            "validation",
+            validation.dataset_path,
+            dataset=validation.dataset or training.dataset,
+            text_field=training.text_field,
+            tokenizer=tokenizer,
+        )
+        check_same_tokens({"validation": store})
+        same = [store.fingerprint == each.fingerprint for each in stores.values()]
+        held_out = [validated * is_same for is_same in same]
+        other = Corpus(
+            {"validation": store}, Mixture((1,)), held_out=[validated], trained=0, **shape
+        )
+
+    # Windows once held out stay so: the order of the others depends on their number.
+    for number, count in enumerate(held_out):
+        before = int(trained_on.get(f"store {number + 1} held out", 0))
+        held_out[number] = max(count, before)
+    corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
+    return corpus, other or corpus
+
+
+def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
+    """Open the stores to train on, by name.
+
+    A name is the last part of the path, after its number in the list where two are alike. Raises
+    DataError where two stores hold the same tokens.
+    """
+    options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
+    if not training.datasets:
+        path, dataset = training.dataset_path, training.dataset
+        store = open_store("training", path, dataset=dataset, **options)
+        return {Path(path or dataset).resolve().name: store}
+
+    names = [Path(dataset.path).resolve().name for dataset in training.datasets]
+    stores: dict[str, TokenStore] = {}
+    numbers: dict[str, int] = {}
+    for number, (name, row) in enumerate(zip(names, training.datasets, strict=True), start=1):
+        setting = f'[[training.datasets]] {number}: path = "{row.path}"'
+        store = open_data(row.path, setting=setting, **options)
+        stores[f"{number}-{name}" if names.count(name) > 1 else name] = store
+        if (first := numbers.setdefault(store.fingerprint, number)) != number:
+            raise DataError(
+                f"{setting} holds the same tokens as {first}; list it once, with the sum of the "
+                "weights"
+            )
+    return stores
+
+
+def open_store(
+    table: str, path: str | None, *, dataset: str, text_field: str, tokenizer: Tokenizer
+) -> TokenStore:
+    """Open the store that a table's dataset_path names, or its dataset where that is None."""
+    setting = (
+        f'[{table}] dataset = "{dataset}"' if path is None else f'[{table}] dataset_path = "{path}"'
+    )
+    return open_data(
+        path, dataset=dataset, text_field=text_field, tokenizer=tokenizer, setting=setting
+    )
+
+
+def open_data(
+    path: str | None,
+    *,
+    dataset: str = "",
+    text_field: str,
+    tokenizer: Tokenizer,
+    setting: str,
+) -> TokenStore:
+    """Open the tokens at a path, or of one of DATASETS where it is None.
+
+    Text is tokenized unless its tokens are in the cache. `setting` leads every message. Raises
+    DataError, for a store of another tokenizer too, and StorageError if the cache's disk is full.
+    """
+    try:
+        if path is None:
+            return open_cached(build_named_source(dataset), tokenizer)
+
+        # A store is read where it is; other text becomes a store in the cache.
+        if is_store(folder := Path(path).expanduser()):
+            store = TokenStore(folder)
+            _check_tokenizer(store, tokenizer)
+            return store
+        if path.startswith(HF_PREFIX):
+            raise DataError(
+                "training reads no Hugging Face dataset; make a store of it: "
+                f"scripts/prepare_data.py make {path} STORE"
+            )
+        return open_cached(build_source(path, text_field=text_field), tokenizer)
+    except (DataError, StorageError) as error:
+        kind = StorageError if isinstance(error, StorageError) else DataError
+        raise kind(f"{setting}: {error}") from error
+
+
+def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
+    recipe = store.manifest.recipe
+    found = (recipe.tokenizer_fingerprint, recipe.vocab_size)
+    if found != (tokenizer.fingerprint, tokenizer.vocab_size):
+        raise DataError(
+            f"token store {store.folder} was made with tokenizer {recipe.tokenizer} "
+            f"({recipe.vocab_size} ids, fingerprint {recipe.tokenizer_fingerprint[:12]}), and "
+            f"[model] tokenizer_path names {tokenizer.name} ({tokenizer.vocab_size} ids, "
+            f"{tokenizer.fingerprint[:12]}); name the tokenizer that it was made with"
+        )
+
+
+def open_cached(
+    source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None
+) -> TokenStore:
+    """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME.
+
+    The first process to ask makes them while the others wait, once per machine or shared file
+    system; a damaged store is made again. Raises StorageError if the disk is full, DataError if
+    the cache cannot be written otherwise.
+    """
+    key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = (cache_dir or home / "torchtitan_lite" / "tokens") / key
+    try:
+        return make_store(folder, source, tokenizer, replace_damaged=True)
+    except OSError as error:
+        raise (StorageError if error.errno in DISK_FULL else DataError)(
+            f"token cache {folder.parent} cannot be written: {error.strerror}; "
+            "set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
+        ) from error
+
+
+def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
+    """Raise DataError, on every rank, unless all ranks have the same tokens in each store.
+
+    A collective call.
+    """
+    fingerprints: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(fingerprints, [store.fingerprint for store in stores.values()])
+    for name, of_ranks in zip(stores, zip(*fingerprints, strict=True), strict=True):
+        others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
+        if others:
+            raise DataError(
+                f"{name}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} ranks, the "
+                f"first of them {others[0]}; train on one copy of the text, and for pystdlib with "
+                "the same Python on every node."
+            )
+
+
+def check_same_data(
+    before: Mapping[str, int | str],
+    now: Mapping[str, int | str],
+    *,
+    step: int,
+    samples: int,
+    allow_change: bool,
+) -> None:
+    """Compare the `Corpus.identity` of a resumed run with the one `before` it.
+
+    Raises DataError for a difference, unless it is allowed. A new name is only logged.
+    """
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if not changed:
+        return
+
+    changes = "; ".join(
+        f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
+    )
+    if allow_change or all(key.endswith(" name") for key in changed):
+        logger.info(
+            f"the data has changed since step {step}; going on at sample {samples:,}: {changes}"
+        )
+        return
+
+    raise DataError(
+        f"[training] allow_data_change = false, and the data is not what step {step} was trained "
+        f"on: {changes}. Undo that, or set it to true, to go on at sample {samples:,} of the new "
+        "order. ([validation] steps * [training] local_batch_size are held out; windows newly held "
+        "out may have been trained on.)"
+    )
+
+
+def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
+    """Log what the stores hold, how often the run passes each, and what ends the run."""
+    corpus, last_step = batches.corpus, batches.last_step
+    epochs = corpus.epochs(batches.samples(last_step))
+    shares = corpus.mixture.shares / corpus.mixture.period
+    for windows, share in zip(corpus.windows, shares, strict=True):
+        store = windows.store
+        logger.info(
+            f"{windows.name}: {store.documents:,} documents, {store.tokens:,} tokens, {share:.2%} "
+            f"of the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, "
+            f"{windows.held_out:,} more are held out for validation; {epochs[windows.name]:.4g} "
+            f"epochs up to step {last_step:,}"
+        )
+    if batches.left_over is not None:
+        logger.info(
+            f"[training] epochs = {training.epochs:g} end the run at step {last_step:,} of "
+            f"{training.steps:,}; {batches.left_over:,} samples are left over, fewer than a step "
+            "takes"
+        )
+    elif training.epochs is not None:
+        logger.info(
+            f"[training] steps = {training.steps} end the run, before {training.epochs:g} epochs do"
+        )

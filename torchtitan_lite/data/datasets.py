@@ -1,0 +1,36 @@
+"""Named datasets: the table behind `[training] dataset` and `[validation] dataset`.
+
+To add a dataset, add a row. The config validates names against this table without importing torch.
+"""
+
+import sysconfig
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """Where the text of a dataset is, and which part of it is read."""
+
+    path: str
+    """Folder, file, or `hf:NAME` of a Hugging Face dataset (only for scripts/prepare_data.py)."""
+    endings: tuple[str, ...] | None = None
+    """File names that are read from a folder; None: all readable kinds."""
+    skipped_folders: frozenset[str] = frozenset()
+    """Names of sub-folders that are not read."""
+    text_field: str = "text"
+    """Field of .jsonl, .parquet and Hugging Face rows that holds the text."""
+    hf_name: str | None = None
+    """Configuration of a Hugging Face dataset."""
+    skip_invalid_utf8: bool = False
+    """Leave out bytes that are not UTF-8 instead of reporting the row as bad."""
+
+
+DATASETS = {
+    # The source text of the running Python's standard library: on every machine, no download.
+    "pystdlib": NamedDataset(
+        path=sysconfig.get_path("stdlib"),
+        endings=(".py",),
+        skipped_folders=frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"}),
+        skip_invalid_utf8=True,
+    ),
+}
