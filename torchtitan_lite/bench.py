@@ -33,7 +33,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.metrics import ideal_seconds
+from torchtitan_lite.metrics.rates import ideal_seconds
 
 BUDGET_S = {"GPU": 525.0, "CPU": 300.0, "quick GPU": 240.0, "quick CPU": 180.0}
 """Seconds from the start that a benchmark may take."""

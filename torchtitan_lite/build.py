@@ -38,7 +38,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
-from torchtitan_lite.metrics.metrics import MetricsProcessor
+from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.attention import (
@@ -443,11 +443,9 @@ def build_metrics(
                 dump_folder=Path(config.job.dump_folder),
                 total_steps=total_steps,
                 resume_step=progress.step,
-                total_memory_gib=total_memory_gib(device),
                 config_toml=dump_config(config),
                 hparams=hparams(config, world_size=dist.get_world_size()),
                 numerics=config.float8.log_numerics_freq > 0,
-                approximate_mfu=peaks.approximate,
             )
         )
     )

@@ -52,6 +52,13 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def usable_cores() -> int:
+    """Return the number of CPUs that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
 def hash_sources(folder: Path) -> str:
     """SHA-256 of the names and contents of all Python files in a folder and below, in hex."""
     digest = hashlib.sha256()

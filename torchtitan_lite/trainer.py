@@ -42,7 +42,8 @@ from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.cpu_peaks import report_moved_peaks
-from torchtitan_lite.metrics.metrics import Skips, StepValues, summary_lines
+from torchtitan_lite.metrics.processor import Skips, StepValues
+from torchtitan_lite.metrics.records import summary_lines
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.loss import CrossEntropy
@@ -51,7 +52,7 @@ from torchtitan_lite.parallel.distributed import set_timeouts
 from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.planner.meta_model import resolve_model_args
-from torchtitan_lite.profiling import profile
+from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
 
 STATUS_SECONDS = 5.0
@@ -285,24 +286,19 @@ class Trainer:
             )
         with (
             contextlib.closing(self.prefetched),
-            profile(
+            Profiler(
                 config.profiling,
                 run_folder=self.path,
                 rank=dist.get_rank(),
                 device=self.device,
                 done_steps=self.step,
+                outside_step=self.metrics.outside_step,
             ) as profiler,
         ):
             try:
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
-                    writes = profiler.writes(step)
-                    with (
-                        self.metrics.outside_step("profiling", step=step)
-                        if writes
-                        else contextlib.nullcontext()
-                    ):
-                        profiler.end_step(step)
+                    profiler.end_step(step)
             except Stopped as stopped:
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()

@@ -123,7 +123,7 @@ def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, c
     assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
     assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
     assert calls == ["bf16", "fp32"]
-    assert log.messages == [f"the CPU's peaks are those of {file}"] * 2
+    assert log.messages == [f"the CPU's peaks were read from {file}"] * 2
     assert json.loads(file.read_text()) == {"cpu": cpu_name(), "threads": 1, "tflops": MEASURED}
 
 
@@ -174,8 +174,8 @@ def test_a_peak_that_moved_by_a_fifth_is_reported_at_the_end(calls, log):
     assert log.messages == []
     report_moved_peaks({"bf16": 0.16, "fp32": 0.126})
     assert log.messages == [
-        "the CPU's peak has moved since it was measured: bf16 from 0.16 to 0.2 TFLOPS (+25%), "
-        "fp32 from 0.126 to 0.1 TFLOPS (-21%); mfu is of the first"
+        "the CPU's peak has changed since the start: bf16 from 0.16 to 0.2 TFLOPS (+25%), "
+        "fp32 from 0.126 to 0.1 TFLOPS (-21%); mfu is computed with the first"
     ]
 
 

@@ -9,18 +9,12 @@ from hypothesis import strategies as st
 
 from torchtitan_lite.metrics.clock import HostClock
 from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.metrics.figures import StepRecord
 from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
-from torchtitan_lite.metrics.metrics import (
-    MetricsProcessor,
-    Rates,
-    Skips,
-    StepValues,
-    compute_rates,
-    effective_peak,
-    summary_lines,
-)
-from torchtitan_lite.metrics.records import Record, Summary
+from torchtitan_lite.metrics.processor import MetricsProcessor, Skips, StepValues
+from torchtitan_lite.metrics.rates import Rates, compute_rates, effective_peak
+from torchtitan_lite.metrics.records import Summary, summary_lines
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
 UNKNOWN = Peaks("Tesla T4")
@@ -178,7 +172,7 @@ class Recorder:
     """A writer that keeps what it gets."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[StepRecord] = []
         self.scalars: list[tuple[int, dict[str, float]]] = []
         self.numerics_after: list[tuple[int, list[int]]] = []
         self.closed_with: list[Summary | None] = []
@@ -233,7 +227,7 @@ class Run:
         compile_s: float = 0.0,
         skips: int = 0,
         settle: bool = False,
-    ) -> Record | None:
+    ) -> StepRecord | None:
         """Train for `seconds`, of which some are for data and compilation; the step's own record,
         if it is there."""
         with self.metrics.data_wait():
@@ -246,7 +240,7 @@ class Run:
         self.step += 1
         loss = torch.tensor(10.0 - self.step)
         values = StepValues(
-            1000 * self.step,
+            tokens=1000 * self.step,
             epochs={"a": 0.5 * self.step},
             loss=loss,
             loss_max=loss + 0.5,
@@ -271,7 +265,7 @@ def test_record():
     rates = compute_rates(
         tokens=1000, seconds=2.0, n_devices=2, ledger=ledger_8b("bf16"), peaks=H100
     )
-    assert record == Record(
+    assert record == StepRecord(
         step=2,
         tokens=2000,
         epochs={"a": 1.0},
@@ -290,6 +284,8 @@ def test_record():
         step_time_s=2.5,
         data_time_s=0.5,
         memory_gib=record.memory_gib,
+        memory_pct=None,
+        data_time_pct=20.0,
         time=record.time,
     )
     assert record.memory_gib > 0.01
@@ -498,7 +494,8 @@ def test_an_approximate_utilisation_above_100_is_none_and_the_reason_is_said_onc
         assert (record.mfu, record.mfu_bf16_peak, record.mfu_achievable, record.hfu) == (None,) * 4
     assert percent(slow.mfu) == percent(slow.mfu_achievable) == "72.39"
     assert log.messages == [
-        "step 1: mfu came out as 145%, so the CPU's measured peak is too low; a utilisation above 100% is n/a"
+        "step 1: mfu would be 145%, so the CPU's peak was measured too low; "
+        "a utilisation above 100% is n/a"
     ]
     summary = run.metrics.summary()
     assert summary.mfu is None and summary.approximate_mfu  # the median of 161 and 72 %

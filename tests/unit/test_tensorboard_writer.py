@@ -52,13 +52,11 @@ def open_writer(
     folder: Path,
     *,
     resume_step: int = 0,
-    total_memory_gib: float | None = None,
     numerics: bool = False,
 ) -> TensorBoardWriter:
     return TensorBoardWriter(
         folder,
         resume_step=resume_step,
-        total_memory_gib=total_memory_gib,
         config_toml=CONFIG_TOML,
         hparams={"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64},
         numerics=numerics,
@@ -122,8 +120,8 @@ def test_what_casts_lost(tmp_path):
 
 
 def test_share_of_a_gpus_memory(tmp_path):
-    write_steps(open_writer(tmp_path, total_memory_gib=9.3), range(1, 2))
-    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(1, pytest.approx(10.0))]
+    open_writer(tmp_path).write(replace(RECORD, memory_pct=10.0))
+    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(12, pytest.approx(10.0))]
 
 
 def test_curves_are_on_disk_before_they_are_closed(tmp_path):

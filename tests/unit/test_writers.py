@@ -12,7 +12,6 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.metrics.writers import (
     ConsoleWriter,
     JsonlWriter,
-    NumericsWriter,
     build_writers,
     wants_color,
 )
@@ -20,7 +19,6 @@ from torchtitan_lite.metrics.writers import (
 RUN = {
     "total_steps": 30,
     "resume_step": 0,
-    "total_memory_gib": None,
     "config_toml": "[training]\nseq_len = 64\n",
     "hparams": {"flavor": "8B"},
     "numerics": False,
@@ -64,9 +62,10 @@ def test_console_line(log):
 
 
 def test_console_marks_an_approximate_mfu(log):
-    writer = ConsoleWriter(total_steps=30, color=False, approximate_mfu=True)
-    writer.write(RECORD)
-    writer.write(replace(RECORD, mfu=None))
+    writer = ConsoleWriter(total_steps=30, color=False)
+    record = replace(RECORD, approximate_mfu=True)
+    writer.write(record)
+    writer.write(replace(record, mfu=None))
     assert log.messages == [
         LINE.replace("41.2%", "~41.2%") + "warm-up",
         LINE.replace("41.2%", "n/a") + "eta 0:00:22",
@@ -178,7 +177,7 @@ def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
 def test_a_file_has_a_line_for_each_measured_step_once(tmp_path):
     path = tmp_path / "numerics.jsonl"
     for resume_step, steps in ((0, (5, 10, 15)), (10, (15, 20))):
-        writer = NumericsWriter(path, resume_step=resume_step)
+        writer = JsonlWriter(path, resume_step=resume_step, numerics=True)
         writer.write(RECORD)
         writer.write_scalars(12, {"validation_loss": 5.5})
         for step in steps:

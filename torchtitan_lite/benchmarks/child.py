@@ -25,10 +25,10 @@ import torch
 from torchtitan_lite.benchmarks.report import DONE
 from torchtitan_lite.config import Config, check_config
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.files import replace_file
+from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.float8.convert import has_float8_units
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.cpu_peaks import cpu_name, one_thread_tflops, usable_cores
+from torchtitan_lite.metrics.cpu_peaks import cpu_name, one_thread_tflops
 from torchtitan_lite.metrics.flops import Precision
 from torchtitan_lite.metrics.hardware import measure_peak, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
@@ -153,7 +153,7 @@ def _child(task: Callable[..., Any], arguments: Sequence[Any], folder: Path) -> 
 def probe() -> dict[str, Any]:
     """The device at hand, as `Device` takes it: with what matmuls reach on it now."""
     if not torch.cuda.is_available():
-        threads = min(torch.get_num_threads(), cores := len(usable_cores()))
+        threads = min(torch.get_num_threads(), cores := usable_cores())
         ceilings = {
             precision: threads * one_thread_tflops(precision) for precision in CPU_PRECISIONS
         }

@@ -20,8 +20,8 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.formulas import list_formulas
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.metrics import compute_rates, effective_peak
 from torchtitan_lite.metrics.operators import count_operators
+from torchtitan_lite.metrics.rates import compute_rates, effective_peak
 from torchtitan_lite.models.flavors import ModelArgs
 
 from .memory import MOMENT_WIDTHS, reserved_bytes

@@ -1,0 +1,77 @@
+"""Throughput and utilisation from tokens, seconds, the FLOPs ledger and the device's peaks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .flops import FlopsLedger, Precision
+from .hardware import Peaks
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast each device trained. Utilisations are in percent; None if a peak that one needs is
+    unknown, or if it is above 100 against an approximate peak, which then was measured too low."""
+
+    tps: float
+    """Tokens per second per device."""
+    tflops: float
+    """TFLOPS per device."""
+    mfu: float | None
+    """Ideal seconds, with each matmul at its own precision's peak, over real seconds."""
+    mfu_bf16_peak: float | None
+    """All FLOPs at the bf16 peak, as torchtitan up to v0.2.2. Can pass 100 under float8."""
+    mfu_fp8_peak: float | None
+    """All FLOPs at the fp8 peak, a lower bound. None if fp8 is emulated: it never uses that peak."""
+    mfu_achievable: float | None
+    """`mfu` against the peaks measured on this device; None if they were not measured."""
+    hfu: float | None
+    """`mfu` with recomputed matmuls; None if the compiler decides what is recomputed."""
+
+
+def ideal_seconds(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """Return the seconds that `flops` take with each precision at its own peak of `tflops`.
+
+    None if a precision that is used has no known peak.
+    """
+    used = {precision: count for precision, count in flops.items() if count}
+    if not used.keys() <= tflops.keys():
+        return None
+    return sum(count / tflops[precision] for precision, count in used.items()) / 1e12
+
+
+def effective_peak(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """Return the peak of a mix of precisions in TFLOPS: the harmonic mean of `tflops`, weighted by
+    `flops`. None if a precision that is used has no known peak."""
+    ideal_s = ideal_seconds(flops, tflops)
+    return None if ideal_s is None else sum(flops.values()) / ideal_s / 1e12
+
+
+def compute_rates(
+    *, tokens: float, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks
+) -> Rates:
+    """Return the rates of `n_devices` that together trained on `tokens` in `seconds`."""
+    tps = tokens / seconds / n_devices
+    known, flops = peaks.tflops, ledger.by_precision
+    with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
+
+    def utilisation(
+        flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+    ) -> float | None:
+        if (ideal_s := ideal_seconds(flops, tflops)) is None:
+            return None
+        percent = 100 * tps * ideal_s
+        return None if percent > 100 and peaks.approximate else percent
+
+    return Rates(
+        tps=tps,
+        tflops=ledger.total * tps / 1e12,
+        mfu=utilisation(flops, known),
+        mfu_bf16_peak=utilisation({"bf16": ledger.total}, known),
+        mfu_fp8_peak=None if ledger.emulated else utilisation({"fp8": ledger.total}, known),
+        mfu_achievable=utilisation(flops, peaks.measured),
+        hfu=utilisation(with_recompute, known) if ledger.recompute_is_known else None,
+    )
