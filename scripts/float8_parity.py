@@ -140,15 +140,13 @@ def summarize(out: Path) -> str:
         for seed in SEEDS
     ]
     rows = [
-        [recipe, *(f"{run.final_loss:.4f} ({run.final_loss_pct:+.2f} %)" for run in runs)]
+        [recipe, *(f"{run['final loss']:.4f} ({run['to first']:+.2f} %)" for run in runs)]
         for recipe, *runs in zip(RECIPES, *comparisons, strict=True)
     ]
-    farthest = max(itertools.chain(*comparisons), key=lambda run: abs(run.final_loss_pct))
+    farthest = max(itertools.chain(*comparisons), key=lambda run: abs(run["to first"]))
     headings = ["recipe", *(f"seed {seed}" for seed in SEEDS)]
     table = format_columns([headings, *rows], right=range(1, len(headings)), markdown=True)
-    return (
-        f"{table}\n\nThe farthest from bf16 is {farthest.name}: {farthest.final_loss_pct:+.2f} %."
-    )
+    return f"{table}\n\nThe farthest from bf16 is {farthest['run']}: {farthest['to first']:+.2f} %."
 
 
 def show(runs: Sequence[LoggedRun], picture: Path) -> str:

@@ -1,4 +1,4 @@
-"""Measure a device's time without waiting for the device."""
+"""Measure the time of a device without waiting for it. The two clocks have the same methods."""
 
 import time
 from collections.abc import Callable
@@ -8,21 +8,18 @@ import torch
 
 
 class HostClock:
-    """The clock of a CPU, where work is done when the call returns. A moment is a time in seconds.
-
-    `CudaClock` has the same methods.
-    """
+    """The clock of a CPU, where work is done when the call returns. A moment is in seconds."""
 
     def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
         self.now: Callable[[], Any] = read
-        """Return the moment at which all work requested so far will be done."""
+        """Return the moment at which all work requested so far is done."""
 
     def passed(self, moment: Any) -> bool:
-        """Return whether the device has reached `moment`, without waiting."""
+        """Return whether the device has reached `moment`: always."""
         return True
 
     def wait(self, moment: Any) -> None:
-        """Block the host until the device has reached `moment`."""
+        """Wait until the device has reached `moment`: not at all."""
 
     def seconds(self, began: Any, ended: Any) -> float:
         """Return the seconds between two moments that have passed."""
@@ -32,8 +29,7 @@ class HostClock:
 class CudaClock:
     """The clock of the current CUDA stream, which is behind the host. A moment is an event in it.
 
-    Time in which the device idles is measured; time in which only the host waits, for data for
-    example, while the device still has work, is not counted twice.
+    Times are the device's: a wait of the host in which the device still had work takes no time.
     """
 
     def now(self) -> torch.cuda.Event:

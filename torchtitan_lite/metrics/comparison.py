@@ -25,18 +25,18 @@ FIGURES = ("step", "tokens", "loss", "grad_norm", "tps", "mfu")
 """The figures read of each record; null becomes NaN."""
 PICTURE_TYPES = (".png", ".svg")
 COLUMNS = {
-    "run": ("name", "{}"),
-    "steps": ("steps", "{:,}"),
-    "tokens": ("tokens", "{:,}"),
-    "final loss": ("final_loss", "{:.4f}"),
-    "to first": ("final_loss_pct", "{:+.2f} %"),
-    "loss at most off": ("largest_loss_pct", "{:.2f} %"),
-    "grad norm at most off": ("largest_grad_norm_pct", "{:.2f} %"),
-    "tps": ("tps", "{:,.0f}"),
-    "times first": ("tps_ratio", "{:.2f}"),
-    "mfu": ("mfu", "{:.1f} %"),
+    "run": "{}",
+    "steps": "{:,}",
+    "tokens": "{:,}",
+    "final loss": "{:.4f}",
+    "to first": "{:+.2f} %",
+    "loss at most off": "{:.2f} %",
+    "grad norm at most off": "{:.2f} %",
+    "tps": "{:,.0f}",
+    "times first": "{:.2f}",
+    "mfu": "{:.1f} %",
 }
-"""Headings of the table, with the field of RunComparison below each, and its format."""
+"""Format of each column of a comparison."""
 STYLE: Any = {  # mypy knows matplotlib's keys by name only
     "font.size": 9,
     "axes.grid": True,
@@ -68,31 +68,6 @@ class LoggedRun:
         """Return the median of `figure` without the first step, NaN if there is no other."""
         values = self.figures[figure][1:]
         return float(np.median(values)) if values.size else math.nan
-
-
-@dataclass(frozen=True)
-class RunComparison:
-    """A run beside the first one compared. An unknown figure is NaN."""
-
-    name: str
-    steps: int
-    """Last logged step."""
-    tokens: int
-    """Tokens at the last logged step."""
-    final_loss: float
-    """Mean over the last steps at equal tokens, nat."""
-    final_loss_pct: float
-    """Percent by which it is above the first run's."""
-    largest_loss_pct: float
-    """Largest distance from the first run's loss at equal tokens, in percent of that loss."""
-    largest_grad_norm_pct: float
-    """The same for the gradient norm."""
-    tps: float
-    """Median without the first step."""
-    tps_ratio: float
-    """`tps` over the first run's."""
-    mfu: float
-    """Median without the first step, percent."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
@@ -141,9 +116,12 @@ def equal_tokens(runs: Sequence[LoggedRun]) -> Series:
     return shared
 
 
-def compare(runs: Sequence[LoggedRun], *, last: int) -> list[RunComparison]:
-    """Compare each run with the first. A final loss is the mean over the `last` steps at equal
-    tokens. Raises ConfigError if no tokens are equal."""
+def compare(runs: Sequence[LoggedRun], *, last: int) -> list[dict[str, Any]]:
+    """Return each run's values of COLUMNS, NaN where unknown; distances are from the first run.
+
+    A final loss is the mean over the `last` steps at equal tokens, tps and mfu are medians without
+    the first step. Raises ConfigError if no tokens are equal.
+    """
     tokens, first = equal_tokens(runs), runs[0]
 
     def final_loss(run: LoggedRun) -> float:
@@ -154,18 +132,18 @@ def compare(runs: Sequence[LoggedRun], *, last: int) -> list[RunComparison]:
         return float(np.max(np.abs(percent)))
 
     return [
-        RunComparison(
-            name=run.name,
-            steps=int(run.figures["step"][-1]),
-            tokens=int(run.tokens[-1]),
-            final_loss=final_loss(run),
-            final_loss_pct=_percent_above(final_loss(run), final_loss(first)),
-            largest_loss_pct=largest_pct(run, "loss"),
-            largest_grad_norm_pct=largest_pct(run, "grad_norm"),
-            tps=run.median("tps"),
-            tps_ratio=run.median("tps") / first.median("tps"),
-            mfu=run.median("mfu"),
-        )
+        {
+            "run": run.name,
+            "steps": int(run.figures["step"][-1]),
+            "tokens": int(run.tokens[-1]),
+            "final loss": final_loss(run),
+            "to first": _percent_above(final_loss(run), final_loss(first)),
+            "loss at most off": largest_pct(run, "loss"),
+            "grad norm at most off": largest_pct(run, "grad_norm"),
+            "tps": run.median("tps"),
+            "times first": run.median("tps") / first.median("tps"),
+            "mfu": run.median("mfu"),
+        }
         for run in runs
     ]
 
@@ -175,12 +153,14 @@ def format_runs(
 ) -> str:
     """Format the comparison as a Markdown table with some of COLUMNS, below a line about its
     tokens. Raises ConfigError if no tokens are equal."""
+
+    def cell(value: Any, column: str) -> str:
+        unknown = isinstance(value, float) and math.isnan(value)
+        return "n/a" if unknown else COLUMNS[column].format(value)
+
     tokens = equal_tokens(runs)
-    rows: list[Sequence[str]] = [columns]
-    for run in compare(runs, last=last):
-        values = [(getattr(run, field), form) for field, form in map(COLUMNS.__getitem__, columns)]
-        rows.append([form.format(v) if v == v else "n/a" for v, form in values])  # NaN: n/a
-    table = format_columns(rows, right=range(1, len(columns)), markdown=True)
+    rows = [[cell(row[column], column) for column in columns] for row in compare(runs, last=last)]
+    table = format_columns([columns, *rows], right=range(1, len(columns)), markdown=True)
     return (
         f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
         f"final loss: mean of the last {min(last, len(tokens))}.\n\n{table}"

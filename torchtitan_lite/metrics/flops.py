@@ -1,8 +1,8 @@
-"""The FLOPs of training one token, counted matmul by matmul from the converted model.
+"""Count the FLOPs of training one token, matmul by matmul, from the converted model.
 
-Counted are the three matmuls of every linear and the two of attention with their gradients. The
-embedding look-up, norms, rotary embeddings, softmax and the loss are not. What activation
-checkpointing computes again is counted apart.
+Counted are the three matmuls of every linear (output, grad_input, grad_weight) and attention's
+scores and values with their gradients. Embedding look-up, norms, rotary embeddings, softmax and
+loss are not counted. Recomputation by activation checkpointing is counted apart.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,8 +23,7 @@ _PRECISION_OF: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.flo
 
 @dataclass(frozen=True)
 class LinearFlops:
-    """One linear's matmuls: its global shape, and the precision that its recipe gives each of the
-    three."""
+    """The matmuls of one linear: its global shape, and each matmul's precision in its recipe."""
 
     name: str
     in_features: int
@@ -37,26 +36,25 @@ class LinearFlops:
 
     @property
     def flops_per_matmul(self) -> int:
-        """FLOPs per token of `output`, and the same again of `grad_input` and of `grad_weight`."""
+        """FLOPs per token of each of the three matmuls."""
         return 2 * self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class FlopsLedger:
-    """FLOPs per trained token, forward and backward, of a whole model."""
+    """FLOPs per trained token of a whole model, forward and backward."""
 
     linears: tuple[LinearFlops, ...]
     attention: int
-    """Scores and values in every layer, with their gradients."""
+    """Scores and values in all layers, with their gradients."""
     recomputed_attention: int
     """Scores and values that the backward pass computes again."""
     high_precision: Precision
-    """Of attention, and of the linears that are not converted."""
+    """Precision of attention and of the linears that are not converted."""
     recompute_is_known: bool = True
-    """Whether `recompute` is all that is computed again."""
+    """Whether `recompute` is complete; under a memory budget the compiler decides."""
     fp8_runs_in: Precision = "fp8"
-    """What the fp8 matmuls are computed in, and count as in `by_precision` and `recompute`: another
-    where emulated."""
+    """Precision in which fp8 matmuls are computed and counted: another one if emulated."""
 
     @property
     def emulated(self) -> bool:
@@ -65,39 +63,29 @@ class FlopsLedger:
 
     @cached_property
     def total(self) -> int:
-        """All FLOPs per token, none of them twice."""
+        """All FLOPs per token, without recomputation."""
         return self.attention + sum(3 * linear.flops_per_matmul for linear in self.linears)
 
     @property
     def output(self) -> int:
-        """FLOPs per token of the `output` linear, the projection to the vocabulary."""
-        return sum(
-            3 * linear.flops_per_matmul for linear in self.linears if linear.name == "output"
-        )
+        """FLOPs per token of the linear `output`, the projection to the vocabulary."""
+        return sum(3 * row.flops_per_matmul for row in self.linears if row.name == "output")
 
     @cached_property
     def by_precision(self) -> dict[Precision, int]:
-        """FLOPs per token that the device computes in each precision; they add up to `total`."""
-        return self._sum(
-            self.attention,
-            (
-                (precision, linear.flops_per_matmul)
-                for linear in self.linears
-                for precision in (linear.output, linear.grad_input, linear.grad_weight)
-            ),
+        """FLOPs per token by the precision that computes them; the sum is `total`."""
+        matmuls = (
+            (precision, linear.flops_per_matmul)
+            for linear in self.linears
+            for precision in (linear.output, linear.grad_input, linear.grad_weight)
         )
+        return self._sum(self.attention, matmuls)
 
     @cached_property
     def recompute(self) -> dict[Precision, int]:
-        """FLOPs per token on top of `total` that the backward pass computes again, by precision."""
-        return self._sum(
-            self.recomputed_attention,
-            (
-                (linear.output, linear.flops_per_matmul)
-                for linear in self.linears
-                if linear.recomputed
-            ),
-        )
+        """FLOPs per token that the backward pass computes again, by precision; not in `total`."""
+        matmuls = ((row.output, row.flops_per_matmul) for row in self.linears if row.recomputed)
+        return self._sum(self.recomputed_attention, matmuls)
 
     def _sum(
         self, attention: int, matmuls: Iterable[tuple[Precision, int]]
@@ -121,27 +109,28 @@ def count_flops(
     recomputed: Collection[str] = (),
     recompute_is_known: bool = True,
 ) -> FlopsLedger:
-    """The ledger of `model`, float8-converted and not yet sharded: sharding changes who computes,
-    not how much.
+    """Return the ledger of `model`, after float8 conversion and before sharding.
 
-    Attention is counted as the full square, 12 * layers * heads * head_dim * seq_len per token
-    (PaLM, arXiv 2204.02311, appendix B): two matmuls forward and four backward; or by the causal
-    convention as half of that. `recomputed` names the linears and the `attention` modules whose
-    forward the backward pass runs again; there are others unless `recompute_is_known`."""
+    Attention counts two matmuls forward and four backward: 12 * layers * heads * head_dim * seq_len
+    per token by the `palm` convention (arXiv 2204.02311, appendix B), half of it by `causal`.
+    `recomputed` names the linears and `attention` modules whose forward the backward pass repeats.
+    """
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
     precision = _PRECISION_OF[high_precision]
-    layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
+    rows = [
+        _linear_flops(name, linear, high_precision=precision, recomputed=name in recomputed)
+        for name, linear in linears.items()
+    ]
+
+    # Each of a layer's two attention matmuls, per token.
+    matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
+    recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
     return FlopsLedger(
-        linears=tuple(
-            _linear_flops(name, linear, high_precision=precision, recomputed=name in recomputed)
-            for name, linear in linears.items()
-        ),
-        attention=6 * n_layers * layer_matmul,
-        recomputed_attention=2
-        * layer_matmul
-        * sum(name.endswith(".attention") for name in recomputed),
+        linears=tuple(rows),
+        attention=6 * n_layers * matmul,
+        recomputed_attention=2 * recomputed_layers * matmul,
         high_precision=precision,
         recompute_is_known=recompute_is_known,
         fp8_runs_in=_fp8_runs_in(linears.values(), high_precision=precision),
@@ -149,8 +138,8 @@ def count_flops(
 
 
 def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> Precision:
-    """Emulated, torchao's Float8Linear multiplies in float32, and MXFP8 in what its operands were
-    cast from."""
+    """Return the precision of emulated fp8 matmuls: float32 in torchao's Float8Linear, in MXFP8 the
+    precision from which the operands were cast."""
     for linear in linears:
         if is_float8_linear(linear) and linear.config.emulate:
             return "fp32"
@@ -160,28 +149,27 @@ def _fp8_runs_in(linears: Iterable[nn.Linear], *, high_precision: Precision) -> 
 
 
 def _is_mxfp8(linear: nn.Linear) -> bool:
-    """Whether a linear is one of MXFP8, which is not torchao's: it casts for all matmuls, and knows
-    if it emulates."""
+    """Return whether this is our MXFP8 linear, the only other one with an attribute `emulate`."""
     return not is_float8_linear(linear) and hasattr(linear, "emulate")
 
 
 def _linear_flops(
     name: str, linear: nn.Linear, *, high_precision: Precision, recomputed: bool
 ) -> LinearFlops:
-    """`linear`'s row of the ledger. torchao has both operands of a matmul cast to float8, or
-    neither."""
+    """Return the row of `linear`. MXFP8 runs all three matmuls in fp8; torchao has a config for
+    each, in which both operands of a matmul are cast or neither."""
     output = grad_input = grad_weight = "fp8" if _is_mxfp8(linear) else high_precision
     if is_float8_linear(linear):
-        from torchao.float8.config import ScalingType
+        from torchao.float8.config import ScalingType  # slow to import
 
+        config = linear.config
         output, grad_input, grad_weight = (
             high_precision if cast.scaling_type is ScalingType.DISABLED else "fp8"
             for cast in (
-                linear.config.cast_config_input,
-                linear.config.cast_config_grad_output,
-                linear.config.cast_config_input_for_grad_weight,
+                config.cast_config_input,
+                config.cast_config_grad_output,
+                config.cast_config_input_for_grad_weight,
             )
         )
-    return LinearFlops(
-        name, linear.in_features, linear.out_features, output, grad_input, grad_weight, recomputed
-    )
+    shape = (linear.in_features, linear.out_features)
+    return LinearFlops(name, *shape, output, grad_input, grad_weight, recomputed)

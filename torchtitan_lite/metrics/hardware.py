@@ -4,12 +4,13 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite.config import MetricsConfig
 
@@ -93,29 +94,24 @@ def resolve_peaks(
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
-    """Return the TFLOPS that large square matmuls reach on the GPU `device`, within about half a
-    second. The matrices are random, because a GPU is faster on constant ones."""
+    """Return the TFLOPS that large square matmuls reach on the GPU `device`, within half a second.
+
+    The matrices are random, because a GPU is faster on constant ones. The result is a median: the
+    best time could be from a moment at which other processes paused.
+    """
     shape = (2, _MATMUL_SIZE, _MATMUL_SIZE)
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(shape, generator=generator, device=device)
-    if precision != "fp8":
+    if precision == "fp8":
+        from torchao.float8.config import e4m3_dtype  # slow to import
+
+        a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
+        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        matmul = partial(torch._scaled_mm, a, b, one, one, **options)
+    else:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        a, b = a.to(dtype), b.to(dtype)
-        return _matmul_tflops(lambda: a @ b, device)
+        matmul = partial(torch.matmul, a.to(dtype), b.to(dtype))
 
-    # Slow to import.
-    from torchao.float8.config import e4m3_dtype
-
-    a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
-    return _matmul_tflops(
-        lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
-        device,
-    )
-
-
-def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the TFLOPS of the median matmul. The best one could be from a moment at which other
-    processes paused."""
     seconds: list[float] = []
     matmul()  # the first call builds the kernel
     synchronize(device)

@@ -55,13 +55,11 @@ class TensorBoardWriter(Writer):
         self._events.flush()
 
     def write(self, record: StepRecord) -> None:
-        """Add a point to each curve."""
         figures = record.known().items()
         drawn = {name: value for name, value in figures if figure_of(name).tag}
         self.write_scalars(record.step, drawn)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a point to the curve of each figure; the operating system has it on return."""
         # Loaded with SummaryWriter.
         from tensorboard.compat.proto.summary_pb2 import Summary as Points
 
@@ -75,13 +73,11 @@ class TensorBoardWriter(Writer):
         self._events.flush()
 
     def flush(self) -> None:
-        """Put all points on disk."""
         for path in Path(self._events.log_dir).glob("events.out.tfevents.*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def close(self, summary: Summary | None) -> None:
-        """Add the outcome beside the hparams, and close the event file."""
         if summary is not None:
             self._events.add_scalar(FINAL_LOSS, summary.loss, summary.step)
             if summary.tps is not None:

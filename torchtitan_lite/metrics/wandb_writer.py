@@ -68,24 +68,18 @@ class WandbWriter(Writer):
         id_file.write_text(self._run.id)
 
     def write(self, record: StepRecord) -> None:
-        """Log the record's known figures."""
-        figures = record.known()
-        del figures["step"]
-        logged = {name: value for name, value in figures.items() if figure_of(name).in_json}
+        figures = record.known().items()
+        logged = {name: value for name, value in figures if figure_of(name).in_json}
+        del logged["step"]
         self.write_scalars(record.step, logged)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the figures beside the step's record."""
         self._attempt(lambda run: run.log(dict(scalars), step=step))
 
     def close(self, summary: Summary | None) -> None:
-        """Log the outcome, and wait for the upload."""
         if summary is not None:
-            outcome = {
-                "final_loss": summary.loss,
-                "median_tps": summary.tps,
-                "median_mfu": summary.mfu,
-            }
+            outcome = {"final_loss": summary.loss, "median_tps": summary.tps}
+            outcome["median_mfu"] = summary.mfu
             self._attempt(lambda run: run.summary.update(outcome))
         self._attempt(lambda run: run.finish())
 

@@ -33,7 +33,6 @@ class ConsoleWriter(Writer):
         self._warm_up = True
 
     def write(self, record: StepRecord) -> None:
-        """Log the step's line."""
         remaining_s = (self._total_steps - record.step) * record.step_time_s
         eta = "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}"
         self._warm_up = False
@@ -41,7 +40,6 @@ class ConsoleWriter(Writer):
         self._log(record.step, *figures, eta)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a line with the figures."""
         self._log(step, *(f"{name} {value:.4f}" for name, value in scalars.items()))
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
@@ -103,12 +101,10 @@ class JsonlWriter(Writer):
         self._numerics = numerics
 
     def write(self, record: StepRecord) -> None:
-        """Append the record's line, unless this is the file about casts."""
         if not self._numerics:
             self._append(record.to_json())
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        """Append the line about the casts, if this is the file about them."""
         if self._numerics:
             self._append({"step": step, "time": time.time(), "kinds": casts})
 
@@ -117,11 +113,9 @@ class JsonlWriter(Writer):
         self._file.write(json.dumps(_finite(fields)) + "\n")
 
     def flush(self) -> None:
-        """Put all lines on disk."""
         os.fsync(self._file.fileno())
 
     def close(self, summary: Summary | None) -> None:
-        """Close the file."""
         self._file.close()
 
 
