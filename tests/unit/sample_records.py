@@ -1,6 +1,7 @@
 """A record, figures of casts and a summary to hand to writers."""
 
 import math
+from dataclasses import replace
 
 from torchtitan_lite.metrics.figures import StepRecord
 from torchtitan_lite.metrics.records import Summary
@@ -46,12 +47,4 @@ NUMERICS = {
     },
     "output": {"weight": WEIGHT | {"saturation": 0.001}},
 }
-SUMMARY = Summary(
-    step=12,
-    tokens=49152,
-    loss=5.25,
-    tps=2340.5,
-    mfu=41.0,
-    memory_gib=0.93,
-    times_s={"training": 15.0},
-)
+SUMMARY = Summary(replace(RECORD, loss=5.25), tps=2340.5, mfu=41.0, times_s={"training": 15.0})

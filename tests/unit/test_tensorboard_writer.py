@@ -225,7 +225,9 @@ def test_a_single_record_has_no_median(tmp_path):
     assert read_curves(tmp_path) == {"final/loss": [(12, 5.25)]}
 
 
-@pytest.mark.parametrize("summary", [None, replace(SUMMARY, step=10)], ids=["crashed", "stopped"])
+@pytest.mark.parametrize(
+    "summary", [None, replace(SUMMARY, last=replace(RECORD, step=10))], ids=["crashed", "stopped"]
+)
 def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     writer = open_writer(tmp_path)
     write_steps(writer, range(1, 11))
@@ -238,7 +240,7 @@ def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     events_file.rename(events_file.with_name("events.out.tfevents.1700000000.earlier"))
     resumed = open_writer(tmp_path, resume_step=6)
     write_steps(resumed, range(7, 9))
-    resumed.close(replace(SUMMARY, step=8))
+    resumed.close(replace(SUMMARY, last=replace(RECORD, step=8, loss=5.25)))
 
     events = EventAccumulator(str(tmp_path)).Reload()
     curves = read_curves(tmp_path)

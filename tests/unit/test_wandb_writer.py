@@ -107,10 +107,9 @@ def test_a_failure_on_the_way_is_told_once_and_ends_no_training(
         writer.write(RECORD)
     writer.close(SUMMARY)
     assert [step for step, _ in run.rows] == [12]
-    assert caplog.messages == [
-        "wandb failed and is left out for the rest of the run: "
-        "ConnectionResetError: Connection reset by peer"
-    ]
+    (message,) = caplog.messages
+    assert "wandb failed" in message
+    assert "ConnectionResetError: Connection reset by peer" in message
     assert caplog.records[0].levelno == logging.WARNING
 
 

@@ -23,7 +23,10 @@ RUN = {
     "hparams": {"flavor": "8B"},
     "numerics": False,
 }
-LINE = "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  time 1.250s (data 0.2%)  "
+LINE = (
+    "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  "
+    "time 1.250s (data 0.2%)  "
+)
 
 
 @pytest.fixture
@@ -85,7 +88,8 @@ def test_console_shows_the_casts_that_lost_most(log):
     )
     assert log.messages == [
         "step 12/30  float8 casts: least SQNR -inf dB (grad_output of feed_forward.w2, layer 4), "
-        "underflow up to 12.50% (grad_output of feed_forward.w2, layer 2), saturation up to 0.10% (weight of output)",
+        "underflow up to 12.50% (grad_output of feed_forward.w2, layer 2), "
+        "saturation up to 0.10% (weight of output)",
         "step 15/30  float8 casts: least SQNR 31.5 dB (input of output)",
     ]
 
@@ -130,8 +134,8 @@ def test_jsonl_line(tmp_path):
         '{"step": 12, "tokens": 49152, "epochs": {"pystdlib": 0.75}, "loss": 5.43211, '
         '"loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
         '"skipped_steps": 0, "tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, "mfu_bf16_peak": 8.1, '
-        '"mfu_fp8_peak": null, "mfu_achievable": 44.5, "hfu": 50.5, "step_time_s": 1.25, "data_time_s": 0.0025, '
-        '"memory_gib": 0.93, "time": 1700000000.0}\n'
+        '"mfu_fp8_peak": null, "mfu_achievable": 44.5, "hfu": 50.5, "step_time_s": 1.25, '
+        '"data_time_s": 0.0025, "memory_gib": 0.93, "time": 1700000000.0}\n'
     )
     writer.close(SUMMARY)
 

@@ -117,11 +117,8 @@ def equal_tokens(runs: Sequence[LoggedRun]) -> Series:
 
 
 def compare(runs: Sequence[LoggedRun], *, last: int) -> list[dict[str, Any]]:
-    """Return each run's values of COLUMNS, NaN where unknown; distances are from the first run.
-
-    A final loss is the mean over the `last` steps at equal tokens, tps and mfu are medians without
-    the first step. Raises ConfigError if no tokens are equal.
-    """
+    """Return each run's values of COLUMNS, NaN if unknown; distances are from the first run, losses
+    means over the `last` steps. Raises ConfigError if no tokens are equal."""
     tokens, first = equal_tokens(runs), runs[0]
 
     def final_loss(run: LoggedRun) -> float:
@@ -151,8 +148,7 @@ def compare(runs: Sequence[LoggedRun], *, last: int) -> list[dict[str, Any]]:
 def format_runs(
     runs: Sequence[LoggedRun], *, last: int, columns: Sequence[str] = tuple(COLUMNS)
 ) -> str:
-    """Format the comparison as a Markdown table with some of COLUMNS, below a line about its
-    tokens. Raises ConfigError if no tokens are equal."""
+    """Format the comparison as a Markdown table. Raises ConfigError if no tokens are equal."""
 
     def cell(value: Any, column: str) -> str:
         unknown = isinstance(value, float) and math.isnan(value)
@@ -168,12 +164,8 @@ def format_runs(
 
 
 def draw(runs: Sequence[LoggedRun], path: Path, *, last: int) -> None:
-    """Write curves over tokens to `path`: loss, the distance of its mean over `last` steps from the
-    first run's, gradient norm, tps and mfu.
-
-    Raises ConfigError for a file type that is not in PICTURE_TYPES, a missing folder, no matplotlib
-    or no equal tokens.
-    """
+    """Write curves over tokens to `path`; losses are compared by their means over `last` steps.
+    Raises ConfigError for another file type, a missing folder, no matplotlib, no equal tokens."""
     if path.suffix not in PICTURE_TYPES:
         raise ConfigError(f"{path}: the picture's name must end in {' or '.join(PICTURE_TYPES)}.")
     if not path.parent.is_dir():

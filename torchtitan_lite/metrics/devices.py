@@ -14,8 +14,8 @@ class DeviceSpec:
     fp8_tflops: float | None
     """None if the device has no float8 matrix units."""
     memory_gib: float
-    """GiB, which data sheets call GB. The driver keeps 1 to 2 %. ECC, on by default with GDDR6, takes
-    a sixteenth: 48 and 24 GB are listed as 45 and 22.5."""
+    """GiB, which data sheets call GB. The driver keeps 1 to 2 %. ECC, on by default with GDDR6,
+    takes a sixteenth: 48 and 24 GB are listed as 45 and 22.5."""
     bandwidth_tb_s: float
     """Memory bandwidth, 10^12 bytes per second."""
     aliases: tuple[str, ...] = ()

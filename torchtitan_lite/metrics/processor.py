@@ -45,15 +45,18 @@ class _EndedStep:
     time: float
     spans: Spans
     computed: StepValues
-    copied: Sequence[str]
-    """Names of the tensors in `computed`, as ordered in `copy`."""
     copy: Tensor
+    """The tensors in `computed`, on the host."""
     arrives: Any
     """The moment at which the copy is complete."""
 
     def values(self) -> StepValues:
         """Return the step's values as numbers, once they have arrived."""
-        return {**self.computed, **dict(zip(self.copied, self.copy.tolist(), strict=True))}
+        numbers = iter(self.copy.tolist())
+        return {
+            name: next(numbers) if isinstance(value, Tensor) else value
+            for name, value in self.computed.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,8 @@ class Skips:
 class MetricsProcessor:
     """Time the steps of a run, make a record of each logged step, and pass it to the writers.
 
-    The clock starts with the processor. A step lasts from the end of the previous step to its own
-    end, without the time spent under `outside_step`. Rates also leave out the waits for data and
-    compilation.
+    A step lasts from the end of the previous one, at first from the processor's creation, to its
+    own end, without the time under `outside_step`. Rates also leave out data waits and compilation.
     """
 
     def __init__(
@@ -152,8 +154,8 @@ class MetricsProcessor:
         Each multiple of log_freq is logged, and this process's first step, alone, because it
         includes warm-up.
         """
-        on_device = [name for name, value in values.items() if isinstance(value, Tensor)]
-        copy = torch.stack([values[name] for name in on_device]).to("cpu", non_blocking=True)
+        on_device = [value for value in values.values() if isinstance(value, Tensor)]
+        copy = torch.stack(on_device).to("cpu", non_blocking=True)
         ended_at = self._clock.now()
         self._spans["step"].append((self._began, ended_at))
         self._last_ended = _EndedStep(
@@ -162,7 +164,6 @@ class MetricsProcessor:
             time=time.time(),
             spans=self._spans,
             computed=values,
-            copied=on_device,
             copy=copy,
             arrives=ended_at,
         )
@@ -248,8 +249,7 @@ class MetricsProcessor:
         self._write_scalars(step, {"validation_loss": loss})
 
     def log_numerics(self, step: int, casts: CastErrors) -> None:
-        """Write the errors of the casts of `step`, the last that ended, after the records up to it.
-        Waits for the device."""
+        """Write the errors of the casts of `step`, the last that ended. Waits for the device."""
         assert self._last_ended is not None, "a step has ended"
         self._clock.wait(self._last_ended.arrives)
         self._take_arrived()
@@ -258,19 +258,11 @@ class MetricsProcessor:
 
     def summary(self) -> Summary | None:
         """Return the outcome so far, or None if no step was trained."""
-        if (record := self._last_record) is None:
+        if self._last_record is None:
             return None
         tps = statistics.median(self._steady_tps) if self._steady_tps else None
-        return Summary(
-            step=record.step,
-            tokens=record.tokens,
-            loss=record.loss,
-            tps=tps,
-            mfu=None if tps is None else self._rates(tokens=tps, seconds=1.0, n_devices=1).mfu,
-            memory_gib=record.memory_gib,
-            times_s=dict(self._times),
-            approximate_mfu=self.peaks.approximate,
-        )
+        mfu = None if tps is None else self._rates(tokens=tps, seconds=1.0, n_devices=1).mfu
+        return Summary(self._last_record, tps, mfu, times_s=dict(self._times))
 
     def close(self) -> None:
         """Close the writers."""

@@ -8,49 +8,39 @@ from .figures import CastErrors, StepRecord, cast_scalars, format_mfu
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's outcome: its last step, and medians over this process's records but the first."""
+    """A run's outcome. Medians are over this process's records but the first."""
 
-    step: int
-    tokens: int
-    loss: float
-    """Loss of the last step, nat."""
+    last: StepRecord
+    """The last step's record."""
     tps: float | None
     """Median tokens per second per device; None if there is only one record."""
     mfu: float | None
-    """Utilisation at the median tps, percent; None also if a peak is unknown."""
-    memory_gib: float
-    """Peak memory."""
+    """Median percent; None also if a peak is unknown."""
     times_s: Mapping[str, float]
     """Seconds that this process spent on training, data, compile, checkpoint, validation."""
-    approximate_mfu: bool = False
-    """Whether mfu rests on a CPU's measured peaks."""
 
 
 def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
-    """Describe how a run went.
-
-    `unigram_entropy` of the training tokens, nat, is the loss of a model that knows only how often
-    each token occurs. None if it is not known.
-    """
-    loss = f"final loss {summary.loss:.2f} nat"
+    """Describe how a run went. `unigram_entropy`, nat, is the loss of a model that knows only how
+    often each training token occurs."""
+    last, times_s = summary.last, summary.times_s
+    loss = f"final loss {last.loss:.2f} nat"
     if unigram_entropy is not None:
-        gain = unigram_entropy - summary.loss
+        gain = unigram_entropy - last.loss
         side = "below" if gain >= 0 else "above"
         loss += f", {abs(gain):.2f} {side} the unigram entropy {unigram_entropy:.2f}"
         loss += " of the training tokens"
 
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
-    mfu = format_mfu(summary.mfu, approximate=summary.approximate_mfu)
-    total_s = sum(summary.times_s.values())
-    shares = [
-        f"{name} {time_s / total_s:.1%}" for name, time_s in summary.times_s.items() if time_s
-    ]
+    mfu = format_mfu(summary.mfu, approximate=last.approximate_mfu)
+    total_s = sum(times_s.values())
+    shares = [f"{name} {time_s / total_s:.1%}" for name, time_s in times_s.items() if time_s]
     return [
-        f"{summary.step:,} steps, {summary.tokens:,} tokens",
+        f"{last.step:,} steps, {last.tokens:,} tokens",
         loss,
         f"median tps {tps} per device, median mfu {mfu}, without the first step",
         f"of {total_s:,.1f}s: {', '.join(shares)}",
-        f"peak memory {summary.memory_gib:.1f}GiB per device",
+        f"peak memory {last.memory_gib:.1f}GiB per device",
     ]
 
 

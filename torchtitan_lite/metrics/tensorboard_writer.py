@@ -79,9 +79,10 @@ class TensorBoardWriter(Writer):
 
     def close(self, summary: Summary | None) -> None:
         if summary is not None:
-            self._events.add_scalar(FINAL_LOSS, summary.loss, summary.step)
+            step = summary.last.step
+            self._events.add_scalar(FINAL_LOSS, summary.last.loss, step)
             if summary.tps is not None:
-                self._events.add_scalar(MEDIAN_TPS, summary.tps, summary.step)
+                self._events.add_scalar(MEDIAN_TPS, summary.tps, step)
             self._file.add_summary(self._session_end)
         self._events.close()
 

@@ -78,7 +78,7 @@ class WandbWriter(Writer):
 
     def close(self, summary: Summary | None) -> None:
         if summary is not None:
-            outcome = {"final_loss": summary.loss, "median_tps": summary.tps}
+            outcome = {"final_loss": summary.last.loss, "median_tps": summary.tps}
             outcome["median_mfu"] = summary.mfu
             self._attempt(lambda run: run.summary.update(outcome))
         self._attempt(lambda run: run.finish())

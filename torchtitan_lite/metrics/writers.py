@@ -76,8 +76,7 @@ class ConsoleWriter(Writer):
 
 
 def wants_color(*, disabled: bool) -> bool:
-    """Return whether to colour the log: on a terminal or with FORCE_COLOR set, unless `disabled` or
-    with NO_COLOR set."""
+    """Return whether to colour the log: on a terminal or with FORCE_COLOR, but not with NO_COLOR."""
     if disabled or os.environ.get("NO_COLOR"):
         return False
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
@@ -90,11 +89,8 @@ class JsonlWriter(Writer):
     """
 
     def __init__(self, path: Path, *, resume_step: int, numerics: bool = False) -> None:
-        """Open `path` to continue after `resume_step`.
-
-        Later lines of an earlier process, and a line that it did not finish, are dropped. The file
-        is replaced in one move, so that a crash meanwhile loses nothing.
-        """
+        """Open `path`, and drop lines after `resume_step` and an unfinished one. The file is
+        replaced in one move, so that a crash meanwhile loses nothing."""
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         replace_file(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= resume_step))
         self._file = path.open("a", buffering=1)
