@@ -46,6 +46,7 @@ class Profiler:
                 )
             self._snapshots = run_folder / profiling.save_memory_snapshot_folder
 
+        # Of each period all steps wait, the next to last warms up, and the last one is traced.
         self._traces = run_folder / profiling.save_traces_folder
         self._trace: torch.profiler.profile | None = None
         if profiling.enable_profiling:

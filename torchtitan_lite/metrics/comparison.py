@@ -90,6 +90,7 @@ def _read_figures(path: Path) -> dict[str, Series]:
         raise ConfigError(
             f"{path}: {error.strerror}; name a run folder, or its metrics.jsonl."
         ) from error
+
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -97,7 +98,7 @@ def _read_figures(path: Path) -> dict[str, Series]:
             values = [record[figure] for figure in FIGURES]
             rows.append([math.nan if value is None else float(value) for value in values])
         except (ValueError, TypeError, KeyError) as error:
-            if number < len(lines):
+            if number < len(lines):  # not the line that a live run is writing
                 raise ConfigError(
                     f"{path}: line {number} is not the record of a step: {line[:60]!r}"
                 ) from error

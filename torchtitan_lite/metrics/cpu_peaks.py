@@ -76,8 +76,8 @@ def one_thread_tflops(precision: Precision) -> float:
     # Its own generator leaves the run's random state unchanged.
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, size, size, generator=generator).to(dtype)
-    best_s = math.inf
-    threads = torch.get_num_threads()
+
+    best_s, threads = math.inf, torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         a @ b  # the first call builds the kernel

@@ -154,9 +154,11 @@ class MetricsProcessor:
         Each multiple of log_freq is logged, and this process's first step, alone, because it
         includes warm-up.
         """
+        # The copy is queued behind the step's work, and the moment behind the copy.
         on_device = [value for value in values.values() if isinstance(value, Tensor)]
         copy = torch.stack(on_device).to("cpu", non_blocking=True)
         ended_at = self._clock.now()
+
         self._spans["step"].append((self._began, ended_at))
         self._last_ended = _EndedStep(
             step=step,
@@ -201,6 +203,7 @@ class MetricsProcessor:
 
     def _write_record(self, ended: _EndedStep, values: StepValues) -> None:
         """Make the record of the steps since the last one, and pass it to the writers."""
+        # Only training counts for rates.
         since, self._since_record = self._since_record, defaultdict(float)
         steps, data_s, compile_s = since["steps"], since["data"], since["compile"]
         training_s = since["step"] - data_s - compile_s
@@ -209,9 +212,9 @@ class MetricsProcessor:
 
         tokens, self._tokens = values["tokens"] - self._tokens, values["tokens"]
         rates = self._rates(tokens=tokens, seconds=training_s, n_devices=self._n_devices)
+        self._warn_of_peak(ended.step, rates)
         if self._last_record is not None:
             self._steady_tps.append(rates.tps)
-        self._warn_of_peak(ended.step, rates)
 
         step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
         memory_gib, total_gib = peak_memory_gib(self._device), total_memory_gib(self._device)
@@ -229,6 +232,7 @@ class MetricsProcessor:
             time=ended.time,
             approximate_mfu=self.peaks.approximate,
         )
+
         for writer in self._writers:
             writer.write(self._last_record)
         if compile_s:

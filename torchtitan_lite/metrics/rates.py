@@ -21,7 +21,7 @@ class Rates:
     mfu_bf16_peak: float | None
     """All FLOPs at the bf16 peak, as torchtitan up to v0.2.2. Can pass 100 under float8."""
     mfu_fp8_peak: float | None
-    """All FLOPs at the fp8 peak, a lower bound. None if fp8 is emulated and never uses that peak."""
+    """All FLOPs at the fp8 peak, a lower bound. None if fp8 is emulated."""
     mfu_achievable: float | None
     """`mfu` against the peaks measured on this device; None if they were not measured."""
     hfu: float | None

@@ -76,7 +76,7 @@ class ConsoleWriter(Writer):
 
 
 def wants_color(*, disabled: bool) -> bool:
-    """Return whether to colour the log: on a terminal or with FORCE_COLOR, but not with NO_COLOR."""
+    """Return whether to colour the log: on a terminal or with FORCE_COLOR, not with NO_COLOR."""
     if disabled or os.environ.get("NO_COLOR"):
         return False
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
