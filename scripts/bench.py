@@ -1,92 +1,114 @@
-"""How fast it trains: a matrix of real runs on the device at hand, as a table and as JSON; see
-docs/performance.md.
+"""Benchmark training on this machine: bf16 and float8, compiled and eager, as a table and as JSON.
 
-python scripts/bench.py [--quick] [--only WORDS] [--out FILE.json] [--profile]
-                        [--check FILE.json [--tolerance PCT]]
-python scripts/bench.py --dry-run [--device "H100 SXM"] [--quick] [--only WORDS]
-
-  --quick           the most important rows only, with fewer steps
-  --only WORDS      rows whose names hold all these words, such as "8B compiled"
-  --out FILE        JSON, written after every row
-  --profile         then take a float8 row and its bf16 row apart by a profiler
-  --check FILE      exit with 1 if a ratio is below that of FILE, which --out wrote on the same kind of device
-  --tolerance PCT   percent by which it may be (default: 5, on CPU 50)
-  --dry-run         print what would run on a GPU, and what it should come to
-  --device NAME     GPU to plan for (default: the one at hand, else H200)
+python scripts/bench.py --out bench.json              all rows that fit the time budget
+python scripts/bench.py --quick                       the most important rows
+python scripts/bench.py --check bench.json            exit code 1 if a ratio is lower than there
+python scripts/bench.py --dry-run --device "H100 SXM" rows and predictions; needs no GPU
 """
 
 import argparse
-import shlex
+import dataclasses
 import sys
 from pathlib import Path
 
-import torch
-
-from torchtitan_lite.bench import Options, make_plan, read_baseline, run_benchmark, tolerance_of
-from torchtitan_lite.benchmarks.report import DONE, find_regressions, format_plan, format_report
-from torchtitan_lite.benchmarks.rows import planned_device
+from torchtitan_lite.bench import (
+    DONE,
+    PREDICTIONS,
+    STOPPED,
+    choose_rows,
+    device_name,
+    find_regressions,
+    format_report,
+    format_rows,
+    local_device,
+    plan_row,
+    read_earlier,
+    run_benchmark,
+)
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.planner.plan import resolve_device
 
+BUDGET_S = {"GPU": 525.0, "CPU": 300.0, "quick GPU": 240.0, "quick CPU": 180.0}
+USABLE_MEMORY = 0.98
+"""Share of a data sheet's memory that the driver leaves."""
+TOLERANCE_PCT = {"GPU": 5.0, "CPU": 50.0}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line. Raises ConfigError for options that contradict each other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("--quick", action="store_true", help="run the most important rows only")
+    option("--only", default="", metavar="WORDS", help="run rows whose names have all these words")
+    option("--budget", type=float, metavar="SECONDS", help=f"time to take (default: {BUDGET_S})")
+    option("--out", type=Path, metavar="FILE", help="write JSON, after every row")
+    option("--check", type=Path, metavar="FILE", help="compare with this earlier --out FILE")
+    option(
+        "--tolerance",
+        type=float,
+        metavar="PCT",
+        help=f"percent by which a ratio may be lower than in --check (default: {TOLERANCE_PCT})",
+    )
+    option("--dry-run", action="store_true", help="print the rows and their predictions only")
+    option("--device", help="GPU of --dry-run (default: the one at hand)")
+    options = parser.parse_args(argv)
+
+    if options.dry_run and (options.out or options.check):
+        raise ConfigError("--out and --check need rows that run; leave them or --dry-run out.")
+    if options.device and not options.dry_run:
+        raise ConfigError(f'--device "{options.device}" is for --dry-run; leave it out.')
+    if options.tolerance is not None and not (options.check and 0 <= options.tolerance < 100):
+        raise ConfigError(
+            f"--tolerance {options.tolerance:g} needs --check, and must be at least 0 and below 100"
+        )
+    if options.out and not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}.")
+    return options
+
+
+def print_plan(options: argparse.Namespace) -> None:
+    """Print the rows for the device of --dry-run, with predictions."""
+    spec = resolve_device(options.device)
+    device = dataclasses.replace(spec, memory_gib=USABLE_MEMORY * spec.memory_gib)
+    planned, refused = [], []
+    for row in choose_rows("quick GPU" if options.quick else "GPU", options.only):
+        try:
+            row, predictions = plan_row(row, device)
+        except ConfigError as error:
+            refused.append(f"{row.name}: not run: {error}")
+        else:
+            planned.append(dataclasses.asdict(row) | predictions)
+    print(f"plan for {device.name}\n\n{format_rows(planned, PREDICTIONS)}\n", *refused, sep="\n")
+
 
 def main(argv: list[str]) -> None:
-    """Run what `argv` asks for. Raises RunError."""
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
+    """Run the command line `argv`. Raises RunError."""
+    options = parse(argv)
+    if options.dry_run:
+        print_plan(options)
         return
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench.py", usage=__doc__, add_help=False, allow_abbrev=False
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--check", type=Path)
-    parser.add_argument("--tolerance", type=float)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--device")
-    words = parser.parse_args(argv)
-    if words.dry_run:
-        given = {
-            "--out": words.out,
-            "--profile": words.profile,
-            "--check": words.check,
-            "--tolerance": words.tolerance,
-        }
-        if unused := [name for name, value in given.items() if value not in (None, False)]:
-            raise ConfigError(
-                f"{', '.join(unused)}: --dry-run runs and writes nothing; leave it out."
-            )
-        name = words.device or (None if torch.cuda.is_available() else "H200")
-        print(
-            format_plan(
-                make_plan(planned_device(resolve_device(name)), quick=words.quick, only=words.only)
-            )
-        )
-        return
-    if words.device is not None:
-        raise ConfigError(
-            f'--device "{words.device}" is for --dry-run: rows run on the device at hand; leave it out.'
-        )
-    if words.tolerance is not None and words.check is None:
-        raise ConfigError(
-            f"--tolerance {words.tolerance} is for --check; name a baseline, or leave it out."
-        )
-    tolerance_of("", words.tolerance)  # refused now, not after the rows
-    baseline = None if words.check is None else read_baseline(words.check)
-    command = shlex.join(["python", "scripts/bench.py", *argv])
-    options = Options(words.quick, words.only, words.out, words.profile, command)
-    report = run_benchmark(options, baseline=baseline, baseline_path=str(words.check))
+
+    device = local_device()
+    on = "CPU" if device is None else "GPU"
+    kind = f"quick {on}" if options.quick else on
+    rows = choose_rows(kind, options.only)
+    earlier = options.check and read_earlier(options.check, device=device_name())
+
+    budget_s = BUDGET_S[kind] if options.budget is None else options.budget
+    report = run_benchmark(rows, device, budget_s=budget_s, out=options.out)
     print(format_report(report))
-    if report["ended_by"].startswith("SIG"):
+
+    if report["ended_by"] == STOPPED:
         sys.exit(STOPPED_EXIT_CODE)
     if not any(row["status"] == DONE for row in report["rows"]):
         raise RunError("no row is done")
-    if baseline is not None:
-        tolerance = tolerance_of(report["device"], words.tolerance)
-        regressions = find_regressions(report, baseline, tolerance_pct=tolerance)
-        print(f"against {words.check}, within {tolerance:g} %: {len(regressions)} regressions")
+    if earlier is not None:
+        tolerance = TOLERANCE_PCT[on] if options.tolerance is None else options.tolerance
+        regressions = find_regressions(report["rows"], earlier, tolerance_pct=tolerance)
+        print(f"{len(regressions)} regressions of more than {tolerance:g} %")
         if regressions:
             raise RunError("\n".join(regressions))
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checkpoints of runs.
 
-  ls FOLDER        list those of a run
-  verify PATH...   read every byte of them and name what is broken
-  diff A B         tell what differs between two
+  ls FOLDER        list the checkpoints of a run
+  verify PATH...   read every byte of checkpoints and report damage
+  diff A B         print the differences between two
 
 FOLDER is a run folder or its folder of checkpoints, PATH one of these or a step's folder, A and B
 are step folders.
@@ -15,45 +15,48 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.report import describe, format_rows, step_folders
+from torchtitan_lite.checkpoint.report import format_summaries, step_folders, summarize
 from torchtitan_lite.errors import CheckpointError, RunError, StorageError
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
-    ls = commands.add_parser("ls", parents=[common], help="list the checkpoints of a run")
+
+    text = "list the checkpoints of a run"
+    ls = commands.add_parser("ls", parents=[common], help=text)
     ls.add_argument("folder", type=Path, help="run folder, or its folder of checkpoints")
-    verify = commands.add_parser(
-        "verify", parents=[common], help="name what is broken; exit code 4 if anything is"
-    )
-    verify.add_argument(
-        "paths", type=Path, nargs="+", metavar="path", help="step folder, or a folder that ls takes"
-    )
+
+    text = "report damage; exit code 4 if there is any"
+    verify = commands.add_parser("verify", parents=[common], help=text)
+    text = "step folder, or a folder that ls takes"
+    verify.add_argument("paths", type=Path, nargs="+", metavar="path", help=text)
     verify.add_argument("--quick", action="store_true", help="sizes only: do not read every byte")
-    diff = commands.add_parser(
-        "diff", parents=[common], help="tell what differs; exit code 1 if anything does"
-    )
+
+    text = "print the differences; exit code 1 if there are any"
+    diff = commands.add_parser("diff", parents=[common], help=text)
     diff.add_argument("old", type=Path, metavar="A", help="step folder")
     diff.add_argument("new", type=Path, metavar="B", help="step folder")
     return parser.parse_args(argv)
 
 
 def ls(args: argparse.Namespace) -> int:
-    """Print a line for each checkpoint."""
-    rows = [describe(path) for path in step_folders(args.folder)]
-    print(json.dumps([asdict(row) for row in rows]) if args.json else format_rows(rows))
+    """Print one line for each checkpoint."""
+    summaries = [summarize(path) for path in step_folders(args.folder)]
+    as_json = json.dumps([asdict(each) for each in summaries])
+    print(as_json if args.json else format_summaries(summaries))
     return 0
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print what is wrong with each checkpoint; CheckpointError's exit code if something is."""
-    # torch takes seconds to import, and ls does without
+    """Print the problems of each checkpoint; return CheckpointError's exit code if there are
+    any."""
+    # Imported here because torch takes seconds to import, and ls does without.
     from torchtitan_lite.checkpoint.compare import verify_checkpoint
 
     paths = [path for each in args.paths for path in step_folders(each)]
@@ -68,16 +71,16 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print what differs between two checkpoints; 1 if something does."""
-    from torchtitan_lite.checkpoint.compare import compare, format_comparison  # as above
+    """Print the differences between two checkpoints; return 1 if there are any."""
+    from torchtitan_lite.checkpoint.compare import compare  # here for the same reason
 
     found = compare(args.old, args.new)
-    print(json.dumps(asdict(found)) if args.json else format_comparison(found))
+    print(json.dumps(asdict(found)) if args.json else found)
     return 0 if found.same else 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, 1 for two that differ, 4 for one that is broken or missing."""
+    """Return the exit code: 0, 1 if two checkpoints differ, 4 if one is broken or missing."""
     args = parse_arguments(argv)
     try:
         return {"ls": ls, "verify": verify, "diff": diff}[args.command](args)

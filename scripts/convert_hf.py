@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Weights as Hugging Face's transformers read them, and back.
+"""Convert weights to the form that Hugging Face's transformers read, and back.
 
-  export STEP_DIR OUT_DIR   a checkpoint as a model: safetensors, config.json and, where it can, the tokenizer
-  import HF_DIR OUT_DIR     a Llama 3 model as a checkpoint for [checkpoint] initial_load_path
+  export STEP_DIR OUT_DIR   write a checkpoint as a model: safetensors, config.json and, if
+                            transformers can read it, the tokenizer
+  import HF_DIR OUT_DIR     write a Llama 3 model as a checkpoint for [checkpoint] initial_load_path
 
 OUT_DIR must be new or empty.
 """
@@ -17,12 +18,12 @@ from torchtitan_lite.logger import init_logger
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    export = commands.add_parser("export", help="a checkpoint as a Hugging Face model")
+    export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
     export.add_argument(
         "step_dir", type=Path, help="checkpoint, such as outputs/checkpoint/step-00000100"
     )
@@ -31,17 +32,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("float32", "bfloat16", "keep"),
         default="keep",
-        help="of the weights (keep: as saved)",
+        help="type of the weights (keep: as saved)",
     )
-    import_ = commands.add_parser("import", help="a Hugging Face model as a checkpoint")
+    import_ = commands.add_parser("import", help="write a Hugging Face model as a checkpoint")
     import_.add_argument("hf_dir", type=Path, help="folder with config.json and safetensors files")
     import_.add_argument("out_dir", type=Path, help="folder to make")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 2 if OUT_DIR is not free, 4 for weights that are broken or do not fit, 7 if
-    the disk fails, 130 after Ctrl-C."""
+    """Return the exit code: 2 if OUT_DIR is not empty, 4 if the weights are broken or do not fit, 7
+    if the disk fails, 130 after Ctrl-C."""
     init_logger()
     args = parse_arguments(argv)
     try:

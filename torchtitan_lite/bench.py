@@ -1,398 +1,399 @@
-"""The benchmark: the rows of its plan, run one after the other and measured by what they log. A
-hub."""
+"""Benchmark training on one device; the command is `python scripts/bench.py`.
 
+Every row is an ordinary run, `python -m torchtitan_lite.train`, in a process of its own. Its
+figures are read from the `metrics.jsonl` that the run writes. docs/performance.md explains them.
+"""
+
+import functools
 import json
-import math
+import os
 import platform
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from torchtitan_lite.benchmarks import report
-from torchtitan_lite.benchmarks.child import Outcome, Stop, probe, run_child, train
-from torchtitan_lite.benchmarks.kernels import break_down, mean_of
-from torchtitan_lite.benchmarks.processes import read_records
-from torchtitan_lite.benchmarks.rows import (
-    BF16,
-    Device,
-    Forecast,
-    Row,
-    forecast,
-    plan_rows,
-    profiled,
-    profiled_rows,
-)
-from torchtitan_lite.config import Config
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
-from torchtitan_lite.files import replace_file
+from torchtitan_lite.config import Config, dump_config
+from torchtitan_lite.errors import ConfigError, StorageError
+from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.rates import ideal_seconds
+from torchtitan_lite.metrics.cpu_peaks import cpu_name
+from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
+from torchtitan_lite.metrics.hardware import total_memory_gib
+from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.run_folder import read_status
+from torchtitan_lite.tables import format_columns
 
-BUDGET_S = {"GPU": 525.0, "CPU": 300.0, "quick GPU": 240.0, "quick CPU": 180.0}
-"""Seconds from the start that a benchmark may take."""
-START_S = 15.0
-"""Of the budget, that a plan leaves to what comes before the first row."""
-PROBE_S = 120.0
-"""Seconds that the probe of the device may take."""
-OVERRUN = 3.0
-"""Times its expected seconds that a row may take."""
-LEAST_S = 30.0
-"""That any row may take: where little is expected, a busy machine adds more than a multiple of
-it."""
-FIRST_SHARE = 0.5
-"""Share of the remaining time for the first row of its kind of compilation, whose duration cannot
-be estimated."""
-END_S = 3.0
-"""Of the budget, kept for the end."""
-CPU_TOLERANCE_PCT, GPU_TOLERANCE_PCT = 50.0, 5.0
-"""By which a ratio may be below the baseline's, unless told otherwise."""
-LAYERS_POLICY = (
-    "layers: the most with which bf16, compiled and eager, should fit the memory,\n"
-    "one number for a shape, an activation checkpointing and a batch: within them tps is comparable"
-)
-NO_TIME = "no time was left"
+TRAIN = ("-m", "torchtitan_lite.train")
+"""Arguments of Python that start a row's run."""
+WARMUP_STEPS, STEPS = 2, 12
+"""Steps of a run; the first two, which compile and settle, are in no figure."""
+LOG_LINES = 30
+"""Last lines of its log that the result keeps of a row that failed."""
+PAIR = ("bf16", "tensorwise")
+RECIPES = (*PAIR, "rowwise", "rowwise_with_gw_hp", "mxfp8")
+RATIOS = {"bf16_ratio": "tps over the bf16 row's", "compile_ratio": "tps over the eager row's"}
+"""Figures that --check compares: unlike seconds, they hardly depend on clocks and neighbours."""
+DONE, STOPPED = "done", "stopped by a signal"
+
+Result = dict[str, Any]
+"""A row and its figures, in values that JSON can hold."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
+class Row:
+    """One run of the benchmark."""
 
-    quick: bool = False
-    only: str = ""
-    """Words that the names of the rows hold."""
-    out: Path | None = None
-    profile: bool = False
-    command: str = ""
-
-
-class Benchmark:
-    """A benchmark under way: `report` is what it has found so far, in plain values that JSON can
-    hold."""
-
-    def __init__(self, options: Options, *, stop: Stop, folder: Path, began: float) -> None:
-        """Find out what the device is. `folder` is for the runs' files; the budget counts from
-        `began`, a moment of time.monotonic. Raises RunError if that fails."""
-        self.options, self._stop, self._folder, self._began = options, stop, folder, began
-        report.check_out(options.out)
-        self._children = 0
-        self._method = "forkserver"
-        self.device = self._probe()
-        self.budget_s = budget_of(self.device, quick=options.quick)
-        self.rows, skipped = plan_rows(self.device, quick=options.quick, only=options.only)
-        self.forecasts = {row.name: forecast(row, self.device) for row in self.rows}
-        self.report: dict[str, Any] = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": options.command,
-            "device": self.device.name,
-            "memory_gib": self.device.memory_gib,
-            "emulated": self.device.on_cpu,
-            "versions": versions(),
-            "ceilings_tflops": dict(self.device.ceilings),
-            "layers_policy": "" if self.device.on_cpu else LAYERS_POLICY,
-            "budget_s": self.budget_s,
-            "seconds": 0.0,
-            "ended_by": "running",
-            "rows": [],
-            "skipped": [{"name": name, "reason": why} for name, why in skipped.items()],
-            "profiles": [],
-        }
+    flavor: str
+    layers: int
+    seq_len: int
+    batch: int
+    """Sequences in a step."""
+    ac: str
+    """Activation checkpointing: "none", "full", or "op" for the selective policy of that name."""
+    compile: bool
+    recipe: str
+    """"bf16", or a float8 recipe."""
 
     @property
-    def _done(self) -> dict[str, dict[str, Any]]:
-        """What the rows that are done came to, by their names."""
-        return {
-            result["name"]: result
-            for result in self.report["rows"]
-            if result["status"] == report.DONE
-        }
+    def name(self) -> str:
+        """All fields, such as `8B 26L seq8192 b1 op compiled tensorwise`."""
+        model = f"{self.flavor} {self.layers}L seq{self.seq_len} b{self.batch}"
+        return f"{model} {self.ac} {'compiled' if self.compile else 'eager'} {self.recipe}"
 
     @property
-    def _left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        return self._began + self.budget_s - END_S - time.monotonic()
-
-    def _probe(self) -> Device:
-        """The device. A server that has touched CUDA after all, as where there is no NVML, is told
-        by that its child fails; then children start anew."""
-        outcome = self._call(probe, timeout_s=PROBE_S)
-        if outcome.status == "failed":
-            self._method = "spawn"
-            outcome = self._call(probe, timeout_s=PROBE_S)
-        if outcome.status != report.DONE:
-            error = RunError(f"the device cannot be measured: {outcome.reason}\n{outcome.log}")
-            error.exit_code = STOPPED_EXIT_CODE if self._stop.received else RunError.exit_code
-            raise error
-        return Device(**outcome.value)
-
-    def _call(
-        self,
-        task: Callable[..., Any],
-        *arguments: Any,
-        timeout_s: float,
-        folder: Path | None = None,
-    ) -> Outcome:
-        folder = folder or self._new_folder()
-        return run_child(
-            task,
-            *arguments,
-            folder=folder,
-            timeout_s=timeout_s,
-            stop=self._stop,
-            method=self._method,
-        )
-
-    def _new_folder(self) -> Path:
-        self._children += 1
-        folder = self._folder / str(self._children)
-        folder.mkdir()
-        return folder
-
-    def expected_s(self, row: Row) -> float:
-        """Measured seconds of `row`, or an estimate: the overhead of rows that compile the same,
-        plus its steps at the slowest pace seen for its shape."""
-        done, known = self._done, self.forecasts[row.name]
-        if row.name in done:
-            return done[row.name]["seconds"]
-        alike = [each for each in done.values() if each["shape"] == row.shape.name]
-        paces = [each["step_time_s"] / self.forecasts[each["name"]].step_s for each in alike]
-        overhead_s = max(self._overheads(row), default=known.overhead_s)
-        return overhead_s + row.steps * known.step_s * max(paces, default=1.0)
-
-    def _overheads(self, row: Row) -> list[float]:
-        """Seconds besides their steps of the rows that compile what `row` does: float8 compiles
-        several times as long as bf16, and an eager row nothing."""
-        return [
-            each["seconds"] - row.steps * each["step_time_s"]
-            for each in self._done.values()
-            if (each["shape"], each["compile"]) == (row.shape.name, row.compiled)
-            and (not row.compiled or each["recipe"] == row.recipe)
-        ]
-
-    def run(self) -> None:
-        """Measure all rows that the budget allows for, and take some apart where that is asked
-        for."""
-        self.save()
-        to_profile = profiled_rows(self.rows) if self.options.profile else []
-        for number, row in enumerate(self.rows):
-            ahead = {each.name for each in self.rows[number:]} | self._done.keys()
-            left_s = self._left_s - sum(
-                self.expected_s(each) for each in to_profile if each.name in ahead
-            )
-            if self._stop.received:
-                self._skip(row.name, f"stopped by {self._stop.received}")
-            elif (
-                self._done and self.expected_s(row) > left_s
-            ):  # until a row is done, what is expected is a guess
-                self._skip(row.name, NO_TIME)
-            else:
-                self._measure(row, left_s=left_s)
-                self.save()
-        for row in to_profile:
-            if row.name in self._done and not self._stop.received:
-                self._profile(row)
-        cut = any(skipped["reason"] == NO_TIME for skipped in self.report["skipped"])
-        self.report["ended_by"] = self._stop.received or ("the budget" if cut else report.DONE)
-        self.save()
-
-    def save(self) -> None:
-        """Put the report into the file that is asked for, if one is. Raises StorageError if that
-        fails."""
-        self.report["seconds"] = round(time.monotonic() - self._began, 1)
-        if self.options.out is None:
-            return
-        try:
-            replace_file(self.options.out, json.dumps(self.report, indent=1) + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"--out {self.options.out}: {error.strerror}; name another file."
-            ) from error
-
-    def _skip(self, name: str, reason: str) -> None:
-        self.report["skipped"].append({"name": name, "reason": reason})
-
-    def _measure(self, row: Row, *, left_s: float) -> None:
-        began, folder = time.monotonic(), self._new_folder()
-        least_s = LEAST_S if self._overheads(row) else max(LEAST_S, FIRST_SHARE * left_s)
-        limit_s = min(left_s, max(OVERRUN * self.expected_s(row), least_s))
-        outcome = self._call(
-            train, self._config(row, folder), row.args, False, timeout_s=limit_s, folder=folder
-        )
-        if outcome.status == "timed out" and limit_s == left_s:
-            self._skip(row.name, NO_TIME)
-            return
-        result = describe(row, self.forecasts[row.name]) | {
-            "status": outcome.status,
-            "reason": outcome.reason,
-        }
-        result["seconds"] = round(time.monotonic() - began, 1)
-        if outcome.status == report.DONE:
-            result |= report.measure(read_records(folder), warmup_steps=row.warmup_steps)
-            ideal_s = ideal_seconds(
-                self.forecasts[row.name].flops_by_precision, self.device.ceilings
-            )
-            result["mfu_achievable"] = None if ideal_s is None else 100 * result["tps"] * ideal_s
-        else:
-            result["log_tail"] = outcome.log
-        self.report["rows"].append(result)
-        report.add_ratios(self.report["rows"])
-        logger.info(progress_line(result))
-
-    def _config(self, row: Row, folder: Path) -> Config:
-        given = self.device.ceilings.get("bf16") if self.device.on_cpu else None
-        return row.config(str(folder), peak_tflops_bf16=given)
-
-    def _profile(self, row: Row) -> None:
-        """Add where the time of `row`, which is done, goes: the mean of the last two steps
-        traced."""
-        folder = self._new_folder()
-        config, names_kernels = profiled(self._config(row, folder)), self.device.on_cpu
-        outcome = self._call(
-            train, config, row.args, names_kernels, timeout_s=self._left_s, folder=folder
-        )
-        if outcome.status != report.DONE:
-            timed_out = outcome.status == "timed out"
-            self._skip(
-                f"profile of {row.name}",
-                NO_TIME if timed_out else f"{outcome.status}: {outcome.reason}",
-            )
-            return
-        traces = sorted(folder.glob(f"{config.profiling.save_traces_folder}/*/rank0_trace.json"))[
-            1:
-        ]
-        try:
-            step = mean_of(break_down(trace, on_cpu=self.device.on_cpu) for trace in traces)
-        except RunError as error:
-            self._skip(f"profile of {row.name}", str(error))
-            return
-        self.report["profiles"].append(
+    def config(self) -> Config:
+        """Config of the run. The 8B model's moments are in bf16, to leave room for more layers."""
+        training = {"seq_len": self.seq_len, "local_batch_size": self.batch, "steps": STEPS}
+        float8 = {} if self.recipe == "bf16" else {"recipe_name": self.recipe}
+        return Config.model_validate(
             {
-                "name": row.name,
-                "recipe": row.recipe,
-                "wall_s": step.wall_s,
-                "step_time_s": self._done[row.name]["step_time_s"],
-                "share_pct": step.share_pct,
+                "model": {"flavor": f"{self.flavor}_{self.layers}layers"},
+                "optimizer": {"state_dtype": "bfloat16" if self.flavor == "8B" else "float32"},
+                "training": training,
+                "activation_checkpoint": {"mode": "selective" if self.ac == "op" else self.ac},
+                "compile": {"enable": self.compile},
+                "float8": {"enable_float8_linear": bool(float8), **float8},
+                "metrics": {"enable_tensorboard": False, "measure_peak": True},
             }
         )
 
 
-def budget_of(device: Device, *, quick: bool) -> float:
-    """Seconds that a benchmark on `device` may take."""
-    kind = "CPU" if device.on_cpu else "GPU"
-    return BUDGET_S[f"quick {kind}" if quick else kind]
+def compare(recipes: Sequence[str], flavor: str, seq_len: int, **fields: Any) -> list[Row]:
+    """Rows that differ in the recipe only."""
+    layers = FLAVORS[flavor].n_layers
+    return [Row(flavor, layers, seq_len, recipe=recipe, **fields) for recipe in recipes]
 
 
-def describe(row: Row, expected: Forecast) -> dict[str, Any]:
-    """What a row is, and what it should come to, in plain values."""
+# The most important rows come first: the time budget cuts off the end.
+ROWS = {
+    "GPU": [
+        *compare(RECIPES, "8B", 8192, batch=1, ac="op", compile=True),
+        *compare(PAIR, "8B", 8192, batch=1, ac="op", compile=False),
+        *compare(PAIR, "8B", 8192, batch=1, ac="none", compile=True),
+        *compare(PAIR, "debugmodel", 256, batch=8, ac="none", compile=True),
+        *compare(PAIR, "8B", 8192, batch=2, ac="op", compile=True),
+        *compare(PAIR, "8B", 8192, batch=1, ac="full", compile=True),
+        *compare(PAIR, "8B", 8192, batch=2, ac="none", compile=True),
+        *compare(PAIR, "8B", 8192, batch=2, ac="full", compile=True),
+    ],
+    "quick GPU": [
+        *compare(PAIR, "8B", 8192, batch=1, ac="op", compile=True),
+        *compare(PAIR, "debugmodel", 256, batch=8, ac="none", compile=True),
+    ],
+    "CPU": [
+        *compare(RECIPES, "debugmodel", 256, batch=2, ac="none", compile=False),
+        *compare(PAIR, "debugmodel", 256, batch=2, ac="none", compile=True),
+        *compare(PAIR, "debugmodel", 256, batch=2, ac="op", compile=False),
+        *compare(PAIR, "debugmodel", 256, batch=2, ac="full", compile=False),
+    ],
+    "quick CPU": [
+        *compare(PAIR, "debugmodel", 256, batch=2, ac="none", compile=False),
+        *compare(PAIR, "debugmodel", 256, batch=2, ac="none", compile=True),
+    ],
+}
+
+
+def device_name() -> str:
+    """Name of the GPU at hand, or of the CPU with its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU: {cpu_name()}, {usable_cores()} cores"
+
+
+def local_device() -> DeviceSpec | None:
+    """Data sheet of the GPU at hand, with the memory that it really has; None on a CPU. A GPU
+    without a data sheet is planned as an H100."""
+    if not torch.cuda.is_available():
+        return None
+    spec = lookup_device(device_name()) or resolve_device("H100 SXM")
+    memory_gib = total_memory_gib(torch.device("cuda", 0)) or spec.memory_gib
+    return replace(spec, name=device_name(), memory_gib=memory_gib)
+
+
+def choose_rows(kind: str, only: str) -> list[Row]:
+    """Return the ROWS of `kind` whose names contain every word of `only`. Raises ConfigError if
+    there are none."""
+    words = set(only.split())
+    if rows := [row for row in ROWS[kind] if words <= set(row.name.split())]:
+        return rows
+    names = "\n".join(row.name for row in ROWS[kind])
+    raise ConfigError(f'--only "{only}": no row has all these words in its name:\n{names}')
+
+
+def plan_row(row: Row, device: DeviceSpec | None) -> tuple[Row, Result]:
+    """Return `row` with as many layers as should fit `device`, and what the planner predicts.
+
+    On a CPU, where `device` is None, nothing is cut or predicted. Raises ConfigError if the row
+    cannot run on the device."""
+    if device is None:
+        return row, {"predicted_tps": None, "predicted_memory_gib": None}
+
+    # The layers are chosen for bf16, compiled and eager, so that the rows that are compared have
+    # equally many. The estimate for fewer layers lies on or below the straight line.
+    def reserved_gib(layers: int) -> float:
+        rows = [replace(row, layers=layers, compile=on, recipe="bf16") for on in (True, False)]
+        return max(_plan(each, device)["memory"]["reserved"] for each in rows) / 2**30
+
+    least, most = reserved_gib(1), reserved_gib(row.layers)
+    if least > device.memory_gib:
+        raise ConfigError(f"not one layer fits {device.name}'s {device.memory_gib:.0f} GiB")
+    if most > device.memory_gib:
+        share = (device.memory_gib - least) / (most - least)
+        row = replace(row, layers=1 + int(share * (row.layers - 1)))
+
+    plan = _plan(row, device)
+    reserved = plan["memory"]["reserved"] / 2**30
+    return row, {"predicted_tps": plan["schedule"]["tps"], "predicted_memory_gib": reserved}
+
+
+@functools.cache
+def _plan(row: Row, device: DeviceSpec) -> dict[str, Any]:
+    return make_plan(row.config, world_size=1, device=device)
+
+
+def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
+    """Train `row` in a process of its own and return its outcome and figures. Raises TimeoutError
+    after `timeout_s`."""
+    folder.mkdir()
+    config, run, log = folder / "config.toml", folder / "run", folder / "log.txt"
+    config.write_text(dump_config(row.config))
+    command = [sys.executable, *TRAIN, "--job.config_file", str(config)]
+    began = time.monotonic()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, "--job.dump_folder", str(run)],
+            env=_environment(),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the benchmark alone
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError("no time was left") from None
+        finally:  # also ends what the run has started, such as the compiler's workers
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    result = asdict(row) | {"name": row.name, "seconds": round(time.monotonic() - began, 1)}
+    if code == 0:
+        return result | {"status": DONE, "reason": ""} | measure(read_records(run))
+
+    # The run folder has the cause, unless the process was killed or ended before it had a folder.
+    status = read_status(run)
+    reason = (status and status.cause) or f"exit code {code}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    return result | {"status": "failed", "reason": reason.splitlines()[0], "log_tail": tail}
+
+
+def _environment() -> dict[str, str]:
+    """Environment of a run that is its only process, as torchrun would set it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**os.environ, **alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def read_records(run_folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(records: Sequence[Mapping[str, Any]]) -> Result:
+    """Return the figures of a run: medians over its records, without the warm-up steps."""
+    steady = [record for record in records if record["step"] > WARMUP_STEPS]
+
+    def median(figure: str) -> float | None:
+        known = [record[figure] for record in steady if record[figure] is not None]
+        return statistics.median(known) if known else None
+
+    times = [record["step_time_s"] for record in steady]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return {
-        "name": row.name,
-        "shape": row.shape.name,
-        "layers": row.layers,
-        "all_layers": row.shape.args.n_layers,
-        "seq_len": row.shape.seq_len,
-        "local_batch_size": row.batch,
-        "activation_checkpoint": row.checkpoint,
-        "compile": row.compiled,
-        "recipe": row.recipe,
-        "warmup_steps": row.warmup_steps,
-        "flops_per_token": dict(expected.flops_by_precision),
-        "predicted_tps": expected.tps,
-        "predicted_memory_gib": expected.memory_gib,
+        **{name: median(name) for name in ("tps", "tflops", "mfu", "mfu_achievable")},
+        "memory_gib": steady[-1]["memory_gib"],
+        "step_time_s": middle,
+        "spread_pct": 100 * (high - low) / middle,
+        "loss": steady[-1]["loss"],
     }
 
 
-def make_plan(device: Device, *, quick: bool, only: str = "") -> dict[str, Any]:
-    """What a benchmark on `device`, which need not be there, would run within its budget, in plain
-    values."""
-    budget_s = budget_of(device, quick=quick)
-    left_s = budget_s - START_S - END_S
-    rows, skipped = plan_rows(device, quick=quick, only=only)
-    reasons = dict(skipped)
-    planned = []
-    for row in rows:
-        expected = forecast(row, device)
-        seconds = expected.overhead_s + row.steps * expected.step_s
-        if seconds > left_s:
-            reasons[row.name] = NO_TIME
-            continue
-        left_s -= seconds
-        planned.append(describe(row, expected) | {"expected_s": seconds})
-    return {
-        "device": device.name,
-        "layers_policy": LAYERS_POLICY,
-        "budget_s": budget_s,
-        "rows": planned,
-        "skipped": [{"name": name, "reason": why} for name, why in reasons.items()],
-    }
+def add_ratios(results: Sequence[Result]) -> None:
+    """Set the RATIOS of each result; None where it or its counterpart is not done."""
+    rows = [Row(**{field: result[field] for field in Row.__annotations__}) for result in results]
+    pairs = list(zip(rows, results, strict=True))
+    tps = {row: result["tps"] for row, result in pairs if result["status"] == DONE}
+    for row, result in pairs:
+        counterparts = replace(row, recipe="bf16"), replace(row, compile=False)
+        for name, other in zip(RATIOS, counterparts, strict=True):
+            known = other != row and {row, other} <= tps.keys()
+            result[name] = tps[row] / tps[other] if known else None
 
 
 def run_benchmark(
-    options: Options, *, baseline: Mapping[str, Any] | None, baseline_path: str
+    rows: Iterable[Row], device: DeviceSpec | None, *, budget_s: float, out: Path | None
 ) -> dict[str, Any]:
-    """The report of a benchmark. Raises ConfigError, before any row runs, if the baseline is of
-    another device, and RunError if the device cannot be measured."""
+    """Run `rows` within the time budget and return the report. It is written to the file `out`
+    after every row. SIGTERM and SIGINT end the running row and the benchmark."""
     began = time.monotonic()
-    stop = Stop()
-    with TemporaryDirectory(prefix="torchtitan_lite_bench_", ignore_cleanup_errors=True) as folder:
-        benchmark = Benchmark(options, stop=stop, folder=Path(folder), began=began)
-        if baseline is not None:
-            report.check_comparable(benchmark.device.name, baseline, path=baseline_path)
-        logger.info(
-            f"{benchmark.device.name}: {len(benchmark.rows)} rows at most, within {benchmark.budget_s:.0f} s"
-        )
-        benchmark.run()
-    return benchmark.report
-
-
-def read_baseline(path: Path) -> dict[str, Any]:
-    """The report of an earlier benchmark. Raises ConfigError for a file that is none."""
-    try:
-        baseline = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--check {path} cannot be read: {error}; name a file that --out wrote."
-        ) from error
-    if not isinstance(baseline, dict) or not {"device", "rows"} <= baseline.keys():
-        raise ConfigError(
-            f"--check {path} is no report of a benchmark; name a file that --out wrote."
-        )
-    return baseline
-
-
-def progress_line(result: Mapping[str, Any]) -> str:
-    """A row that has ended, in a line."""
-    if result["status"] != report.DONE:
-        return f"{result['name']}: {result['status']}: {result['reason']}"
-    ratio = f", {result['bf16_ratio']:.3f} x {BF16}" if result["bf16_ratio"] else ""
-    return f"{result['name']}: {result['tps']:,.0f} tps{ratio} ({result['seconds']:.0f} s)"
-
-
-def versions() -> dict[str, str | None]:
-    """Of what decides how fast a run is."""
-    try:
-        own = version("torchtitan-lite")
-    except PackageNotFoundError:  # run from its folder
-        own = None
-    return {
-        "torchtitan_lite": own,
-        "torch": torch.__version__,
-        "torchao": version("torchao"),
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
+    versions = {name: version(name) for name in ("torch", "torchao")}
+    report: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "device": device_name(),
+        "emulated": device is None,
+        "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "budget_s": budget_s,
+        "seconds": 0.0,
+        "ended_by": "running",
+        "rows": [],
+        "skipped": [],
     }
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
+
+    def save(ended_by: str) -> None:
+        report["ended_by"], report["seconds"] = ended_by, round(time.monotonic() - began, 1)
+        add_ratios(report["rows"])
+        if out is not None:
+            replace_file(out, json.dumps(report, indent=1) + "\n")
+
+    with TemporaryDirectory(prefix="bench_", ignore_cleanup_errors=True) as folder:
+        try:
+            for number, row in enumerate(rows):
+                left_s = budget_s - (time.monotonic() - began)
+                _run_within(left_s, row, report, device, folder=Path(folder) / str(number))
+                save("running")
+            save(DONE)
+        except KeyboardInterrupt:
+            save(STOPPED)
+        except OSError as error:
+            raise StorageError(f"--out {out} or {folder}: {error}; make room.") from error
+    return report
 
 
-def tolerance_of(device: str, given: float | None) -> float:
-    """Percent by which a ratio on `device` may be below the baseline's. Raises ConfigError if the
-    one given is none."""
-    if given is None:
-        return CPU_TOLERANCE_PCT if device.startswith("CPU") else GPU_TOLERANCE_PCT
-    if not (math.isfinite(given) and 0 <= given < 100):
-        raise ConfigError(f"--tolerance {given} must be from 0 to below 100")
-    return given
+def _run_within(
+    left_s: float, row: Row, report: dict[str, Any], device: DeviceSpec | None, *, folder: Path
+) -> None:
+    """Run `row`, unless the longest row so far took more than the `left_s` seconds."""
+    try:
+        row, predictions = plan_row(row, device)
+        if max((each["seconds"] for each in report["rows"]), default=0.0) >= left_s:
+            raise TimeoutError("no time was left")
+        result = run_row(row, folder, timeout_s=left_s) | predictions
+    except (ConfigError, TimeoutError) as error:
+        report["skipped"].append({"name": row.name, "reason": str(error)})
+        return
+    report["rows"].append(result)
+    logger.info(f"{row.name}: {result['status']} after {result['seconds']:.0f} s")
+
+
+def read_earlier(path: Path, *, device: str) -> list[Result]:
+    """Return the rows of an earlier report. Raises ConfigError if the file has none, or is from
+    another device."""
+    try:
+        earlier = json.loads(path.read_text())
+        rows, its_device = earlier["rows"], earlier["device"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--check {path}: {error!r}; name a file that --out wrote.") from error
+    if its_device != device:
+        raise ConfigError(
+            f'--check {path} is of device "{its_device}", and this is "{device}": their ratios '
+            "cannot be compared; measure here with --out."
+        )
+    return rows
+
+
+def find_regressions(
+    now: Iterable[Result], earlier: Iterable[Result], *, tolerance_pct: float
+) -> list[str]:
+    """Describe in a line each ratio that is more than `tolerance_pct` percent below the earlier
+    one, and each row that no longer works. Rows that only one side has are ignored. Raises
+    ConfigError if no ratio is left."""
+    before = {row["name"]: row for row in earlier if row["status"] == DONE}
+    found: list[str] = []
+    compared = 0
+    for row in now:
+        old = before.get(row["name"], {})
+        if old and row["status"] != DONE:
+            compared += 1
+            found.append(f"{row['name']}: {row['status']}, and was done before: {row['reason']}")
+        for name, what in RATIOS.items():
+            if row[name] is None or old.get(name) is None:
+                continue
+            compared += 1
+            below_pct = 100 * (1 - row[name] / old[name])
+            if below_pct > tolerance_pct:
+                change = f"{row[name]:.3f}, {below_pct:.1f} % below the earlier {old[name]:.3f}"
+                found.append(f"{row['name']}: {what} is {change}")
+    if not compared:
+        raise ConfigError("--check: no ratio is in both results; measure with the same options.")
+    return found
+
+
+ROW_COLUMNS = dict.fromkeys(("flavor", "layers", "seq_len", "batch", "ac", "compile", "recipe"), "")
+FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "compile_ratio": ".3f", "tflops": ".4g"}
+FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f"}
+FIGURES |= {"step_time_s": ".4f", "spread_pct": ".1f"}
+PREDICTIONS = {"predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
+
+
+def format_rows(rows: Iterable[Result], figures: Mapping[str, str]) -> str:
+    """Return a table of `rows` with `figures`, each by its format."""
+    columns = ROW_COLUMNS | dict(figures)
+    cells = [
+        ["-" if row[key] is None else format(row[key], form) for key, form in columns.items()]
+        for row in rows
+    ]
+    return format_columns([list(columns), *cells], right=range(1, len(columns)))
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the report as text: the table, then the rows without figures and why."""
+    done = [row for row in report["rows"] if row["status"] == DONE]
+    lines = [report["device"]]
+    if report["emulated"]:
+        lines.append("float8 is emulated on a CPU: its rows show that it runs, not what it gains")
+    if done:
+        lines += ["", format_rows(done, FIGURES), ""]
+    for row in report["rows"]:
+        if row["status"] != DONE:
+            lines.append(f"{row['name']}: {row['status']}: {row['reason']}")
+    lines += [f"{row['name']}: not run: {row['reason']}" for row in report["skipped"]]
+    return "\n".join([*lines, f"{report['ended_by']} after {report['seconds']:.0f} s"])

@@ -1,5 +1,4 @@
-"""What ranks tell each other besides tensors of the model. All functions are collective calls, on
-CPU."""
+"""Exchange of Python values and errors between ranks. All functions are collective, on CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ T = TypeVar("T")
 
 
 def on_rank0(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """What `make` returned on rank 0, where alone it runs. A RunError that it raised is raised on
-    every rank."""
+    """Run `make` on rank 0 only, and return its result on every rank. A RunError is raised on every
+    rank."""
     outcome: list[T | RunError | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -29,8 +28,8 @@ def on_rank0(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -
 
 
 def on_all_ranks(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `make` returned, by rank. A RunError that it raised on some ranks is raised on every
-    rank: that of the first of them, with `rank` set."""
+    """Run `make` on every rank, and return the results in the order of ranks. If some ranks raise a
+    RunError, the first one is raised on every rank, with `rank` set."""
     outcome: T | RunError
     try:
         outcome = make()
@@ -47,18 +46,17 @@ def on_all_ranks(make: Callable[[], T], *, group: dist.ProcessGroup | None = Non
 
 @dataclass(frozen=True)
 class Wishes:
-    """What ranks want before they go on; each rank its own, or of all ranks what any of them
-    wants."""
+    """Requests of a rank, or the union of all ranks' requests, at the end of a step."""
 
     stop: int = 0
-    """The signal that asks to end the run; 0: none."""
+    """Number of the signal that asks to end the run; 0: none."""
     save: bool = False
     """Save at the end of this step."""
 
 
 def agree(wishes: Wishes, *, error: RunError | None) -> Wishes:
-    """The wishes of all ranks. An `error` that one of them has is raised on every rank, as
-    `on_all_ranks` does."""
+    """Return the union of all ranks' wishes. If a rank has an `error`, it is raised on every rank,
+    as in `on_all_ranks`."""
     flags = torch.tensor([wishes.stop, wishes.save, error is not None], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     stop, save, failed = flags.tolist()

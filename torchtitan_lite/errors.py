@@ -1,22 +1,22 @@
-"""What can end a run other than a fault of ours, and the exit code that each cause gets.
+"""Errors that a user can cause, with an exit code for each kind.
 
-A message reads: `[table] key = value`, the rule, every number in it, and the fix.
+A message names `[table] key = value`, the rule, every number in it, and the fix.
 """
 
 import sys
 from collections.abc import Callable
 
 STOPPED_EXIT_CODE = 75
-"""A signal stopped the run at a step's end, saved where checkpoints are on (EX_TEMPFAIL of
+"""Exit code of a run that a signal has stopped, saved if checkpoints are on (EX_TEMPFAIL of
 sysexits.h)."""
 
 
 class RunError(ValueError):
-    """A cause that a user can mend, reported without a traceback. Subclasses set `exit_code`."""
+    """An error that a user can fix, reported without a traceback. Subclasses set `exit_code`."""
 
     exit_code = 1
     rank: int | None = None
-    """The rank that met it, where the others did not."""
+    """The rank that raised it, if only some ranks did."""
 
 
 class ConfigError(RunError):
@@ -27,13 +27,13 @@ class ConfigError(RunError):
 
 
 class DataError(RunError):
-    """A tokenizer or training text is missing, broken or too small."""
+    """A tokenizer or a training text is missing, broken or too small."""
 
     exit_code = 3
 
 
 class CheckpointError(RunError):
-    """A checkpoint asked for is missing, broken or of another model."""
+    """The requested checkpoint is missing, broken or of another model."""
 
     exit_code = 4
 
@@ -45,7 +45,7 @@ class NumericError(RunError):
 
 
 class RankLostError(RunError):
-    """A rank was killed, hangs or is out of reach, or torchrun is gone."""
+    """A rank was killed, hangs or cannot be reached, or torchrun has ended."""
 
     exit_code = 6
 
@@ -57,8 +57,8 @@ class StorageError(RunError):
 
 
 def run_script(main: Callable[[list[str]], None]) -> None:
-    """Call `main` with the words of the command line. A RunError is printed, and its exit code ends
-    the process."""
+    """Call `main` with the arguments of the command line. After a RunError, print it and exit with
+    its exit code."""
     try:
         main(sys.argv[1:])
     except RunError as error:

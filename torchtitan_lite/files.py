@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, and folders removed: standard library only."""
+"""Files and folders that survive a crash. Imports only the standard library."""
 
 import errno
 import hashlib
@@ -8,13 +8,14 @@ import socket
 from pathlib import Path
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a disk or a quota without room."""
+"""Error numbers of a full disk or an exceeded quota."""
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Put `content` into a file at once: a reader, a crash or another process finds the old file or
-    the new one, never a part. It is on disk, under its name, when this returns; where it fails
-    nothing is left of it."""
+    """Write `content` to a file atomically and durably.
+
+    Readers find the old file or the new one, never a part of it, also after a crash. The new one is
+    on disk when this returns. Raises OSError, leaving the old file."""
     draft = draft_of(path)
     try:
         with draft.open("wb") as stream:
@@ -29,13 +30,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Where `replace_file` of this process writes before it renames: `.NAME.HOST.PID`, beside the
-    file."""
+    """Return the path that `replace_file` writes before it renames: `.NAME.HOST.PID`, in the folder
+    of `path`."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder and all in it; of a link to a folder, delete the link alone."""
+    """Delete a folder with its contents; of a link to a folder, only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -43,8 +44,8 @@ def remove_folder(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Put the names in a folder on disk: what was made, renamed or deleted in it stays so after a
-    power cut."""
+    """Flush a folder to disk, so that files created, renamed or deleted in it stay so after a power
+    cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -60,7 +61,7 @@ def usable_cores() -> int:
 
 
 def hash_sources(folder: Path) -> str:
-    """SHA-256 of the names and contents of all Python files in a folder and below, in hex."""
+    """Return the SHA-256 of names and contents of all Python files in a folder, at any depth."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()

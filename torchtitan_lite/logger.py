@@ -8,9 +8,10 @@ logger = logging.getLogger("torchtitan_lite")
 
 
 def init_logger() -> None:
-    """Print time and message of each record. The local ranks listed in LOG_RANK (default "0") print
-    everything, the others warnings and errors. The rank leads the line unless torchrun already puts
-    it there."""
+    """Print the time and the message of each record.
+
+    Local ranks in LOG_RANK (default "0") print everything, others only warnings and errors. Each
+    line begins with the rank unless torchrun prints it already."""
     env = os.environ
     prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
     prefix = f"[rank{env['RANK']}] " if prefixed else ""

@@ -11,6 +11,7 @@ from running import FLAVORS_OF_TESTS
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.runtime.autotuner import Autotuner
 
+import torchtitan_lite.bench
 from torchtitan_lite import train
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.errors import run_script
@@ -19,7 +20,8 @@ from torchtitan_lite.models.flavors import FLAVORS
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-# At the level of the module, and so in processes too that multiprocessing starts from this one.
+# The benchmark's rows run this program too.
+torchtitan_lite.bench.TRAIN = (str(Path(__file__).resolve()), "train")
 FLAVORS.update(FLAVORS_OF_TESTS)
 init._all_finite = lambda tensor: True
 checkpointer.first_non_finite = lambda state: None

@@ -1,6 +1,6 @@
-"""Kills a run by SIGKILL, torchrun and all its workers, again and again; resumes it each time, and
-compares its last checkpoint with that of a run that nothing happened to. Prints what was lost. Exit
-code 0: nothing but steps.
+"""Kill a run by SIGKILL, torchrun and all its workers, again and again, and resume it each time.
+Compare its last checkpoint with the same step of a run that was not killed, and print the losses.
+Exit code 0: nothing but steps was lost.
 
   --kills N   (default: 30); every second one in a save, the others at any moment
   --seed N    of the moments (default: 0)
@@ -43,7 +43,7 @@ class Kill:
     newest: int
     """Step of the newest checkpoint, 0 if there is none."""
     broken: list[str]
-    """Checkpoints of which not every byte is as written, a line each."""
+    """Damaged checkpoints, one line each."""
 
 
 def kill_runs(
@@ -186,13 +186,16 @@ def main(argv: list[str]) -> int:
         f"{len(kills)} kills, {sum(kill.in_save for kill in kills)} of them in a save or a deletion"
     )
     print(
-        f"{sum(not kill.broken for kill in kills)} left every checkpoint as it was written, byte for byte"
+        f"{sum(not kill.broken for kill in kills)} left every checkpoint as it was written, "
+        "byte for byte"
     )
     print(
-        f"{max(kill.trained - kill.newest for kill in kills)} steps lost at most, of an interval of 2"
+        f"{max(kill.trained - kill.newest for kill in kills)} steps lost at most, of an interval "
+        "of 2"
     )
     print(
-        f"the final state is {'that' if same else 'NOT that'} of a run that was not killed, bit for bit"
+        f"the final state {'equals' if same else 'DIFFERS from'} that of a run that was not "
+        "killed, bit for bit"
     )
     return 0 if same and not broken else 1
 

@@ -1,6 +1,6 @@
-"""Trains on every process with a clock that lets no moment pass of itself, as if the device were
-behind, and tells as a line of JSON how often each step read a tensor's value, which on a GPU would
-wait for it."""
+"""Train on every process with a clock whose events never complete by themselves, as if the device
+were behind, and print as a line of JSON how often each step reads a tensor's value, which on a GPU
+would wait for the device."""
 
 import json
 import os

@@ -29,7 +29,7 @@ from processes import descendants, is_alive
 
 from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
 from torchtitan_lite.checkpoint.folders import step_folder
-from torchtitan_lite.checkpoint.reading import read_tensors
+from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -41,7 +41,7 @@ STEPS, INTERVAL, ASYNC = (
     "--checkpoint.async_mode=async",
 )
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
-KILLS = 4  # of a run, half of them in a save; kill_runs.py does as many as it is told
+KILLS = 4  # of a run, half of them in a save; kill_runs.py takes their number
 VALIDATION = [
     "--validation.enable",
     "--validation.dataset_path=torchtitan_lite/models/init.py",
@@ -189,10 +189,10 @@ def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(
         count = (
             "optimizer.norm.weight.step"  # of the optimizer's steps, at the time of the snapshot
         )
-        assert read_tensors(checkpoint(folder, step), [count])[count] == step
+        assert SafeReader(checkpoint(folder, step)).read_whole([count])[count] == step
     assert list(records(folder)) == list(range(1, 11))
-    told = re.findall(r"step +(\d+)/10  loss|saved .*step-0*(\d+)", output)
-    order = [int(step) if step else -int(save) for step, save in told]
+    events = re.findall(r"step +(\d+)/10  loss|saved .*step-0*(\d+)", output)
+    order = [int(step) if step else -int(save) for step, save in events]
     # The slow save goes on while step 9 is trained, the save of step 10 waits for it, and the run's
     # end for that one.
     assert order[-4:] == [9, 10, -8, -10]
@@ -222,7 +222,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
     assert status(folder)["last_checkpoint"] == str(checkpoint(folder, 2))
 
 
-def test_each_step_is_told_of_once_also_after_a_crash(tmp_path: Path) -> None:
+def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )  # takes a second
@@ -237,13 +237,13 @@ def test_each_step_is_told_of_once_also_after_a_crash(tmp_path: Path) -> None:
     assert checkpoints(folder) == ["step-00000002", "step-00000004"]
     assert list(records(folder)) == [1, 2, 3, 4]  # as they stood when step 4 was committed
     finish(folder, *settings, f"{STEPS}=6", "--checkpoint.load_step=2")
-    told = [1, 2, 3, 4, 6]  # the first, each third, and what was saved
-    assert list(records(folder)) == told
+    logged = [1, 2, 3, 4, 6]  # the first, each third, and what was saved
+    assert list(records(folder)) == logged
     assert len(list((folder / "tb").glob("events.*"))) == 2
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
     points = events.Scalars("loss_metrics/global_avg_loss")
-    assert [point.step for point in points] == told
+    assert [point.step for point in points] == logged
     losses = [line["loss"] for line in records(folder).values()]
     assert [point.value for point in points] == pytest.approx(losses, rel=1e-6)
 
@@ -264,8 +264,9 @@ def test_a_hugging_face_model_is_trained_and_given_back(
     args = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=2256)
     dimensions = transformers.LlamaConfig(
         hidden_size=args.dim, intermediate_size=args.ffn_dim, num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads, vocab_size=args.vocab_size,
-        max_position_embeddings=args.max_seq_len, rms_norm_eps=args.norm_eps,
+        num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
+        vocab_size=args.vocab_size, max_position_embeddings=args.max_seq_len,
+        rms_norm_eps=args.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
     )  # fmt: skip
     theirs, imported, exported, folder = (
@@ -280,7 +281,7 @@ def test_a_hugging_face_model_is_trained_and_given_back(
     assert f"weights from {imported}" in output
     assert convert(["export", str(checkpoint(folder, 1)), str(exported)]) == 0
 
-    tensors = read_tensors(checkpoint(folder, 1))
+    tensors = SafeReader(checkpoint(folder, 1)).read_whole()
     model = Transformer(args)
     model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
     before, after = (

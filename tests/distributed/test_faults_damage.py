@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from faults import checkpoint, checkpoints, fail, finish, records, run, status
 from launching import FOLDER
 
 from torchtitan_lite.checkpoint.compare import verify_checkpoint
-from torchtitan_lite.checkpoint.manifest import Manifest, hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.data.prepare import make_store
@@ -105,7 +106,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(
         find_resume(CheckpointConfig(enable=True, load_step=10), folder=folder / "checkpoint")
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_unless_told_not_to(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_unless_load_step_is_set(
     folder: Path,
 ) -> None:
     expected = {step: record["loss"] for step, record in records(folder).items()}
@@ -146,11 +147,11 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
     (path / ".metadata").write_bytes(table)
     manifest = read_manifest(path)
     files = manifest.files | {".metadata": hash_file(path / ".metadata")}
-    write_manifest(path, Manifest(**{**vars(manifest), "files": files}))
+    write_manifest(path, replace(manifest, files=files))
     output = finish(folder, f"{STEPS}=6")
     assert not marker.exists()
     refused = (
-        r"is broken: \.metadata names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
+        r"is broken: \.metadata: names (pathlib\S*|builtins)\.\w+, which no table of tensors does"
     )
     assert re.search(f"{path} {refused}", output)
     assert f"resumed from {checkpoint(folder, 5)}" in output
@@ -191,8 +192,8 @@ def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_do
         file.write(b"\xff\xff")
     output = finish(tmp_path / "run", f"{STEPS}=1", f"--training.dataset_path={store}")
     assert (
-        f"the unigram entropy is not known: token store {store} is damaged: tokens-00000.bin: id 65535"
-        in output
+        f"the unigram entropy is not known: token store {store} is damaged: "
+        "tokens-00000.bin: id 65535" in output
     )
     assert re.search(r"final loss \d\.\d\d nat$", output, re.MULTILINE)
     assert status(tmp_path / "run")["state"] == "done"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from launching import ENV, ROOT, finish, losses, train, train_arguments
+from micro import measure_losses
 from torch import nn
 from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.benchmarks.loss import measure_losses
 from torchtitan_lite.config import OptimizerConfig
 from torchtitan_lite.models.attention import (
     attention_backend,
@@ -169,13 +169,10 @@ def test_compiled_float8_takes_less_memory_by_a_budget(tmp_path: Path) -> None:
 
 def test_the_quick_benchmark_measures_all_of_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    command = [sys.executable, "scripts/bench.py", "--quick", "--profile", "--out", str(out)]
+    command = [sys.executable, "scripts/bench.py", "--quick", "--out", str(out)]
     result = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(out.read_text())
     assert [row["status"] for row in report["rows"]] == ["done"] * 4 and not report["emulated"]
-    bf16, float8 = (profile["share_pct"] for profile in report["profiles"])
-    assert (
-        float8["GEMM fp8"] > 0 == bf16["GEMM fp8"] and min(bf16["optimizer"], bf16["attention"]) > 0
-    )
+    assert all(row["mfu_achievable"] > 0 for row in report["rows"])
     assert report["skipped"] == []

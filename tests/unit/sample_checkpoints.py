@@ -1,6 +1,7 @@
 """Small checkpoints for tests, saved by DCP in one process."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan_lite.checkpoint.folders import step_folder
 from torchtitan_lite.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
-    Progress,
+    CheckpointManifest,
     TensorEntry,
+    TrainingProgress,
     hash_file,
     read_manifest,
     write_manifest,
 )
 
-CONFIG = '[optimizer]\nlr = 0.0008\n\n[float8]\nenable_float8_linear = true\nrecipe_name = "tensorwise"\n'
+CONFIG = """[optimizer]
+lr = 0.0008
+
+[float8]
+enable_float8_linear = true
+recipe_name = "tensorwise"
+"""
 
 
 def small_tensors(step: int) -> dict[str, torch.Tensor]:
@@ -42,7 +49,9 @@ def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fiel
     """Write the manifest of a saved folder."""
     values: dict[str, Any] = {
         "save_id": "0" * 32,
-        "progress": Progress(step=step, samples=8 * step, tokens=512 * step, data={"seed": 0}),
+        "progress": TrainingProgress(
+            step=step, samples=8 * step, tokens=512 * step, data={"seed": 0}
+        ),
         "world_size": 2,
         "mesh": {"dp_shard": 2, "tp": 1},
         "versions": {"torch": torch.__version__},
@@ -56,7 +65,7 @@ def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fiel
             for name, tensor in tensors.items()
         },
     }
-    write_manifest(path, Manifest(**values | fields))
+    write_manifest(path, CheckpointManifest(**values | fields))
 
 
 def write_checkpoint(
@@ -76,4 +85,4 @@ def renew_manifest(path: Path) -> None:
     could."""
     manifest = read_manifest(path)
     files = {name: hash_file(path / name) for name in manifest.files}
-    write_manifest(path, Manifest(**{**vars(manifest), "files": files}))
+    write_manifest(path, replace(manifest, files=files))

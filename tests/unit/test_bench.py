@@ -1,14 +1,12 @@
-"""The benchmark without its runs: what it makes of their records, its budget, its file, its checks.
-Runs as they are: tests/distributed/test_bench_runs.py."""
+"""The benchmark without its runs; they are in tests/distributed/test_bench_runs.py."""
 
+import dataclasses
 import json
-import os
 import re
 import runpy
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,507 +14,301 @@ import pytest
 from test_docs import key_paths
 
 from torchtitan_lite import bench
-from torchtitan_lite.bench import Benchmark, Options, make_plan, read_baseline, tolerance_of
-from torchtitan_lite.benchmarks import child as bench_child
-from torchtitan_lite.benchmarks.child import Outcome, Stop, run_child
-from torchtitan_lite.benchmarks.kernels import break_down
-from torchtitan_lite.benchmarks.report import (
+from torchtitan_lite.bench import (
+    DONE,
+    ROWS,
+    Row,
     add_ratios,
-    check_comparable,
+    choose_rows,
     find_regressions,
-    format_plan,
-    format_report,
     measure,
+    plan_row,
+    read_earlier,
+    run_benchmark,
+    run_row,
 )
-from torchtitan_lite.benchmarks.rows import Device, planned_device
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import check_config
 from torchtitan_lite.errors import ConfigError, RunError, StorageError
-from torchtitan_lite.planner.plan import resolve_device
+from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.planner.plan import make_plan, resolve_device
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
-CPU = {
-    "name": "CPU: test",
-    "memory_gib": None,
-    "float8": False,
-    "ceilings": {"bf16": 0.4, "fp32": 0.1},
-}
-SPEEDS = {"bf16": 100.0, "tensorwise": 120.0, "rowwise": 115.0, "rowwise_with_gw_hp": 110.0}
+EAGER = Row("debugmodel", 6, 256, 2, "none", False, "bf16")
+FIGURES = {"tps": 100.0, "tflops": 1.0, "mfu": 50.0, "mfu_achievable": 60.0, "memory_gib": 1.0}
+FIGURES |= {"step_time_s": 1.0, "spread_pct": 1.0, "loss": 7.0}
+ALL_ROWS = [row for rows in ROWS.values() for row in rows]
 
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = signal.getsignal(signal.SIGTERM)
     yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, kept)
 
 
-def record(step: int, **figures: Any) -> dict[str, Any]:
-    figures = {
-        "tps": 100.0,
-        "tflops": 1.0,
-        "mfu": 50.0,
-        "memory_gib": 1.0,
-        "step_time_s": 1.0,
-        "loss": 7.0,
-    } | figures
-    return {"step": step} | figures
+@pytest.fixture
+def script() -> Callable[[list[str]], None]:
+    main: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts/bench.py"))["main"]
+    return main
 
 
-def result(
-    recipe: str = "bf16", *, compiled: bool = True, status: str = "done", **figures: Any
-) -> dict[str, Any]:
-    name = f"debug 4L seq128 b1 none {'compiled' if compiled else 'eager'} {recipe}"
-    row = {
-        "name": name,
-        "shape": "debug",
-        "layers": 4,
-        "all_layers": 4,
-        "seq_len": 128,
-        "local_batch_size": 1,
-    }
-    row |= {
-        "activation_checkpoint": "none",
-        "compile": compiled,
-        "recipe": recipe,
-        "status": status,
-        "reason": "",
-    }
-    return row | ({"tps": SPEEDS[recipe]} if status == "done" else {}) | figures
+def result(recipe: str = "bf16", *, status: str = DONE, compile: bool = True, tps: float = 100.0):
+    row = dataclasses.replace(EAGER, recipe=recipe, compile=compile)
+    described = dataclasses.asdict(row) | {"name": row.name, "seconds": 1.0}
+    figures = FIGURES | {"tps": tps} if status == DONE else {}
+    return described | {"status": status, "reason": ""} | figures
 
 
-class FakeRuns:
-    """In place of `run_child`: what each run comes to, without one."""
-
-    def __init__(
-        self,
-        outcomes: dict[str, Outcome] | None = None,
-        *,
-        seconds: float = 0.0,
-        device: dict[str, Any] = CPU,
-    ) -> None:
-        """`outcomes` of runs by recipe, the seconds that each is said to have taken, and on
-        what."""
-        self.outcomes, self.seconds, self.device = outcomes or {}, seconds, device
-        self.timeouts: list[float] = []
-        self.now = time.monotonic()
-
-    def __call__(
-        self, task: Any, *arguments: Any, folder: Path, timeout_s: float, **options: Any
-    ) -> Outcome:
-        if task is bench_child.probe:
-            return Outcome("done", value=self.device)
-        config: Config = arguments[0]
-        self.timeouts.append(timeout_s)
-        self.now += self.seconds
-        recipe = config.float8.recipe_name if config.float8.enable_float8_linear else "bf16"
-        steps = range(1, config.training.steps + 1)
-        lines = [
-            json.dumps(record(step, tps=SPEEDS[recipe], step_time_s=1.0 + step % 2))
-            for step in steps
-        ]
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
-        if config.profiling.enable_profiling:
-            for step in (3, 6, 9):
-                trace = folder / f"profile_traces/step-{step}/rank0_trace.json"
-                trace.parent.mkdir(parents=True)
-                events = [
-                    {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 0, "dur": 5, "tid": 1}
-                ]
-                trace.write_text(json.dumps({"traceEvents": events}))
-        return self.outcomes.get(recipe, Outcome("done"))
+def ratios_of(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    add_ratios(rows)
+    return list(rows)
 
 
-def run(
-    folder: Path, runs: FakeRuns, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> dict[str, Any]:
-    """The report of a benchmark of `runs`, a quick one if `options` do not say otherwise."""
-    monkeypatch.setattr(bench, "run_child", runs)
-    monkeypatch.setattr(bench.time, "monotonic", lambda: runs.now)
-    monkeypatch.setitem(bench.BUDGET_S, "quick CPU", 80.0)
-    work = folder / "work"
-    work.mkdir()
-    benchmark = Benchmark(
-        Options(**{"quick": True} | options), stop=Stop(), folder=work, began=runs.now
-    )
-    benchmark.run()
-    return benchmark.report
-
-
-def test_a_rows_figures_are_medians_without_the_warm_up() -> None:
+def test_figures_are_medians_without_the_warmup_steps() -> None:
+    tps = [1, 2, 40, 10, 30, 20, 50]
     records = [
-        record(step, tps=tps, step_time_s=tps / 10)
-        for step, tps in enumerate([1, 2, 40, 10, 30, 20, 50], 1)
+        FIGURES | {"step": step, "tps": each, "step_time_s": each / 10}
+        for step, each in enumerate(tps, 1)
     ]
     records[-1] |= {"memory_gib": 3.5, "loss": 5.0}
-    figures = measure(records, warmup_steps=2)
-    assert figures["measured_steps"] == 5 and figures["tps"] == 30 and figures["step_time_s"] == 3
-    assert figures["spread_pct"] == pytest.approx(
-        100 * (4 - 2) / 3
-    )  # the middle half is from 2 to 4
-    assert figures["memory_gib"] == 3.5 and figures["loss"] == 5.0
-    assert measure([record(step, mfu=None) for step in range(1, 5)], warmup_steps=1)["mfu"] is None
+    figures = measure(records)
+    assert (figures["tps"], figures["step_time_s"], figures["mfu"]) == (30, 3, 50)
+    assert figures["spread_pct"] == pytest.approx(100 * (4 - 2) / 3)  # the middle half is 2 to 4
+    assert (figures["memory_gib"], figures["loss"]) == (3.5, 5.0)
+    unknown = [record | {"mfu": None} for record in records]
+    assert measure(unknown)["mfu"] is None
 
 
-def test_ratios_are_to_the_bf16_row_and_to_the_eager_row_of_the_same_run() -> None:
-    rows = [
+def test_ratios_are_over_the_bf16_row_and_the_eager_row() -> None:
+    rows = ratios_of(
         result(),
-        result("tensorwise"),
-        result(compiled=False, tps=80.0),
-        result("tensorwise", compiled=False, tps=40.0),
-        result("tensorwise", status="failed") | {"layers": 2},
-    ]
-    add_ratios(rows)
+        result("tensorwise", tps=120.0),
+        result(compile=False, tps=80.0),
+        result("tensorwise", compile=False, tps=40.0),
+        result("rowwise", status="failed"),
+    )
     assert [row["bf16_ratio"] for row in rows] == [None, 1.2, None, 0.5, None]
     assert [row["compile_ratio"] for row in rows] == [1.25, 3.0, None, None, None]
 
 
-def report_of(*rows: dict[str, Any], device: str = "H200") -> dict[str, Any]:
-    add_ratios(rows)
-    return {"device": device, "rows": list(rows)}
-
-
 def test_a_ratio_that_fell_by_more_than_the_tolerance_is_a_regression() -> None:
-    baseline = report_of(result(), result("tensorwise", tps=120.0))
-    slower_device = report_of(result(tps=50.0), result("tensorwise", tps=60.0))
-    assert find_regressions(slower_device, baseline, tolerance_pct=5.0) == []
-    worse = report_of(result(), result("tensorwise", tps=110.0))
-    assert find_regressions(worse, baseline, tolerance_pct=10.0) == []
-    (found,) = find_regressions(worse, baseline, tolerance_pct=5.0)
-    below = "tps over the bf16 row's is 1.100, 8.3 % below the baseline's 1.200"
-    assert found == f"debug 4L seq128 b1 none compiled tensorwise: {below}"
+    earlier = ratios_of(result(), result("tensorwise", tps=120.0))
+    slower_clock = ratios_of(result(tps=50.0), result("tensorwise", tps=60.0))
+    assert find_regressions(slower_clock, earlier, tolerance_pct=5.0) == []
+    worse = ratios_of(result(), result("tensorwise", tps=110.0))
+    assert find_regressions(worse, earlier, tolerance_pct=10.0) == []
+    (found,) = find_regressions(worse, earlier, tolerance_pct=5.0)
+    assert "compiled tensorwise: tps over the bf16 row's is 1.100, 8.3 % below" in found
 
 
-def test_compilation_that_gains_less_and_a_row_that_fails_are_regressions() -> None:
-    baseline = report_of(result(), result(compiled=False, tps=50.0), result("tensorwise"))
-    now = report_of(
-        result(), result(compiled=False, tps=100.0), result("tensorwise", status="out of memory")
-    )
-    first, second = find_regressions(now, baseline, tolerance_pct=5.0)
-    assert first.endswith("tps over the eager row's is 1.000, 50.0 % below the baseline's 2.000")
-    assert second.startswith(
-        "debug 4L seq128 b1 none compiled tensorwise: out of memory, and done in the baseline"
-    )
+def test_a_lower_gain_of_compilation_and_a_row_that_fails_are_regressions() -> None:
+    earlier = ratios_of(result(), result(compile=False, tps=50.0), result("tensorwise"))
+    failed = result("tensorwise", status="failed")
+    now = ratios_of(result(), result(compile=False, tps=100.0), failed)
+    first, second = find_regressions(now, earlier, tolerance_pct=5.0)
+    assert "tps over the eager row's is 1.000, 50.0 % below the earlier 2.000" in first
+    assert "compiled tensorwise: failed, and was done before" in second
 
 
-def test_a_baseline_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match='--check old.json is of device "H100", and this is "H200"'
-    ):
-        check_comparable("H200", report_of(device="H100"), path="old.json")
-    with pytest.raises(ConfigError, match="no ratio is known both now and in the baseline"):
-        find_regressions(report_of(result()), report_of(result(compiled=False)), tolerance_pct=5.0)
+def test_results_without_a_common_ratio_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no ratio is in both"):
+        find_regressions(ratios_of(result()), ratios_of(result(compile=False)), tolerance_pct=5.0)
+
+
+def test_an_earlier_result_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    with pytest.raises(ConfigError, match="cannot be read: .*No such file"):
-        read_baseline(path)
-    for text, message in (("{", "cannot be read"), ("[]", "is no report of a benchmark")):
+    with pytest.raises(ConfigError, match="--check .*No such file.*name a file that --out wrote"):
+        read_earlier(path, device="H200")
+    for text in ("{", "[]", "{}"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            read_baseline(path)
+        with pytest.raises(ConfigError, match="--check .*name a file that --out wrote"):
+            read_earlier(path, device="H200")
+    path.write_text(json.dumps({"device": "H100", "rows": []}))
+    with pytest.raises(ConfigError, match='is of device "H100", and this is "H200"'):
+        read_earlier(path, device="H200")
+    assert read_earlier(path, device="H100") == []
 
 
-def test_a_regression_is_printed_and_ends_the_command_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    baseline = tmp_path / "baseline.json"
-    baseline.write_text(json.dumps(run(tmp_path, FakeRuns(), monkeypatch, only="eager")))
-    script = runpy.run_path(str(ROOT / "scripts/bench.py"))["main"]
-    words = ["--quick", "--only", "eager", "--check", str(baseline), "--tolerance"]
-    monkeypatch.setitem(SPEEDS, "tensorwise", 90.0)  # before: 120
-    script([*words, "30"])
-    assert f"against {baseline}, within 30 %: 0 regressions" in capsys.readouterr().out
-    with pytest.raises(
-        RunError, match="eager tensorwise: tps over the bf16 row's is 0.900, 25.0 % below"
-    ) as caught:
-        script([*words, "20"])
-    assert caught.value.exit_code == 1 and "within 20 %: 1 regressions" in capsys.readouterr().out
-    monkeypatch.setattr(
-        bench, "run_child", FakeRuns(dict.fromkeys(SPEEDS, Outcome("failed", "for a reason")))
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_row_has_its_own_name_and_follows_the_rows_it_is_compared_with(kind: str) -> None:
+    rows = ROWS[kind]
+    assert len({row.name for row in rows}) == len(rows)
+    for number, row in enumerate(rows):
+        assert dataclasses.replace(row, recipe="bf16") in rows[: number + 1]
+    assert {row.recipe for row in ROWS["GPU"]} == set(bench.RECIPES)
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+def test_the_config_of_every_row_is_valid(row: Row) -> None:
+    config = row.config
+    assert check_config(config, world_size=1) == []
+    assert config.training.microbatch_tokens == row.batch * row.seq_len
+    assert config.float8.enable_float8_linear is (row.recipe != "bf16")
+
+
+def test_rows_are_chosen_by_the_words_of_their_names() -> None:
+    assert [row.recipe for row in choose_rows("quick CPU", "eager bf16")] == ["bf16"]
+    with pytest.raises(ConfigError, match='--only "mxfp8": no row has all these words'):
+        choose_rows("quick CPU", "mxfp8")
+
+
+@pytest.mark.parametrize("name", ["H200", "H100 SXM"])
+def test_rows_have_as_many_layers_as_fit_the_gpu(name: str) -> None:
+    device = resolve_device(name)
+    layers = set()
+    for row in ROWS["GPU"][:2]:
+        planned, predictions = plan_row(row, device)
+        layers.add(planned.layers)
+        assert predictions["predicted_memory_gib"] <= device.memory_gib
+        assert predictions["predicted_tps"] > 0
+    (fitting,) = layers
+    if fitting < 32:  # the estimate is at most two layers too careful
+        more = dataclasses.replace(ROWS["GPU"][0], layers=fitting + 3, compile=False)
+        plan = make_plan(more.config, world_size=1, device=device)
+        assert plan["memory"]["reserved"] / 2**30 > device.memory_gib
+
+
+def test_a_row_that_the_device_cannot_run_is_refused_with_the_reason() -> None:
+    float8 = ROWS["GPU"][1]
+    with pytest.raises(ConfigError, match="the A100 SXM 80GB has no float8 matrix units"):
+        plan_row(float8, resolve_device("A100 SXM 80GB"))
+    tiny = DeviceSpec("tiny", 100, 200, 1, 1)
+    with pytest.raises(ConfigError, match="not one layer fits tiny's 1 GiB"):
+        plan_row(float8, tiny)
+
+
+def write_program(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rows run `source`, which finds its run folder in `folder`."""
+    (folder / "program.py").write_text(
+        "import json, os, pathlib, subprocess, sys, time\n"
+        f"folder = pathlib.Path(sys.argv[-1]); folder.mkdir()\n{source}\n"
     )
+    monkeypatch.setattr(bench, "TRAIN", (str(folder / "program.py"),))
+
+
+TRAINS = f"""
+lines = [json.dumps({FIGURES!r} | dict(step=step)) for step in range(1, 13)]
+(folder / "metrics.jsonl").write_text("\\n".join(lines))
+"""
+
+
+def test_a_row_that_fails_has_its_cause_and_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = {"state": "failed", "started": 0.0, "time": 0.0, "cause": "out of memory\nat ..."}
+    source = f"(folder / 'status.json').write_text({json.dumps(status)!r}); print('why'); exit(1)"
+    write_program(tmp_path, source, monkeypatch)
+    found = run_row(EAGER, tmp_path / "row", timeout_s=30)
+    assert (found["status"], found["reason"]) == ("failed", "out of memory")
+    assert found["log_tail"] == "why" and found["name"] == EAGER.name
+    write_program(tmp_path, "os.kill(os.getpid(), 9)", monkeypatch)
+    assert run_row(EAGER, tmp_path / "killed", timeout_s=30)["reason"] == "exit code -9"
+
+
+def test_a_row_that_takes_too_long_is_ended_with_all_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = "import time, sys; time.sleep(3); open(sys.argv[1], 'w')"
+    source = f"subprocess.run([sys.executable, '-c', {child!r}, {str(tmp_path / 'late')!r}])"
+    write_program(tmp_path, source, monkeypatch)
+    began = time.monotonic()
+    report = run_benchmark([EAGER], None, budget_s=1.0, out=None)
+    assert time.monotonic() - began < 3
+    assert report["rows"] == []
+    assert report["skipped"] == [{"name": EAGER.name, "reason": "no time was left"}]
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
+
+
+def test_no_row_is_started_that_should_not_fit_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(tmp_path, f"time.sleep(2)\n{TRAINS}", monkeypatch)
+    rows = [EAGER, dataclasses.replace(EAGER, recipe="tensorwise")]
+    report = run_benchmark(rows, None, budget_s=3.5, out=None)
+    assert [row["recipe"] for row in report["rows"]] == ["bf16"]
+    assert [row["reason"] for row in report["skipped"]] == ["no time was left"]
+    assert report["seconds"] < 3.5 and report["ended_by"] == DONE
+
+
+def test_the_report_is_on_file_and_every_key_is_documented(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(tmp_path, TRAINS, monkeypatch)
+    out = tmp_path / "report.json"
+    found = run_benchmark(choose_rows("quick CPU", ""), None, budget_s=60.0, out=out)
+    assert json.loads(out.read_text()) == found
+    assert found["ended_by"] == DONE and [row["status"] for row in found["rows"]] == [DONE] * 4
+    reference = PAGE.partition("## The JSON file\n")[2]
+    documented = set(re.findall(r"^\| `([^`]+)` \|", reference, flags=re.MULTILINE))
+    keys = {re.sub(r"versions\..*", "versions", path) for path in key_paths(found)}
+    assert documented == keys | {"rows[].log_tail", "skipped[].name", "skipped[].reason"}
+
+
+def test_a_file_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(tmp_path, TRAINS, monkeypatch)
+    with pytest.raises(StorageError, match="--out .*Is a directory"):
+        run_benchmark([EAGER], None, budget_s=60.0, out=tmp_path)
+
+
+def test_a_regression_ends_the_command_with_1(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: Callable[[list[str]], None],
+) -> None:
+    speeds = {"bf16": 100.0, "tensorwise": 120.0}
+
+    def run(row: Row, folder: Path, *, timeout_s: float) -> dict[str, Any]:
+        return result(row.recipe, compile=row.compile, tps=speeds[row.recipe])
+
+    monkeypatch.setattr(bench, "run_row", run)
+    earlier = tmp_path / "earlier.json"
+    words = ["--quick", "--only", "eager"]
+    script([*words, "--out", str(earlier)])
+    speeds["tensorwise"] = 90.0
+    script([*words, "--check", str(earlier), "--tolerance", "30"])
+    assert "0 regressions of more than 30 %" in capsys.readouterr().out
+    with pytest.raises(RunError, match="0.900, 25.0 % below the earlier 1.200") as caught:
+        script([*words, "--check", str(earlier), "--tolerance", "20"])
+    assert caught.value.exit_code == 1
+    assert "1 regressions of more than 20 %" in capsys.readouterr().out
+
+
+def test_a_benchmark_without_a_row_that_is_done_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Callable[[list[str]], None]
+) -> None:
+    write_program(tmp_path, "sys.exit(3)", monkeypatch)
     with pytest.raises(RunError, match="no row is done"):
-        script(["--quick"])
-    assert "compiled tensorwise: failed: for a reason" in capsys.readouterr().out
-
-
-def test_the_tolerance_is_wider_on_cpu() -> None:
-    assert tolerance_of("CPU: test", None) == 50.0 and tolerance_of("NVIDIA H200", None) == 5.0
-    assert tolerance_of("NVIDIA H200", 12.5) == 12.5
-    with pytest.raises(ConfigError, match="--tolerance 100.0 must be from 0 to below 100"):
-        tolerance_of("NVIDIA H200", 100.0)
-
-
-def test_the_report_is_on_file_and_every_key_of_it_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "report.json"
-    found = run(
-        tmp_path,
-        FakeRuns(),
-        monkeypatch,
-        out=out,
-        profile=True,
-        command="python scripts/bench.py --quick",
-    )
-    assert json.loads(out.read_text()) == found == read_baseline(out)
-    assert found["ended_by"] == "done" and [row["status"] for row in found["rows"]] == ["done"] * 4
-    assert [profile["recipe"] for profile in found["profiles"]] == ["bf16", "tensorwise"]
-    assert found["profiles"][0]["share_pct"]["GEMM bf16"] == 100
-    # 100 tokens/s of bf16 matmuls alone, of which the ceiling allows 0.4e12 / FLOPs.
-    flops = found["rows"][0]["flops_per_token"]["bf16"]
-    assert found["rows"][0]["mfu_achievable"] == pytest.approx(100 * 100 * flops / 0.4e12)
-    reference = PAGE.partition("### JSON\n")[2]
-    explained = set(re.findall(r"^\| `([^`]+)` \|", reference, flags=re.MULTILINE))
-    known = {
-        re.sub(r"(share_pct|ceilings_tflops|flops_per_token|versions)\..*", r"\1", path)
-        for path in key_paths(found)
-    }
-    assert explained == known | {"rows[].log_tail", "skipped[].name", "skipped[].reason"}
-
-
-def test_what_does_not_fit_the_budget_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = FakeRuns(seconds=30.0)  # of 80; the first two are taken to need less
-    began = runs.now
-    found = run(tmp_path, runs, monkeypatch)
-    assert [row["name"].split(" ", 5)[-1] for row in found["rows"]] == [
-        "eager bf16",
-        "eager tensorwise",
-    ]
-    assert {row["reason"] for row in found["skipped"]} == {"no time was left"} and len(
-        found["skipped"]
-    ) == 2
-    assert found["ended_by"] == "the budget"
-    assert runs.now - began < 80 and max(runs.timeouts) <= 80
-    assert "debug 4L seq128 b1 none compiled bf16, tensorwise: no time was left" in format_report(
-        found
-    )
-
-
-def test_the_first_row_is_run_whatever_is_expected_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        CPU, "ceilings", {"bf16": 2e-3, "fp32": 2e-3}
-    )  # measured while the machine was busy
-    runs = FakeRuns(seconds=10.0)
-    found = run(tmp_path, runs, monkeypatch, only="eager", profile=True)
-    assert [row["recipe"] for row in found["rows"]] == ["bf16", "tensorwise"]
-    assert len(found["profiles"]) == 2
-
-
-def test_a_small_model_that_waits_for_the_host_costs_the_large_ones_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = {
-        "name": "NVIDIA H200",
-        "memory_gib": 139.0,
-        "float8": True,
-        "ceilings": {"bf16": 800.0, "fp8": 1500.0},
-    }
-    found = run(tmp_path, FakeRuns(seconds=15.0, device=gpu), monkeypatch, quick=False)
-    shapes = [row["shape"] for row in found["rows"]]
-    assert "8B" in shapes[shapes.index("debug") :] and found["seconds"] > 480  # of 525
-
-
-def test_a_recipe_that_has_not_run_yet_has_time_to_compile_whatever_bf16_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = {
-        "name": "NVIDIA H200",
-        "memory_gib": 139.0,
-        "float8": True,
-        "ceilings": {"bf16": 800.0, "fp8": 1500.0},
-    }
-    runs = FakeRuns(seconds=5.0, device=gpu)
-    found = run(tmp_path, runs, monkeypatch, quick=False, only="8B op compiled b1")
-    assert [row["recipe"] for row in found["rows"]] == [
-        "bf16",
-        "tensorwise",
-        "rowwise",
-        "rowwise_with_gw_hp",
-    ]
-    left = [525.0 - 3.0 - 5.0 * number for number in range(4)]
-    assert runs.timeouts == pytest.approx([seconds / 2 for seconds in left])
-    again = FakeRuns(seconds=5.0, device=gpu)
-    (tmp_path / "again").mkdir()
-    found = run(tmp_path / "again", again, monkeypatch, quick=False, only="8B compiled tensorwise")
-    assert (
-        again.timeouts[0] > 200 > max(again.timeouts[1:])
-    )  # what compiling takes is known from the first on
-
-
-def test_no_time_is_kept_for_the_profile_of_a_row_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Benchmark, "expected_s", lambda benchmark, row: 18.0)  # of 80
-    kept = run(tmp_path, FakeRuns(seconds=14.0), monkeypatch, profile=True)
-    assert len(kept["rows"]) == len(kept["skipped"]) == len(kept["profiles"]) == 2
-    failures = FakeRuns(dict.fromkeys(SPEEDS, Outcome("failed", "for a reason")), seconds=14.0)
-    (tmp_path / "other").mkdir()
-    assert len(run(tmp_path / "other", failures, monkeypatch, profile=True)["rows"]) == 4
-
-
-def test_a_profile_that_shows_nothing_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "break_down", lambda trace, on_cpu: break_down(trace, on_cpu=False))
-    found = run(tmp_path, FakeRuns(), monkeypatch, only="eager bf16", profile=True)
-    assert found["profiles"] == [] and found["ended_by"] == "done"
-    (skipped,) = found["skipped"]
-    assert (
-        skipped["name"].startswith("profile of debug")
-        and "saw no events of the kind kernel" in skipped["reason"]
-    )
-
-
-def test_a_row_that_the_budget_cut_off_counts_as_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = FakeRuns({"tensorwise": Outcome("timed out", "it was still running")}, seconds=70.0)
-    found = run(tmp_path, runs, monkeypatch, only="eager")
-    assert [row["recipe"] for row in found["rows"]] == ["bf16"]
-    runs = FakeRuns({"bf16": Outcome("timed out", "it was still running")})  # long before its end
-    (tmp_path / "other").mkdir()
-    found = run(tmp_path / "other", runs, monkeypatch, only="eager")
-    assert [row["status"] for row in found["rows"]] == ["timed out", "done"]
-
-
-def test_a_row_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = Outcome("out of memory", "OutOfMemoryError: CUDA out of memory.", log="Traceback")
-    found = run(tmp_path, FakeRuns({"bf16": failure}), monkeypatch, only="eager")
-    assert [row["status"] for row in found["rows"]] == ["out of memory", "done"]
-    assert found["rows"][0]["log_tail"] == "Traceback" and found["rows"][1]["bf16_ratio"] is None
-    table = format_report(found)
-    assert "none eager bf16: out of memory: OutOfMemoryError: CUDA out of memory." in table
-    assert re.search(
-        r"^debug +4/4 +128 +1 +none +off +tensorwise +120 +- +- ", table, flags=re.MULTILINE
-    )
-
-
-def test_a_signal_ends_the_benchmark_and_what_is_done_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stopping(FakeRuns):
-        def __call__(self, task: Any, *arguments: Any, **options: Any) -> Outcome:
-            outcome = super().__call__(task, *arguments, **options)
-            if len(self.timeouts) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return Outcome("stopped", "stopped by SIGTERM")
-            return outcome
-
-    out = tmp_path / "report.json"
-    found = run(tmp_path, Stopping(), monkeypatch, out=out, profile=True)
-    assert [row["status"] for row in found["rows"]] == ["done", "stopped"]
-    assert [row["reason"] for row in found["skipped"]] == ["stopped by SIGTERM"] * 2
-    assert json.loads(out.read_text())["ended_by"] == "SIGTERM" and found["profiles"] == []
-
-
-def test_a_file_that_cannot_be_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="--out .*: there is no folder"):
-        run(tmp_path, FakeRuns(), monkeypatch, out=tmp_path / "none/report.json")
-    (tmp_path / "work").rmdir()
-    with pytest.raises(StorageError, match="--out .*: Is a directory; name another file"):
-        run(tmp_path, FakeRuns(), monkeypatch, out=tmp_path)
-
-
-def test_a_device_that_cannot_be_measured_ends_it_after_a_second_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    methods = []
-
-    def fail(task: Any, *, method: str, **options: Any) -> Outcome:
-        methods.append(method)
-        return Outcome("failed", "no device", log="Traceback")
-
-    monkeypatch.setattr(bench, "run_child", fail)
-    with pytest.raises(RunError, match="the device cannot be measured: no device\nTraceback"):
-        Benchmark(Options(), stop=Stop(), folder=tmp_path, began=0.0)
-    assert methods == ["forkserver", "spawn"]
-
-
-def test_the_plan_of_a_gpu_fits_the_budget_and_needs_none() -> None:
-    plan = make_plan(planned_device(resolve_device("H200")), quick=False)
-    assert (
-        len(plan["rows"]) > 10
-        and sum(row["expected_s"] for row in plan["rows"]) <= plan["budget_s"] < 9 * 60
-    )
-    assert len(plan["rows"]) + len(plan["skipped"]) == 52
-    table = format_plan(plan)
-    assert table.startswith("plan for H200\nlayers: the most with which bf16")
-    assert re.search(
-        r"^8B +\d+/32 +8192 +1 +op +on +tensorwise +[\d,]+ +\d+\.\d +\d+$",
-        table,
-        flags=re.MULTILINE,
-    )
-    quick = make_plan(Device("CPU: test", None, False, {"bf16": 4.0, "fp32": 1.0}), quick=True)
-    assert len(quick["rows"]) == 4 and "  -  " in format_plan(quick)
-
-
-def square(number: int) -> int:
-    return number**2
-
-
-def refuse() -> None:
-    raise ConfigError("not like this\nsecond line")
-
-
-def run_out() -> None:
-    raise RuntimeError("CUDA error: out of memory")
-
-
-def hang() -> None:
-    time.sleep(60)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+        script(["--quick", "--only", "eager bf16"])
 
 
 @pytest.mark.parametrize(
-    ("task", "status", "reason"),
+    ("words", "message"),
     [
-        (refuse, "failed", "ConfigError: not like this"),
-        (run_out, "out of memory", "RuntimeError: CUDA error: out of memory"),
-        (hang, "timed out", "it was still running after 1 s"),
-        (die, "failed", "its process was killed by SIGKILL"),
+        (["--device", "H200"], '--device "H200" is for --dry-run'),
+        (["--tolerance", "3"], "--tolerance 3 needs --check"),
+        (["--check", "x", "--tolerance", "100"], "must be at least 0 and below 100"),
+        (["--dry-run", "--out", "x"], "--out and --check need rows that run"),
+        (["--out", "/no/such/folder/x"], "there is no folder /no/such/folder"),
+        (["--dry-run", "--device", "H1"], '--device "H1" is not known'),
     ],
 )
-def test_how_a_child_ends(task: Any, status: str, reason: str, tmp_path: Path) -> None:
-    stop = Stop()
-    outcome = run_child(task, folder=tmp_path, timeout_s=1.0 if task is hang else 30.0, stop=stop)
-    assert (outcome.status, outcome.reason) == (status, reason)
-    assert ("Traceback" in outcome.log) is (task in (refuse, run_out))
-
-
-def test_a_child_hands_its_value_back(tmp_path: Path) -> None:
-    assert run_child(square, 7, folder=tmp_path, timeout_s=30.0, stop=Stop()).value == 49
-
-
-def linger() -> str:
-    threading.Thread(target=time.sleep, args=(60,)).start()
-    return "done"
-
-
-def test_a_child_that_cannot_end_is_ended_once_it_has_left_its_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_options_that_contradict_each_other_are_refused(
+    words: list[str], message: str, script: Callable[[list[str]], None]
 ) -> None:
-    monkeypatch.setattr(bench_child, "GRACE_S", 0.5)
-    began = time.monotonic()
-    assert run_child(linger, folder=tmp_path, timeout_s=30.0, stop=Stop()).value == "done"
-    assert time.monotonic() - began < 30
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        script(words)
 
 
-def test_a_signal_ends_the_child_that_runs(tmp_path: Path) -> None:
-    stop = Stop()
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
-    kept = signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        outcome = run_child(hang, folder=tmp_path, timeout_s=30.0, stop=stop)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, kept)
-    assert (outcome.status, outcome.reason) == ("stopped", "stopped by SIGINT")
+def test_the_plan_lists_rows_with_predictions_and_refused_rows_with_the_reason(
+    capsys: pytest.CaptureFixture[str], script: Callable[[list[str]], None]
+) -> None:
+    script(["--dry-run", "--device", "H100 SXM", "--only", "op compiled b1"])
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head == "plan for H100 SXM"
+    assert [line.split()[:1] for line in lines[1:5]] == [["8B"]] * 4
+    assert re.search(r"mxfp8: not run: .*torchao has no MXFP8 for the H100", "\n".join(lines))

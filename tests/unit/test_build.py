@@ -16,7 +16,7 @@ from torchtitan_lite.build import (
     check_same_tokens,
     open_stores,
 )
-from torchtitan_lite.checkpoint.manifest import NEW_RUN, Progress
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.config import (
     BatchSizes,
     Config,
@@ -169,7 +169,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def data_of(
-    progress: Progress = NEW_RUN, *, validation: ValidationConfig | None = None, **training: Any
+    progress: TrainingProgress = NEW_RUN, *, validation: ValidationConfig | None = None, **training: Any
 ) -> Any:
     """Training and validation batches of the stores of `opened`, a sample a step."""
     section = TrainingConfig(**{"seq_len": 4, "local_batch_size": 1, "steps": 40, **training})
@@ -251,7 +251,7 @@ def test_validation_on_other_data_takes_nothing(opened: list[str]) -> None:
 
 def test_a_resumed_run_goes_on_at_its_sample(opened: list[str]) -> None:
     whole, _ = data_of()
-    progress = Progress(step=3, samples=12, tokens=48, data=whole.corpus.identity())
+    progress = TrainingProgress(step=3, samples=12, tokens=48, data=whole.corpus.identity())
     assert trained(data_of(progress, steps=31)[0]) == trained(whole)[12:]
 
 
@@ -261,14 +261,14 @@ def test_what_was_held_out_stays_so_for_a_smaller_validation(
 ) -> None:
     """As for a smaller local batch: the order goes on."""
     whole, _ = data_of(validation=ValidationConfig(enable=True, steps=5), steps=35)
-    progress = Progress(step=3, samples=12, tokens=48, data=whole.corpus.identity())
+    progress = TrainingProgress(step=3, samples=12, tokens=48, data=whole.corpus.identity())
     batches, _ = data_of(progress, validation=validation, steps=26)
     assert trained(batches) == trained(whole)[12:]
 
 
 def test_changed_data_is_refused_on_resume_with_the_changes(opened: list[str]) -> None:
     before = data_of(dataset_path="a")[0].corpus.identity()
-    progress = Progress(step=3, samples=12, tokens=48, data=before)
+    progress = TrainingProgress(step=3, samples=12, tokens=48, data=before)
     changed = {"dataset_path": "b", "seq_len": 5}
     with pytest.raises(DataError) as caught:
         data_of(progress, **changed)
@@ -286,14 +286,14 @@ def test_a_store_more_or_less_is_a_change() -> None:
     two = one | {"store 2 name": "b", "store 2 tokens": 9}
     for before, after, change in ((one, two, "none -> 9"), (two, one, "9 -> none")):
         with pytest.raises(DataError, match=f"store 2 tokens: {change}"):
-            check_same_data(Progress(1, 1, 1, before), after, allow_change=False)
+            check_same_data(TrainingProgress(1, 1, 1, before), after, allow_change=False)
 
 
 def test_a_store_that_was_moved_is_told_of(messages: Any) -> None:
     before = {"seq_len": 4, "store 1 name": "a"}
-    check_same_data(Progress(3, 12, 48, before), before, allow_change=False)
+    check_same_data(TrainingProgress(3, 12, 48, before), before, allow_change=False)
     assert messages.records == []
-    check_same_data(Progress(3, 12, 48, before), before | {"store 1 name": "b"}, allow_change=False)
+    check_same_data(TrainingProgress(3, 12, 48, before), before | {"store 1 name": "b"}, allow_change=False)
     assert [record.getMessage() for record in messages.records] == [
         "since step 3 the data has changed; on at sample 12: store 1 name: a -> b"
     ]

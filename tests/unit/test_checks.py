@@ -1,18 +1,10 @@
+"""Rules between keys of the config."""
+
 import dataclasses
-import re
 
 import pytest
 
-from torchtitan_lite.config import Config, DatasetConfig, ParallelismConfig, TrainingConfig, checks
-from torchtitan_lite.config.checks import (
-    BatchSizes,
-    ParallelDegrees,
-    check_config,
-    resolve_batch,
-    resolve_degrees,
-    resolve_shares,
-)
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config import Config, check_config, checks
 from torchtitan_lite.models.flavors import FLAVORS
 
 
@@ -20,136 +12,6 @@ def check(
     world_size: int = 1, unsound: tuple[str, ...] = (), **tables: dict[str, object]
 ) -> list[str]:
     return check_config(Config.model_validate(tables), world_size=world_size, unsound=unsound)
-
-
-def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
-    return ParallelismConfig(
-        data_parallel_replicate_degree=replicate,
-        data_parallel_shard_degree=shard,
-        tensor_parallel_degree=tp,
-    )
-
-
-@pytest.mark.parametrize(
-    ("degrees", "world_size", "resolved"),
-    [
-        ((1, -1, 1), 1, (1, 1, 1)),
-        ((1, -1, 1), 8, (1, 8, 1)),
-        ((2, -1, 2), 8, (2, 2, 2)),
-        ((2, 2, 2), 8, (2, 2, 2)),
-        ((1, 1, 8), 8, (1, 1, 8)),
-    ],
-)
-def test_resolve_degrees(
-    degrees: tuple[int, int, int], world_size: int, resolved: tuple[int, int, int]
-) -> None:
-    result = resolve_degrees(parallelism(*degrees), world_size=world_size)
-    assert dataclasses.astuple(result) == resolved
-    assert result.world_size == world_size
-
-
-def test_data_parallel_degree_is_replicas_times_shards() -> None:
-    assert ParallelDegrees(dp_replicate=2, dp_shard=3, tp=5).dp == 6
-
-
-@pytest.mark.parametrize(
-    ("degrees", "world_size", "message"),
-    [
-        (
-            (1, 3, 2),
-            4,
-            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * tensor_parallel_degree = "
-            "1 * 3 * 2 = 6, but the run has 4 processes; set data_parallel_shard_degree to 2 or -1",
-        ),
-        (
-            (1, 0, 1),
-            4,
-            "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or -1",
-        ),
-        (
-            (2, -1, 4),
-            12,
-            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 2 * 4 = 8 does not divide the "
-            "world size, 12; run 8 or 16 processes",
-        ),
-        ((1, 3, 2), 5, "= 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes"),
-        ((1, -1, 8), 1, "= 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes"),
-    ],
-)
-def test_degrees_that_do_not_fit(
-    degrees: tuple[int, int, int], world_size: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve_degrees(parallelism(*degrees), world_size=world_size)
-
-
-@pytest.mark.parametrize(
-    ("local", "total", "dp", "resolved"),
-    [
-        (8, -1, 1, BatchSizes(8, 8, 1)),
-        (8, -1, 4, BatchSizes(8, 32, 1)),
-        (8, 32, 4, BatchSizes(8, 32, 1)),
-        (4, 64, 2, BatchSizes(4, 64, 8)),
-    ],
-)
-def test_resolve_batch(local: int, total: int, dp: int, resolved: BatchSizes) -> None:
-    assert (
-        resolve_batch(TrainingConfig(local_batch_size=local, global_batch_size=total), dp_degree=dp)
-        == resolved
-    )
-
-
-@pytest.mark.parametrize(
-    ("total", "fix"),
-    [(30, "use 32 or 64"), (63, "use 32 or 64"), (65, "use 64 or 96"), (0, "use 32 or 64")],
-)
-def test_batch_that_does_not_divide(total: int, fix: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"\[training\] global_batch_size = {total} is not a multiple of local_batch_size \* dp_degree = "
-        rf"4 \* 8 = 32; {fix}$",
-    ):
-        resolve_batch(TrainingConfig(local_batch_size=4, global_batch_size=total), dp_degree=8)
-
-
-def datasets(*weights: float) -> tuple[DatasetConfig, ...]:
-    return tuple(
-        DatasetConfig(path=f"data/{number}", weight=weight) for number, weight in enumerate(weights)
-    )
-
-
-@pytest.mark.parametrize(
-    ("weights", "shares"),
-    [
-        ((), (1,)),
-        ((7.5,), (1,)),
-        ((1, 1), (1, 1)),
-        ((0.3, 0.1), (3, 1)),
-        ((0.1, 0.2, 0.7), (1, 2, 7)),
-        ((1.5, 1e-3), (1500, 1)),
-        ((6, 4, 10), (3, 2, 5)),
-        ((99999, 1), (99999, 1)),
-    ],
-)
-def test_resolve_shares(weights: tuple[float, ...], shares: tuple[int, ...]) -> None:
-    assert resolve_shares(datasets(*weights)) == shares
-
-
-@pytest.mark.parametrize(
-    ("weights", "fix"),
-    [
-        ((100_000, 1), "use 99995, 1"),
-        ((0.333333, 0.666667), "use 33332, 66664"),
-        ((1, 1e-300), "use 99996, 1"),
-    ],
-)
-def test_weights_too_fine_for_a_mix(weights: tuple[float, ...], fix: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"whole numbers with a sum of at most 100,000; {fix}, which is near$"
-    ):
-        resolve_shares(datasets(*weights))
-    fitting = [float(weight) for weight in fix.removeprefix("use ").split(", ")]
-    assert sum(resolve_shares(datasets(*fitting))) <= 100_000
 
 
 @pytest.mark.parametrize(
@@ -308,8 +170,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                 "float8": {"enable_float8_linear": True, "recipe_name": "mxfp8"},
                 "training": {"mixed_precision_param": "float32"},
             },
-            '[training] mixed_precision_param = "float32" is not what the kernels of [float8] recipe_name = "mxfp8" '
-            'cast; use "bfloat16", or another recipe',
+            '[training] mixed_precision_param = "float32" cannot be cast by the kernels of [float8] recipe_name = "mxfp8"; '
+            'use "bfloat16", or another recipe',
         ),
         (
             1,
@@ -363,7 +225,7 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"checkpoint": {"save_request_file": "checkpoint"}},
-            '[checkpoint] save_request_file = "checkpoint" is that of [checkpoint] folder too; choose another',
+            '[checkpoint] save_request_file = "checkpoint" is also the name of [checkpoint] folder; choose another',
         ),
         (
             1,
@@ -391,12 +253,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"metrics": {"save_tb_folder": "logs/tb"}},
-            '[metrics] save_tb_folder = "logs/tb" is a name that every run uses for its own; choose another',
+            '[metrics] save_tb_folder = "logs/tb" is a name that every run uses itself; choose another',
         ),
         (
             1,
             {"profiling": {"save_traces_folder": "./tb/"}},
-            '[profiling] save_traces_folder = "./tb/" is that of [metrics] save_tb_folder too; choose another',
+            '[profiling] save_traces_folder = "./tb/" is also the name of [metrics] save_tb_folder; choose another',
         ),
     ],
 )

@@ -1,7 +1,8 @@
-"""Checkpoints read through: verified, and compared with each other."""
+"""Differences between configs, dimensions, tensors and whole checkpoints."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +11,20 @@ from hypothesis import strategies as st
 from sample_checkpoints import CONFIG, small_tensors, write_checkpoint
 
 from torchtitan_lite.checkpoint.compare import (
-    Comparison,
-    ValueChange,
+    CheckpointDifference,
+    ValueDifference,
+    changes,
+    check_tensors,
     compare,
-    format_comparison,
+    config_changes,
     verify_checkpoint,
 )
-from torchtitan_lite.checkpoint.manifest import read_manifest, write_manifest
+from torchtitan_lite.checkpoint.manifest import (
+    TensorEntry,
+    TrainingProgress,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -51,8 +59,8 @@ def test_equal_checkpoints(tmp_path):
         write_checkpoint(tmp_path / name, 10, tensors, save_id=name * 32) for name in ("a", "b")
     )
     found = compare(a, b)
-    assert found == Comparison([], [], [], [], [], 4) and found.same
-    assert format_comparison(found) == "4 tensors are equal in every bit"
+    assert found == CheckpointDifference([], [], [], [], [], 4) and found.same
+    assert str(found) == "4 tensors are equal in every bit"
 
 
 def test_every_kind_of_difference(tmp_path):
@@ -74,11 +82,16 @@ def test_every_kind_of_difference(tmp_path):
     del new["model.gone"]
     a = write_checkpoint(tmp_path, 10, old)
     b = write_checkpoint(
-        tmp_path, 20, new, model={"dim": 8}, config=CONFIG.replace("0.0008", "0.001")
+        tmp_path,
+        20,
+        new,
+        model={"dim": 8},
+        config=CONFIG.replace("0.0008", "0.001"),
+        progress=TrainingProgress(step=20, samples=160, tokens=10240, data={"seed": 1}),
     )
     found = compare(a, b)
-    assert found == Comparison(
-        progress=["step: 10 -> 20", "samples: 80 -> 160", "tokens: 5120 -> 10240"],
+    assert found == CheckpointDifference(
+        progress=["seed: 0 -> 1", "step: 10 -> 20", "samples: 80 -> 160", "tokens: 5120 -> 10240"],
         config=["[optimizer] lr: 0.0008 -> 0.001"],
         model=["dim: 4 -> 8"],
         tensors=[
@@ -86,14 +99,14 @@ def test_every_kind_of_difference(tmp_path):
             "model.shape: float32 [2, 3] -> float32 [3, 2]",
         ],
         values=[
-            ValueChange("model.values", 4, 2, 4.0),
-            ValueChange("model.zero", 2, 1, 0.0),
-            ValueChange("model.nan", 2, 1, None),
+            ValueDifference("model.values", 4, 2, 4.0),
+            ValueDifference("model.zero", 2, 1, 0.0),
+            ValueDifference("model.nan", 2, 1, None),
         ],
         equal_tensors=1,
     )
     assert not found.same
-    assert format_comparison(found).splitlines()[-5:] == [
+    assert str(found).splitlines()[-5:] == [
         "values:",
         "  model.values: 2 of 4 elements differ, by 4 at most",
         "  model.zero: 1 of 2 elements differ, by 0 at most",
@@ -115,3 +128,78 @@ def test_the_broken_one_is_named(tmp_path, name, reason, which):
     (paths[which] / name).unlink()
     with pytest.raises(CheckpointError, match=f"step-000000{which} is broken: {reason}"):
         compare(paths[10], paths[20])
+
+
+def test_configs():
+    old = '[job]\ndescription = ""\n[training]\nsteps = 10\nlr = 1e-3\ndatasets = [{path = "x"}]\n'
+    new = '[job]\ndescription = "x"\n[training]\nsteps = 20\nlr = 0.001\n[debug]\nseed = 1\n'
+    assert config_changes(old, new) == [
+        '[job] description: "" -> "x"',
+        "[training] steps: 10 -> 20",
+        '[training] datasets: [{"path": "x"}] -> unset',
+        "[debug] seed: unset -> 1",
+    ]
+    assert config_changes(old, old) == []
+
+
+def test_dimensions():
+    old, new = (
+        {"dim": 4, "scaling": {"factor": 8.0}, "mask": None},
+        {"dim": 8, "scaling": None, "mask": None},
+    )
+    assert changes(old, new) == ["dim: 4 -> 8", 'scaling: {"factor": 8.0} -> unset']
+
+
+def test_tensors():
+    old = {
+        "a": TensorEntry("float32", (2, 3)),
+        "b": TensorEntry("float32", ()),
+        "c": TensorEntry("float32", (1,)),
+    }
+    new = {
+        "a": TensorEntry("float32", (3, 2)),
+        "c": TensorEntry("bfloat16", (1,)),
+        "d": TensorEntry("int64", (4,)),
+    }
+    assert changes(old, new, absent="missing") == [
+        "a: float32 [2, 3] -> float32 [3, 2]",
+        "b: float32 [] -> missing",
+        "c: float32 [1] -> bfloat16 [1]",
+        "d: missing -> int64 [4]",
+    ]
+
+
+def test_a_difference_is_listed():
+    saved = {"model.a": TensorEntry("float32", (2, 3)), "model.b": TensorEntry("float32", (2,))}
+    check_tensors(saved, saved, path=Path("step-00000010"))
+    wanted = {"model.a": TensorEntry("bfloat16", (2, 3)), "model.c": TensorEntry("float32", (1,))}
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000010 is of another model: 3 tensors differ from this run's",
+    ) as e:
+        check_tensors(saved, wanted, path=Path("step-00000010"))
+    for difference in (
+        "model.a: float32 [2, 3] -> bfloat16 [2, 3]",
+        "model.b: float32 [2] -> missing",
+        "model.c: missing",
+    ):
+        assert difference in str(e.value)
+
+
+def test_moments_of_another_type_are_refused_with_the_keys_that_decide_it():
+    saved = {
+        "model.a": TensorEntry("float32", (2, 3)),
+        "optimizer.a.exp_avg": TensorEntry("uint8", (2, 3)),
+    }
+    wanted = saved | {"optimizer.a.exp_avg": TensorEntry("float32", (2, 3))}
+    with pytest.raises(
+        CheckpointError,
+        match="is of another optimizer: 1 tensors differ.* state_dtype to the saved run's and",
+    ):
+        check_tensors(saved, wanted, path=Path("step-00000010"))
+
+
+def test_many_differences_are_counted():
+    saved = {f"model.{number}": TensorEntry("float32", (2,)) for number in range(20)}
+    with pytest.raises(CheckpointError, match=r"20 tensors differ.*model.7: .*; and 12 more"):
+        check_tensors(saved, {}, path=Path("x"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes, find_flavor
 from torchtitan_lite.models.llama3 import Transformer
 
 
@@ -51,3 +51,13 @@ def test_the_debug_model_takes_the_tokenizers_vocabulary() -> None:
         768,
     )
     assert args.vocab_size == 0
+
+
+def test_a_flavor_can_have_another_number_of_layers() -> None:
+    assert find_flavor("8B") == FLAVORS["8B"]
+    assert find_flavor("8B_16layers") == dataclasses.replace(FLAVORS["8B"], n_layers=16)
+    assert find_flavor("debugmodel_4layers") == dataclasses.replace(
+        FLAVORS["debugmodel"], n_layers=4
+    )
+    for name in ("8B_0layers", "8B_layers", "7B_16layers", "8B_16", "16layers", "8B_16layers "):
+        assert find_flavor(name) is None

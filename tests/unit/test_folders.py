@@ -222,7 +222,7 @@ def test_what_was_committed_and_is_broken_is_renamed(folder, caplog):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("folder", "is in the way of a save: mine.txt in it is of no save"),
+        ("folder", "is in the way of a save: mine.txt in it was written by no save"),
         ("file", "cannot be written: Not a direct"),
     ],
 )
@@ -303,7 +303,7 @@ def test_foreign_folders_and_files_are_not_pruned(folder, caplog):
     (step_folder(folder, 10) / "notes.txt").touch()
     prune(folder, 1)
     assert named_steps(folder) == [1, 10, 40]
-    assert "step-00000010 is not deleted: notes.txt in it is of no save" in caplog.text
+    assert "step-00000010 is not deleted: notes.txt in it was written by no save" in caplog.text
 
 
 @pytest.fixture
@@ -392,7 +392,7 @@ def test_later_steps_are_set_aside(folder, caplog):
     ],
     ids=["start_draft", "commit", "prune", "set_aside_after", "remove_drafts"],
 )
-def test_a_disk_that_fails_is_told_of(folder, monkeypatch, action):
+def test_a_disk_that_fails_raises_a_storage_error(folder, monkeypatch, action):
     make_draft(folder, 60)
 
     def fail(path, *args, **kwargs):

@@ -1,4 +1,6 @@
-from torchtitan_lite.config.help import format_config_table, format_help
+from pathlib import Path
+
+from torchtitan_lite.config.help import format_config_page, format_help
 from torchtitan_lite.config.keys import KEYS
 
 
@@ -21,16 +23,16 @@ def test_help_documents_the_file_and_its_base() -> None:
     assert 'base = "other.toml"' in page
 
 
-def test_help_fits_a_terminal_of_120_columns() -> None:
-    assert max(map(len, format_help().splitlines())) <= 120
+def test_help_fits_a_terminal_of_100_columns() -> None:
+    assert max(map(len, format_help().splitlines())) <= 100
 
 
-def test_config_table_has_a_row_for_every_key() -> None:
-    header, rule, *rows = format_config_table().splitlines()
-    assert header == "| key | type | default | meaning |"
-    assert rule == "| --- | --- | --- | --- |"
-    assert [row.split("`")[1] for row in rows] == list(KEYS)
+def test_the_page_of_keys_is_the_one_in_docs() -> None:
+    page = format_config_page()
+    assert page == (Path(__file__).parents[2] / "docs/config.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [key.name for key in KEYS.values()]
     assert (
-        r'| `lr_scheduler.decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape of the decay. |'
+        r'| `decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape of the decay. |'
         in rows
     )

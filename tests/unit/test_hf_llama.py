@@ -229,14 +229,14 @@ def test_what_an_older_config_json_leaves_out() -> None:
         ({"num_attention_heads": 7, "head_dim": None}, "head_dim = 9: .* = 64 / 7"),
         (
             {"num_key_value_heads": 3},
-            "num_key_value_heads = 3 does not divide num_attention_heads = 8",
+            "num_key_value_heads = 3: does not divide num_attention_heads = 8",
         ),
-        ({"hidden_size": None}, "hidden_size = null must be a positive whole number"),
-        ({"hidden_size": 64.0}, "hidden_size = 64.0 must be a positive whole number"),
-        ({"vocab_size": True}, "vocab_size = true must be a positive whole number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a positive whole number"),
-        ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps = "1e-5" must be a positive number'),
-        ({"rope_theta": float("inf")}, "rope_theta = Infinity must be a positive number"),
+        ({"hidden_size": None}, "hidden_size = null: must be a positive whole number"),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0: must be a positive whole number"),
+        ({"vocab_size": True}, "vocab_size = true: must be a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be a positive whole number"),
+        ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps = "1e-5": must be a positive number'),
+        ({"rope_theta": float("inf")}, "rope_theta = Infinity: must be a positive number"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
             'rope_type = "yarn": this model has only "default" and',
@@ -247,7 +247,7 @@ def test_what_an_older_config_json_leaves_out() -> None:
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            "low_freq_factor = null must be a positive",
+            "low_freq_factor = null: must be a positive",
         ),
     ],
 )

@@ -1,7 +1,10 @@
-"""Hub and spokes: the hubs import everyone and nobody but scripts and hubs imports them; a spoke, a
-folder or a file of the package, imports only what all share and itself."""
+"""The floors of the house: imports point down only, and rooms on one floor do not import each other.
+
+A room is a folder or a file of the package. CONTRIBUTING.md has the same list.
+"""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,123 +15,165 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HUBS = {"train", "trainer", "planner", "bench", "benchmarks", "build", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
-OURS = {  # what a part of the package may import of it, besides itself
-    "config": {"errors", "logger", "models.flavors"},
-    "errors": set(),
-    "logger": set(),
-    "files": set(),
-    "tables": set(),
-    "torchao_types": set(),
-    "collectives": {"errors"},
-    "models": set(),
-}
-THIRD_PARTIES = {  # what it may import of others, where that is not left open
-    "config": {"pydantic", "pydantic_core", "tomli", "tomli_w"},
-    "errors": set(),
-    "logger": set(),
-    "files": set(),
-    "tables": set(),
-    "torchao_types": {"torchao"},
-    "collectives": {"torch"},
-    "models": {"torch"},
-    "models.flavors": set(),
-    "run_folder": set(),
+FLOORS = [
+    {"bench", "launch", "train"},
+    {"failures", "trainer"},
+    {"build"},
+    {"build_model"},
+    {"convert_hf", "planner"},
+    {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
+    {"job"},
+    {"config"},
+    {"models"},
+    {"collectives", "documents"},
+    {"errors", "files", "logger", "lr_schedule", "patches", "tables"},
+]
+"""Rooms, from the top floor to the ground."""
+TABLES = {"models.flavors", "float8.recipes", "data.datasets"}
+"""Modules of upper rooms that stand on the ground: tables of data, against which configs are
+checked."""
+SEE_THE_JOB = {"bench", "build", "build_model", "config", "convert_hf", "job", "launch", "planner", "train"}
+SEE_THE_JOB |= {"trainer"}
+"""Rooms that may handle the whole Config or Job. All others take a section or plain values."""
+WITHOUT_TORCH = {
+    "config",
+    "errors",
+    "files",
+    "job",
+    "logger",
+    "lr_schedule",
+    "run_folder",
+    "tables",
 }
 
 
 def module_name(path: Path) -> str:
-    """Name within the package: models.llama3, train, config."""
+    """Return the name within the package: models.llama3, train, config."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def part(module: str) -> str:
-    """The folder, or the file beside the folders, that holds a module of the package."""
+def room(module: str) -> str:
     return module.partition(".")[0]
 
 
-def imported(tree: ast.AST, folder: Path) -> Iterator[str]:
-    """Full name of what each import in a source file of `folder` names; `from x import y` names
-    x.y."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = folder.parents[node.level - 2] if node.level > 1 else folder
-            origin = [*base.relative_to(ROOT).parts] if node.level else []
-            yield from (
-                ".".join([*origin, *filter(None, [node.module]), alias.name])
-                for alias in node.names
-            )
-
-
-def own(names: Iterator[str]) -> list[str]:
-    """Those of `names` that are of the package, without its name."""
-    return [
-        name.removeprefix("torchtitan_lite.")
-        for name in names
-        if name.startswith("torchtitan_lite.")
-    ]
+def floor(module: str) -> int:
+    """Return the height of a module: 0 is the ground."""
+    if any(f"{module}.".startswith(f"{table}.") for table in TABLES):
+        return 0
+    (level,) = (level for level, rooms in enumerate(reversed(FLOORS)) if room(module) in rooms)
+    return level
 
 
 def allowed(module: str, target: str) -> bool:
-    """Whether `module` of the package may import `target` of it."""
-    if part(target) == part(module):
-        return True
-    if part(module) in HUBS:
-        # What hubs share; and what is measured is the main job itself.
-        return part(target) not in HUBS - {"build", "planner"} or (part(module), part(target)) in {
-            ("bench", "benchmarks"),
-            ("benchmarks", "trainer"),
-            ("benchmarks", "train"),
-            ("train", "trainer"),
-        }
-    return any(f"{target}.".startswith(f"{name}.") for name in OURS.get(part(module), COMMON))
+    """Return whether `module` of the package may import `target` of the package."""
+    return room(module) == room(target) or floor(module) > floor(target)
+
+
+def imported(tree: ast.AST, folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the full name of each import in a source file of `folder`, and whether it is relative.
+
+    `from x import y` yields x.y.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = folder.parents[node.level - 2] if node.level > 1 else folder
+            origin = [*base.relative_to(ROOT).parts] if node.level else []
+            for alias in node.names:
+                name = ".".join([*origin, *filter(None, [node.module]), alias.name])
+                yield name, node.level > 0
+
+
+def own(names: Iterator[tuple[str, bool]]) -> list[str]:
+    """Keep the imports of this package, without its name."""
+    prefix = "torchtitan_lite."
+    return [name.removeprefix(prefix) for name, _ in names if name.startswith(prefix)]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
-    module = module_name(path)
-    names = list(imported(ast.parse(path.read_text()), path.parent))
-    assert [target for target in own(iter(names)) if not allowed(module, target)] == []
-    others = {part(name) for name in names} - sys.stdlib_module_names - {"torchtitan_lite"}
-    third_parties = THIRD_PARTIES.get(module, THIRD_PARTIES.get(part(module)))
-    assert third_parties is None or others <= third_parties
+def test_imports_point_down(path: Path) -> None:
+    module, names = module_name(path), own(imported(ast.parse(path.read_text()), path.parent))
+    assert [target for target in names if not allowed(module, target)] == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_no_import_of_our_own_hides_in_a_function(path: Path) -> None:
-    functions = (
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+def test_imports_are_relative_within_a_room_and_absolute_across(path: Path) -> None:
+    here = f"torchtitan_lite.{room(module_name(path))}."
+    wrong = [
+        name
+        for name, relative in imported(ast.parse(path.read_text()), path.parent)
+        if name.startswith("torchtitan_lite.")
+        and relative != (name.startswith(here) and path.parent != PACKAGE)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_only_some_rooms_see_the_whole_job(path: Path) -> None:
+    names = own(imported(ast.parse(path.read_text()), path.parent))
+    whole = {"config.Config", "config.sections.Config", "job.Job"} & set(names)
+    assert not whole or room(module_name(path)) in SEE_THE_JOB
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_an_import_in_a_function_is_of_a_heavy_dependency(path: Path) -> None:
+    functions = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+    ]
+    assert [name for node in functions for name in own(imported(node, path.parent))] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in SOURCES
+        if room(module_name(path)) in WITHOUT_TORCH or module_name(path) in TABLES
+    ],
+    ids=module_name,
+)
+def test_rooms_that_judge_a_config_import_no_torch(path: Path) -> None:
+    names = [name for name, _ in imported(ast.parse(path.read_text()), path.parent)]
+    assert {name.partition(".")[0] for name in names} & {"torch", "torchao", "numpy"} == set()
+
+
+def test_contributing_lists_the_floors() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = [set(re.findall(r"`(\w+)`", line)) for line in re.findall(r"^\d+\. .*$", text, re.M)]
+    assert listed == FLOORS
+    assert {"models/flavors.py", "float8/recipes.py", "data/datasets.py"} <= set(
+        re.findall(r"`([\w/]+\.py)`", text)
     )
-    assert [name for function in functions for name in own(imported(function, path.parent))] == []
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room(module_name(path)) for path in SOURCES} - {"", "__init__"}
+    assert rooms == set().union(*FLOORS)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/*.py")), ids=lambda path: path.stem)
 def test_a_script_imports_no_other_script(path: Path) -> None:
     scripts = {script.stem for script in ROOT.glob("scripts/*.py")} | {"scripts"}
-    assert scripts.isdisjoint(
-        part(name) for name in imported(ast.parse(path.read_text()), path.parent)
-    )
+    names = imported(ast.parse(path.read_text()), path.parent)
+    assert scripts.isdisjoint(name.partition(".")[0] for name, _ in names)
 
 
 @pytest.mark.parametrize(
     ("module", "target", "verdict"),
     [
-        ("train", "data.sources.build_source", True),
-        ("planner.plan", "train.Trainer", False),
-        ("float8.convert", "train.Trainer", False),
-        ("float8.convert", "float8.selection.Choice", True),
-        ("float8.convert", "config.Float8Config", True),
+        ("train", "trainer.Trainer", True),
+        ("trainer", "train.run", False),
+        ("build", "planner.plan.make_plan", True),
+        ("planner.plan", "float8.selection.Choice", True),
         ("float8.convert", "metrics.flops.count_flops", False),
-        ("optim", "run_folder.report_failure", False),
-        ("models.llama3", "models.flavors.ModelArgs", True),
-        ("models.llama3", "config.ModelConfig", False),
+        ("metrics.flops", "float8.recipes.RECIPES", True),
         ("config.checks", "models.flavors.FLAVORS", True),
-        ("config.checks", "models.llama3.Transformer", False),
+        ("config.checks", "data.datasets.DATASETS", True),
+        ("config.checks", "data.sources.build_source", False),
+        ("models.llama3", "config.ModelConfig", False),
+        ("models.flavors", "errors.RunError", False),
+        ("job", "config.Config", True),
         ("logger", "errors.RunError", False),
     ],
 )
@@ -139,11 +184,11 @@ def test_the_rule(module: str, target: str, verdict: bool) -> None:
 def test_imports_are_found_in_each_form() -> None:
     source = "import a.b\nfrom c import d\nfrom . import e\nfrom .f import g\nfrom ..h import i\n"
     assert list(imported(ast.parse(source), PACKAGE / "data")) == [
-        "a.b",
-        "c.d",
-        "torchtitan_lite.data.e",
-        "torchtitan_lite.data.f.g",
-        "torchtitan_lite.h.i",
+        ("a.b", False),
+        ("c.d", False),
+        ("torchtitan_lite.data.e", True),
+        ("torchtitan_lite.data.f.g", True),
+        ("torchtitan_lite.h.i", True),
     ]
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
     FileEntry,
-    Manifest,
     TensorEntry,
     read_manifest,
     write_manifest,
@@ -38,9 +38,7 @@ from torchtitan_lite.checkpoint.reading import (
     SafePlanner,
     SafeReader,
     _TableUnpickler,
-    load_failure,
-    read_tensors,
-    tensor_entries,
+    first_failure,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -104,10 +102,10 @@ def same(a, b):
 
 def test_tensors_come_back(checkpoint):
     expected = small_tensors(10)
-    read = read_tensors(checkpoint)
+    read = SafeReader(checkpoint).read_whole()
     assert read.keys() == expected.keys()
     assert all(same(read[name], expected[name]) for name in expected)
-    assert tensor_entries(checkpoint) == {
+    assert SafeReader(checkpoint).manifest.tensors == {
         "model.w": TensorEntry("float32", (3, 4)),
         "model.b": TensorEntry("bfloat16", (5,)),
         "optimizer.w.step": TensorEntry("float32", ()),
@@ -118,9 +116,9 @@ def test_some_tensors_are_read_alone(checkpoint):
     reader = SafeReader(checkpoint)
     for name in ("model.b", "model.w"):
         assert same(reader.read_whole([name])[name], small_tensors(10)[name])
-    assert read_tensors(checkpoint, ["model.b"]).keys() == {"model.b"}
+    assert SafeReader(checkpoint).read_whole(["model.b"]).keys() == {"model.b"}
     with pytest.raises(BrokenCheckpoint, match=r"^has no tensor model\.x$"):
-        read_tensors(checkpoint, ["model.x"])
+        SafeReader(checkpoint).read_whole(["model.x"])
 
 
 def test_sharded_tensors_come_back(world, tmp_path):
@@ -129,7 +127,7 @@ def test_sharded_tensors_come_back(world, tmp_path):
     sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     dcp.save(sharded, storage_writer=FileSystemWriter(tmp_path))
     add_manifest(tmp_path, whole, 10)
-    assert all(same(read_tensors(tmp_path)[name], whole[name]) for name in whole)
+    assert all(same(SafeReader(tmp_path).read_whole()[name], whole[name]) for name in whole)
     target = {name: torch.zeros_like(tensor) for name, tensor in sharded.items()}
     dcp.load(target, storage_reader=SafeReader(tmp_path), planner=SafePlanner())
     assert all(same(target[name].full_tensor(), whole[name]) for name in whole)
@@ -154,11 +152,11 @@ def test_the_layout_of_the_writer_does_not_matter(checkpoint):
 
     add_manifest(path, {"w": torch.empty(4, 3)}, 10)
     edit_table(path, join)
-    assert same(read_tensors(path)["w"], torch.arange(12.0).reshape(4, 3))
+    assert same(SafeReader(path).read_whole()["w"], torch.arange(12.0).reshape(4, 3))
 
     edit_table(path, lambda table: table.state_dict_metadata["w"].chunks.pop())
     with pytest.raises(BrokenCheckpoint, match=r"it has 6 of the 12 elements of a tensor"):
-        read_tensors(path)
+        SafeReader(path).read_whole()
 
 
 class PicklerOfPython3113(pickle.Pickler):
@@ -175,7 +173,8 @@ def test_a_table_that_another_python_wrote_is_read(checkpoint):
     (checkpoint / ".metadata").write_bytes(table.getvalue())
     renew_manifest(checkpoint)
     assert all(
-        same(tensor, small_tensors(10)[name]) for name, tensor in read_tensors(checkpoint).items()
+        same(tensor, small_tensors(10)[name])
+        for name, tensor in SafeReader(checkpoint).read_whole().items()
     )
 
 
@@ -261,7 +260,7 @@ def test_a_table_cannot_change_what_it_names(found, checkpoint):
     (checkpoint / ".metadata").write_bytes(set_parent)
     renew_manifest(checkpoint)
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata sets parent of \w+, which no table of tensors does$"
+        BrokenCheckpoint, match=r"^\.metadata: sets parent of \w+, which no table of tensors does$"
     ):
         SafeReader(checkpoint)
     assert Path("/a/b").parent == Path("/a")
@@ -273,12 +272,10 @@ def test_a_table_that_runs_code_is_refused(checkpoint, marker):
     marker.rmdir()  # it works
     (checkpoint / ".metadata").write_bytes(payload)
     renew_manifest(checkpoint)
-    for read in (read_tensors, SafeReader, tensor_entries):
-        with pytest.raises(
-            BrokenCheckpoint,
-            match=r"^\.metadata names posix\.mkdir, which no table of tensors does$",
-        ):
-            read(checkpoint)
+    with pytest.raises(
+        BrokenCheckpoint, match=r"^\.metadata: names posix\.mkdir, which no table of tensors does$"
+    ):
+        SafeReader(checkpoint)
     assert not marker.exists()
 
 
@@ -288,7 +285,7 @@ def test_code_within_a_table_is_refused(checkpoint, marker):
 
     edit_table(checkpoint, plant)
     with pytest.raises(BrokenCheckpoint, match=r"names posix\.mkdir"):
-        read_tensors(checkpoint)
+        SafeReader(checkpoint).read_whole()
     assert not marker.exists()
 
 
@@ -323,7 +320,7 @@ def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
         dcp.load(
             {"extra": 0}, storage_reader=FileSystemReader(path), planner=SafePlanner(), no_dist=True
         )
-    assert load_failure(caught.value) == "rank 0: BrokenCheckpoint: extra is not a tensor"
+    assert first_failure(caught.value) == "rank 0: BrokenCheckpoint: extra is not a tensor"
     assert not marker.exists()
 
 
@@ -336,7 +333,7 @@ def test_a_tensor_that_runs_code_is_refused(checkpoint, marker):
     with pytest.raises(
         BrokenCheckpoint, match=r"^rank 0: UnpicklingError: Weights only load failed"
     ):
-        read_tensors(checkpoint, ["model.w"])
+        SafeReader(checkpoint).read_whole(["model.w"])
     assert not marker.exists()
 
 
@@ -347,7 +344,7 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
 
     edit_table(checkpoint, redirect)
     with pytest.raises(
-        BrokenCheckpoint, match=rf"^\.metadata reads {name}, which is not in the manifest$"
+        BrokenCheckpoint, match=rf"^\.metadata: reads {name}, which is not in the manifest$"
     ):
         SafeReader(checkpoint)
 
@@ -370,7 +367,7 @@ def test_a_table_that_reads_other_files_is_refused(checkpoint, name):
 )
 def test_a_table_whose_places_are_not_in_the_files_is_refused(checkpoint, fields, reason):
     edit_table(checkpoint, lambda table: vars(place_of(table)).update(fields))
-    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata {reason}$"):
+    with pytest.raises(BrokenCheckpoint, match=rf"^\.metadata: {reason}$"):
         SafeReader(checkpoint)
 
 
@@ -385,9 +382,9 @@ def test_tensors_that_are_larger_than_the_files_are_refused(checkpoint):
     edit_table(checkpoint, grow)
     manifest = read_manifest(checkpoint)
     tensors = manifest.tensors | {"model.b": TensorEntry("bfloat16", tuple(size))}
-    write_manifest(checkpoint, Manifest(**{**vars(manifest), "tensors": tensors}))
+    write_manifest(checkpoint, replace(manifest, tensors=tensors))
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata has tensors of 70368744177716 bytes, and the files"
+        BrokenCheckpoint, match=r"^\.metadata: has tensors of 70368744177716 bytes, and the files"
     ):
         SafeReader(checkpoint)
 
@@ -403,14 +400,14 @@ def test_a_size_that_is_none(checkpoint):
 
 
 def test_a_size_of_very_many_dimensions():
-    with pytest.raises(BrokenCheckpoint, match=r"^\.metadata has a tensor of 65 dimensions$"):
+    with pytest.raises(BrokenCheckpoint, match=r"^has a tensor of 65 dimensions$"):
         _TableUnpickler(io.BytesIO(pickle.dumps(torch.Size([1] * 65)))).load()
 
 
 def test_a_table_that_the_manifest_does_not_list(checkpoint):
     manifest = read_manifest(checkpoint)
     files = {name: entry for name, entry in manifest.files.items() if name != ".metadata"}
-    write_manifest(checkpoint, Manifest(**{**vars(manifest), "files": files}))
+    write_manifest(checkpoint, replace(manifest, files=files))
     with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: its contents have changed$"):
         SafeReader(checkpoint)
 
@@ -438,10 +435,10 @@ HUGE = (2**40).to_bytes(8, "little")
 HOSTILE_TABLES = {
     "LONG_BINPUT": (
         b"Nr\xff\xff\xff\x7f.",
-        r"\.metadata holds the opcode LONG_BINPUT, which no table",
+        r"\.metadata: holds the opcode LONG_BINPUT, which no table",
     ),
-    "BINPUT": (b"Nq\x05.", r"\.metadata holds the opcode BINPUT, which no table"),
-    "PUT": (b"Np2000000000\n.", r"\.metadata holds the opcode PUT, which no table"),
+    "BINPUT": (b"Nq\x05.", r"\.metadata: holds the opcode BINPUT, which no table"),
+    "PUT": (b"Np2000000000\n.", r"\.metadata: holds the opcode PUT, which no table"),
     "BYTEARRAY8": (
         b"\x96" + HUGE + b".",
         r"\.metadata: not a table of tensors: ValueError: expected 10995",
@@ -468,20 +465,21 @@ HOSTILE_TABLES = {
     ),
     "fields": (
         quadratic_table(),
-        r"\.metadata has a ChunkStorageMetadata of other fields than a table's",
+        r"\.metadata: has a ChunkStorageMetadata of other fields than a table's",
     ),
 }
 LIMITED = """
 import resource, sys
 from pathlib import Path
 from torchtitan_lite.checkpoint.compare import verify_checkpoint
-from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, read_tensors
+from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, SafeReader
 
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**29,) * 2)
 for folder in map(Path, sys.argv[1:]):
     try:
-        print((verify_checkpoint(folder, hashes=True) or [read_tensors(folder) and "read"])[0])
+        problems = verify_checkpoint(folder, hashes=True)
+        print(problems[0] if problems else SafeReader(folder).read_whole() and "read")
     except BrokenCheckpoint as broken:
         print(broken)
 """
@@ -515,16 +513,16 @@ def test_no_table_gets_much_memory(checkpoint):
         flipped = bytearray(table)
         flipped[flips.randrange(len(table))] ^= 1 << flips.randrange(8)
         folders.append(copy_with_table(checkpoint, f"flip {number}", bytes(flipped)))
-    told = read_in_little_memory(folders)
-    assert len(told) == len(folders)
-    for (_, reason), message in zip(HOSTILE_TABLES.values(), told, strict=False):
+    lines = read_in_little_memory(folders)
+    assert len(lines) == len(folders)
+    for (_, reason), message in zip(HOSTILE_TABLES.values(), lines, strict=False):
         assert re.match(reason, message)
-    of_flips = told[len(HOSTILE_TABLES) :]
+    of_flips = lines[len(HOSTILE_TABLES) :]
     assert all(
         message == "read" or re.match(r"\.metadata|rank 0: |has no tensor", message)
         for message in of_flips
     )
-    assert not any("MemoryError" in message for message in told)
+    assert not any("MemoryError" in message for message in lines)
     assert 20 < of_flips.count("read") < 100  # of names that are not looked at, such as the save's
 
 
@@ -536,15 +534,17 @@ def test_only_regular_files_are_read(checkpoint):
             copied = Path(shutil.copytree(checkpoint, checkpoint.parent / f"{kind} {name}"))
             manifest = read_manifest(copied)
             files = manifest.files | ({} if name == "manifest.json" else {name: FileEntry(0, "")})
-            write_manifest(copied, Manifest(**{**vars(manifest), "files": files}))
+            write_manifest(copied, replace(manifest, files=files))
             (copied / name).unlink()
             if kind == "pipe":
                 os.mkfifo(copied / name)
             else:
                 (copied / name).symlink_to("/dev/zero")
             folders.append(copied)
-    told = read_in_little_memory(folders)
-    assert told == [f"{folder.name.split()[1]} is not a regular file" for folder in folders]
+    lines = read_in_little_memory(folders)
+    names = [folder.name.split()[1] for folder in folders]
+    matches = [re.fullmatch(r"(.+?)(?:: | is )not a regular file", line) for line in lines]
+    assert [match and match[1] for match in matches] == names
 
 
 def test_a_table_of_other_tensors_than_the_manifest_is_refused(checkpoint):
@@ -590,5 +590,5 @@ def test_data_that_is_cut_off(checkpoint):
     file = checkpoint / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(BrokenCheckpoint, match=r"^rank 0: \w+: ") as caught:
-        read_tensors(checkpoint)
+        SafeReader(checkpoint).read_whole()
     assert "\n" not in str(caught.value)

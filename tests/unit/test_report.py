@@ -6,7 +6,12 @@ import pytest
 from sample_checkpoints import write_checkpoint
 
 from torchtitan_lite.checkpoint.folders import step_folder
-from torchtitan_lite.checkpoint.report import Row, describe, format_rows, step_folders
+from torchtitan_lite.checkpoint.report import (
+    CheckpointSummary,
+    format_summaries,
+    step_folders,
+    summarize,
+)
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -49,9 +54,11 @@ def test_a_row_is_what_the_manifest_says(run):
     os.utime(path / "manifest.json", (1.5e9, 1.5e9))
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
     mesh = {"dp_shard": 2, "tp": 1}
-    assert describe(path) == Row(str(path), 10, [], 5120, 1.5e9, size, 2, mesh, "tensorwise")
+    assert summarize(path) == CheckpointSummary(
+        str(path), 10, [], 5120, 1.5e9, size, 2, mesh, "tensorwise"
+    )
     assert (
-        describe(step_folder(run / "checkpoint", 20)).float8 is None
+        summarize(step_folder(run / "checkpoint", 20)).float8 is None
     )  # a recipe, but switched off
 
 
@@ -62,7 +69,7 @@ def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
         os.utime(step_folder(folder, step) / "manifest.json", (1.5e9, 1.5e9))
     (step_folder(folder, 20) / "__0_0.distcp").unlink()
     (folder / "step-00000030").mkdir()
-    assert format_rows([describe(path) for path in step_folders(run)]).splitlines() == [
+    assert format_summaries([summarize(path) for path in step_folders(run)]).splitlines() == [
         "step  tokens  written              GiB    ranks  mesh        float8      state",
         "10    5120    2017-07-14 02:40:00  0.000  2      dp_shard=2  tensorwise  ok",
         "20    10240   2017-07-14 02:40:00  0.000  1      -           no          "

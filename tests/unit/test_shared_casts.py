@@ -1,23 +1,83 @@
-"""Compiled float8 writes no cast twice, counted in what the compiler makes of a block; and computes
-what it did."""
+"""Compiled float8 casts each tensor once, and computes the same as without that pass."""
 
 from dataclasses import replace
 
+import pytest
 import torch
+from torch import nn
 from torch._inductor import config
 
-from torchtitan_lite.benchmarks.passes import ARGS, least_float8, measure_passes
+from torchtitan_lite.config import Float8Config
+from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.float8.shared_casts import keep_shared_casts
+from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.models.llama3 import Transformer
 
-SMALL = replace(ARGS, max_seq_len=64)
+N, D, F, KV = 64, 256, 896, 128  # tokens, dim, ffn_dim, width of all keys: 8B's over 16
+ARGS = replace(
+    FLAVORS["8B"],
+    dim=D,
+    n_heads=2,
+    n_kv_heads=1,
+    ffn_dim=F,
+    n_layers=1,
+    vocab_size=16,
+    max_seq_len=N,
+)
 
 
-def test_each_input_is_cast_once() -> None:
-    forward, backward = measure_passes("tensorwise", shared=True, args=SMALL)
-    assert (forward.float8_elements, backward.float8_elements) == least_float8(SMALL)
-    # Inductor by itself casts the input of wq, wk and wv three times, and that of w1 and w3 twice.
-    plain, _ = measure_passes("tensorwise", shared=False, args=SMALL)
-    assert plain.float8_elements == forward.float8_elements + 2 * SMALL.max_seq_len * SMALL.dim
+def build_block() -> nn.Module:
+    """A block on CPU with real float8 matmuls, which PyTorch has there too."""
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+    choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=N)
+    float8 = Float8Config.model_validate({"recipe_name": "tensorwise"})
+    convert_linears(model, choices, float8=float8, emulate=False)
+    block = model.layers[0].to_empty(device="cpu").bfloat16()
+    for weight in block.parameters():
+        nn.init.normal_(weight, std=0.02)
+    return block
+
+
+def count_casts(*, shared: bool) -> list[int]:
+    """Float8 elements that the compiler's kernels write, forward and backward."""
+    found: list[int] = []
+
+    def count(nodes: list) -> list:
+        outputs = [out.node for node in nodes if not node.is_extern() for out in node.get_outputs()]
+        float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+        found.append(sum(int(out.get_numel()) for out in outputs if out.get_dtype() in float8))
+        return nodes
+
+    block = build_block()
+    x = torch.randn(1, N, D).bfloat16().requires_grad_()
+    cos, sin = torch.randn(2, N, ARGS.head_dim // 2)
+    torch._dynamo.reset()
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    settings = {"fx_graph_cache": False, "_post_fusion_custom_pass": count}
+    with uncached, config.patch(post_grad_custom_post_pass=None, **settings):
+        if shared:
+            keep_shared_casts()
+        torch.compile(block, fullgraph=True)(x, cos, sin, None).sum().backward()
+    return found
+
+
+@pytest.fixture(scope="module")
+def weights() -> int:
+    """Elements of a block's linears."""
+    return D * (2 * D + 2 * KV) + 3 * D * F
+
+
+def test_each_input_is_cast_once(weights: int) -> None:
+    # The inputs of wq, wk and wv; of wo; of w1 and w3; of w2.
+    inputs = N * (3 * D + F)
+    # The gradient of each output is cast twice: as it is, and transposed.
+    gradients = N * (2 * D + 2 * KV + 2 * F + D)
+    assert count_casts(shared=True) == [inputs + weights, inputs + weights + 2 * gradients]
+    # Without the pass, Inductor writes two casts of inputs more.
+    forward, _ = count_casts(shared=False)
+    assert forward == inputs + weights + 2 * N * D
 
 
 def test_shared_casts_change_no_result() -> None:
@@ -33,7 +93,7 @@ def test_shared_casts_change_no_result() -> None:
 
     expected = multiply(x)
     torch._dynamo.reset()
-    with config.patch(post_grad_custom_post_pass=None):  # as it is for other tests, afterwards
+    with config.patch(post_grad_custom_post_pass=None):  # restores it for the other tests
         keep_shared_casts()
         found = torch.compile(multiply, fullgraph=True)(x)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -1,99 +1,156 @@
-"""Checkpoints read through, every byte: whether one is as it was written, and what differs between
-two."""
+"""Differences between two checkpoints, or between a checkpoint and the run that loads it."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import tomli
 import torch
 from torch import Tensor
 
-from torchtitan_lite.checkpoint.changes import (
-    config_changes,
-    progress_changes,
-    tensor_changes,
-    value_changes,
-)
-from torchtitan_lite.checkpoint.folders import find_problems
-from torchtitan_lite.checkpoint.manifest import (
-    TENSORS_SUFFIX,
-    BrokenCheckpoint,
-    broken_files,
-    naming,
-)
-from torchtitan_lite.checkpoint.reading import SafeReader
+from torchtitan_lite.config.keys import show
+from torchtitan_lite.errors import CheckpointError
 
+from .folders import find_problems
+from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files, naming
+from .reading import SafeReader
+
+MOST_LISTED = 8
+"""Most differences that a message lists."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of as many bytes, to compare bit by bit: NaN equals NaN, and 0.0 is not -0.0."""
+"""Integers of as many bytes, to compare bit by bit: NaN equals NaN, and 0.0 differs from -0.0."""
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, absent: str = "unset") -> list[str]:
+    """Return `key: old -> new` for each key with different values, in the order of `old` and then
+    of `new`."""
+
+    def text(values: Mapping[str, Any], key: str) -> str:
+        value = values.get(key)
+        if isinstance(value, TensorEntry):
+            return str(value)
+        return show(value) if key in values else absent
+
+    texts = {key: (text(old, key), text(new, key)) for key in (*old, *new)}
+    return [f"{key}: {a} -> {b}" for key, (a, b) in texts.items() if a != b]
+
+
+def config_changes(old: str, new: str) -> list[str]:
+    """Return `[table] key: old -> new` for each key that differs between two configs in TOML."""
+    return changes(_config_keys(old), _config_keys(new))
+
+
+def _config_keys(text: str) -> dict[str, Any]:
+    tables = tomli.loads(text).items()
+    return {f"[{table}] {key}": value for table, keys in tables for key, value in keys.items()}
+
+
+def listed(differences: list[str]) -> str:
+    """Join the first differences for a message, and count the others."""
+    more = len(differences) - MOST_LISTED
+    return "; ".join(differences[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
+
+
+def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
+    """Raise CheckpointError unless the model of a checkpoint has the dimensions of this run's."""
+    # Both follow from the text, not from the weights.
+    ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))
+    if differing := changes({**saved, **ignored}, {**wanted, **ignored}):
+        raise CheckpointError(
+            f"[model] {path} is of another model: {'; '.join(differing)}. Use its [model] flavor "
+            "and tokenizer_path, or name another checkpoint or another [job] dump_folder."
+        )
+
+
+def check_tensors(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
+    """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run, given by
+    name as entries or shapes."""
+    differing = changes(saved, wanted, absent="missing")
+    if not differing:
+        return
+    part, fix = "model", "Train the model that was saved"
+    if all(each.startswith("optimizer.") for each in differing):
+        part = "optimizer"
+        fix = (
+            "Set [optimizer] state_dtype to the saved run's and, with moments in 8 bits, "
+            "[parallelism] tensor_parallel_degree too, which decides how rows are split over ranks"
+        )
+    raise CheckpointError(
+        f"[checkpoint] {path} is of another {part}: {len(differing)} tensors differ from this "
+        f"run's: {listed(differing)}. {fix}, or name another checkpoint or another [job] "
+        "dump_folder."
+    )
 
 
 @dataclass(frozen=True)
-class ValueChange:
-    """How a tensor's values differ between two checkpoints."""
+class ValueDifference:
+    """How the values of a tensor differ between two checkpoints."""
 
     name: str
     elements: int
-    """Of the tensor."""
+    """Elements of the tensor."""
     different: int
-    """Of them, those with other bits."""
+    """Elements with other bits."""
     largest: float | None
-    """Absolute difference of two elements; None if one is not a number."""
+    """Largest absolute difference of two elements; None if one is not a number."""
 
     def __str__(self) -> str:
-        largest = "not a number" if self.largest is None else f"{self.largest:.6g}"
-        return f"{self.name}: {self.different} of {self.elements} elements differ, by {largest} at most"
+        by = "not a number" if self.largest is None else f"{self.largest:.6g}"
+        return f"{self.name}: {self.different} of {self.elements} elements differ, by {by} at most"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What differs between two checkpoints, a line or an entry for each difference."""
+class CheckpointDifference:
+    """Differences between two checkpoints, one entry for each."""
 
     progress: list[str]
     config: list[str]
     model: list[str]
     tensors: list[str]
-    """In one of them only, or of another dtype or shape."""
-    values: list[ValueChange]
+    """Tensors in one of them only, or of another data type or shape."""
+    values: list[ValueDifference]
     equal_tensors: int
-    """Equal in every bit."""
+    """Tensors that are equal in every bit."""
 
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
         return not any((self.progress, self.config, self.model, self.tensors, self.values))
 
-
-def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """What is wrong with the checkpoint at `path`, a line each: its files, or else its table of
-    tensors."""
-    if problems := find_problems(path, hashes=hashes):
-        return problems
-    try:
-        SafeReader(path)
-    except BrokenCheckpoint as broken:
-        return [str(broken)]
-    return []
+    def __str__(self) -> str:
+        """The differences, one section for each kind."""
+        lines = []
+        for kind in ("progress", "config", "model", "tensors", "values"):
+            if found := getattr(self, kind):
+                lines += [f"{kind}:", *(f"  {each}" for each in found)]
+        return "\n".join([*lines, f"{self.equal_tensors} tensors are equal in every bit"])
 
 
-def compare(old: Path, new: Path) -> Comparison:
-    """What differs between two checkpoints. Tensors are read one by one. Raises CheckpointError if
-    one is broken."""
-    old_reader, new_reader = _open(old), _open(new)
-    a, b = old_reader.manifest, new_reader.manifest
+def compare(old: Path, new: Path) -> CheckpointDifference:
+    """Compare two checkpoints; one tensor is in memory at a time. Raises CheckpointError if one of
+    them is broken."""
+    readers = {path: _open(path) for path in (old, new)}
+    a, b = readers[old].manifest, readers[new].manifest
     shared = [name for name, entry in a.tensors.items() if b.tensors.get(name) == entry]
+
     values = []
     for name in shared:
-        with naming(old):
-            before = old_reader.read_whole([name])[name]
-        with naming(new):
-            after = new_reader.read_whole([name])[name]
-        if change := _value_change(name, before, after):
-            values.append(change)
-    return Comparison(
-        progress=progress_changes(a.progress, b.progress),
+        tensors: list[Tensor] = []
+        for path, reader in readers.items():
+            with naming(path):
+                tensors += reader.read_whole([name]).values()
+        # With itself, a checkpoint is read once.
+        if found := _value_difference(name, tensors[0], tensors[-1]):
+            values.append(found)
+
+    before, after = ({**each.pop("data"), **each} for each in map(asdict, (a.progress, b.progress)))
+    return CheckpointDifference(
+        progress=changes(before, after),
         config=config_changes(a.config, b.config),
-        model=value_changes(a.model, b.model),
-        tensors=tensor_changes(a.tensors, b.tensors),
+        model=changes(a.model, b.model),
+        tensors=changes(a.tensors, b.tensors, absent="missing"),
         values=values,
         equal_tensors=len(shared) - len(values),
     )
@@ -103,39 +160,30 @@ def _open(path: Path) -> SafeReader:
     """Open the checkpoint at `path` after checking the sizes of its tensor files."""
     with naming(path):
         reader = SafeReader(path)
-        data = {
-            name: entry
-            for name, entry in reader.manifest.files.items()
-            if name.endswith(TENSORS_SUFFIX)
-        }
-        if problems := broken_files(path, replace(reader.manifest, files=data), hashes=False):
+        files = reader.manifest.files.items()
+        large = {name: entry for name, entry in files if name.endswith(TENSORS_SUFFIX)}
+        if problems := broken_files(path, large, hashes=False):
             raise BrokenCheckpoint(problems[0])
         return reader
 
 
-def _value_change(name: str, old: Tensor, new: Tensor) -> ValueChange | None:
+def _value_difference(name: str, old: Tensor, new: Tensor) -> ValueDifference | None:
     bits = _BITS[old.element_size()]
     differs = old.view(bits) != new.view(bits)
     different = int(differs.sum())
     if not different:
         return None
     largest = float((old[differs].double() - new[differs].double()).abs().max())
-    return ValueChange(name, old.numel(), different, None if math.isnan(largest) else largest)
+    return ValueDifference(name, old.numel(), different, None if math.isnan(largest) else largest)
 
 
-def format_comparison(comparison: Comparison) -> str:
-    """The differences, a section each, and how many tensors are equal."""
-    sections = {
-        "progress": comparison.progress,
-        "config": comparison.config,
-        "model": comparison.model,
-        "tensors": comparison.tensors,
-        "values": [str(change) for change in comparison.values],
-    }
-    lines = [
-        line
-        for title, found in sections.items()
-        if found
-        for line in (f"{title}:", *(f"  {x}" for x in found))
-    ]
-    return "\n".join([*lines, f"{comparison.equal_tensors} tensors are equal in every bit"])
+def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
+    """Return the problems of the checkpoint at `path`, one line each: of its files or, if there are
+    none, of its table of tensors."""
+    if problems := find_problems(path, hashes=hashes):
+        return problems
+    try:
+        SafeReader(path)
+    except BrokenCheckpoint as broken:
+        return [str(broken)]
+    return []

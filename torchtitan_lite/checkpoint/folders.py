@@ -1,15 +1,13 @@
-"""The folder of checkpoints: a folder a step, which gets its name once it is complete. Imports no
-torch.
+"""The folder of checkpoints: one subfolder for each step, renamed into place when it is complete.
 
   step-00000100                      a checkpoint: it has a manifest, written last
-  .tmp-step-00000100                 one being written or deleted, or left so by a killed process
-  broken-step-00000100-<ns>          one that did not verify when its step was saved again
-  superseded-step-00000100-<ns>      one past the step that a run went on from
+  .tmp-step-00000100                 a draft: being written or deleted, or left by a killed process
+  broken-step-00000100-<ns>          a checkpoint that did not verify when its step was saved again
+  superseded-step-00000100-<ns>      a checkpoint past the step that a run resumed from
 
-Whatever else is in there is foreign, a folder with a file that no save makes too, and is never
-touched. Where one of these names is a link, only the link is renamed or deleted, and its target
-stays. At each moment a killed process leaves all checkpoints that were there, or those and the new
-one.
+Anything else is foreign and never touched; so is a folder with a file that no save writes. If one
+of these names is a link, only the link is renamed or deleted; its target stays. A process killed at
+any moment leaves all earlier checkpoints, with or without the new one. Does not import torch.
 """
 
 import os
@@ -19,87 +17,71 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.manifest import (
-    MANIFEST,
-    SAVED_FILES,
-    BrokenCheckpoint,
-    Manifest,
-    broken_files,
-    read_manifest,
-)
 from torchtitan_lite.errors import StorageError
 from torchtitan_lite.files import fsync_folder
 from torchtitan_lite.logger import logger
 
-STEP = re.compile(r"step-(\d{8})")
+from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
+
 DRAFT_PREFIX = ".tmp-"
-# Besides the files themselves, those that DCP and replace_file write first and rename then.
 OURS = re.compile(
     rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.(?:{MANIFEST}|rank-\d{{5}}\.json)\..+"
 )
+"""Names of the files of a checkpoint, and of the drafts that DCP and replace_file rename."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands once it is complete."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step:08d}"
 
 
 def draft_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, and where it is deleted."""
+    """Return the path at which the checkpoint of `step` is written, and at which it is deleted."""
     return folder / f"{DRAFT_PREFIX}step-{step:08d}"
 
 
 def named_steps(folder: Path) -> list[int]:
-    """Steps that have a folder in `folder`, ascending, whatever is in it."""
-    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+    """Return the steps that have a folder, ascending, whatever the folder contains."""
+    if not folder.is_dir():
+        return []
+    # Not by glob, to which a folder that cannot be read is an empty one.
+    matches = (STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, ascending."""
-    return [
-        step for step in named_steps(folder) if (step_folder(folder, step) / MANIFEST).is_file()
-    ]
-
-
-def read_step_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises BrokenCheckpoint as `read_manifest` does,
-    and if the folder has the name of another step."""
-    manifest = read_manifest(path)
-    named = STEP.fullmatch(path.name)
-    if named and int(named[1]) != manifest.progress.step:
-        raise BrokenCheckpoint(f"{MANIFEST}: is of step {manifest.progress.step}")
-    return manifest
+    """Return the steps whose folder has a manifest, ascending."""
+    steps = named_steps(folder)
+    return [step for step in steps if (step_folder(folder, step) / MANIFEST).is_file()]
 
 
 def find_problems(path: Path, *, hashes: bool) -> list[str]:
-    """What is wrong with the checkpoint at `path`, a line each; with `hashes`, all its bytes are
-    read."""
+    """Return the problems of the files of the checkpoint at `path`, one line each. With `hashes`,
+    every byte is read."""
     try:
-        return broken_files(path, read_step_manifest(path), hashes=hashes)
+        return broken_files(path, read_manifest(path).files, hashes=hashes)
     except BrokenCheckpoint as broken:
         return [str(broken)]
 
 
 def start_draft(folder: Path, step: int) -> Path:
-    """A new, empty folder to write the checkpoint of `step` into, in place of an earlier draft.
+    """Create an empty folder for the checkpoint of `step`, after deleting all earlier drafts.
 
-    Raises StorageError if the disk fails, or if that draft holds files that no save writes."""
+    Raises StorageError if the disk fails, or if a draft of this step has a foreign file."""
+    remove_drafts(folder)
     draft = draft_folder(folder, step)
     with storage_errors(folder):
         if os.path.lexists(draft):
-            if foreign := _foreign_file(draft):
-                raise StorageError(
-                    f"[checkpoint] {foreign} is in the way of a save; move it out of {folder}."
-                )
-            _delete(draft)
+            foreign = _foreign_file(draft) or draft
+            raise StorageError(
+                f"[checkpoint] {foreign} is in the way of a save; move it out of {folder}."
+            )
         draft.mkdir(parents=True)
     return draft
 
 
 def remove_drafts(folder: Path) -> None:
-    """Delete what killed saves and killed deletions left in `folder`. Raises StorageError if the
-    disk fails."""
+    """Delete all drafts without foreign files. Raises StorageError if the disk fails."""
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
             ours = draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
@@ -108,88 +90,95 @@ def remove_drafts(folder: Path) -> None:
 
 
 def commit(draft: Path, target: Path) -> None:
-    """Give a complete draft the name of its checkpoint, for good.
+    """Rename a complete draft to its checkpoint, durably.
 
-    A checkpoint of that name that verifies, every byte read, is kept instead, and one that does not
-    is renamed. Raises StorageError if the disk fails, or if a foreign folder has the name."""
+    A checkpoint that exists already is kept instead if every byte of it verifies, and set aside if
+    not. Raises StorageError if the disk fails, or if the folder has a foreign file."""
     with storage_errors(target.parent):
         fsync_folder(draft)
+
         if os.path.lexists(target):
             if foreign := _foreign_file(target):
                 raise StorageError(
-                    f"[checkpoint] {target} is in the way of a save: {foreign.name} in it is of no save; move it out "
-                    f"of {target.parent}."
+                    f"[checkpoint] {target} is in the way of a save: {foreign.name} in it was "
+                    f"written by no save; move it out of {target.parent}."
                 )
             problems = find_problems(target, hashes=True)
             if not problems:
                 logger.info(f"{target} was there already, and is kept")
                 _delete(draft)
                 return
-            aside = target.rename(target.with_name(f"broken-{target.name}-{time.time_ns()}"))
-            logger.warning(
-                f"{target} was there already, but broken: {problems[0]}; kept as {aside}"
-            )
+            kept = _set_aside(target, "broken")
+            logger.warning(f"{target} was there already, but broken: {problems[0]}; kept as {kept}")
+
         draft.rename(target)
         fsync_folder(target.parent)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete the checkpoints in `folder` that are older than the newest `keep` whose sizes verify;
-    0 keeps all.
+    """Delete all checkpoints older than the newest `keep` whose sizes verify; 0 keeps all.
 
-    One that a foreign file was put into is kept, and told of. Raises StorageError if the disk
+    Warns about a checkpoint with a foreign file, and keeps it. Raises StorageError if the disk
     fails."""
     steps = committed_steps(folder)
     sound = [step for step in steps if not find_problems(step_folder(folder, step), hashes=False)]
     oldest_kept = sound[-keep:][0] if keep and sound else 0
     with storage_errors(folder):
-        for step in steps:
+        for step in (step for step in steps if step < oldest_kept):
             path = step_folder(folder, step)
-            if step >= oldest_kept:
-                return
             if foreign := _foreign_file(path):
-                logger.warning(f"{path} is not deleted: {foreign.name} in it is of no save")
-                continue
-            _delete(path.rename(draft_folder(folder, step)))
+                logger.warning(
+                    f"{path} is not deleted: {foreign.name} in it was written by no save"
+                )
+            else:
+                _delete(path.rename(draft_folder(folder, step)))
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, broken ones too, as the run that goes on from `step`
-    will train these steps anew. Raises StorageError if the disk fails."""
+    """Rename the checkpoints of later steps, broken ones too, because a run that resumes from
+    `step` trains these steps again. Raises StorageError if the disk fails."""
     with storage_errors(folder):
         for later in reversed(named_steps(folder)):
             old = step_folder(folder, later)
             if later > step and not _foreign_file(old):
-                aside = old.rename(folder / f"superseded-{old.name}-{time.time_ns()}")
-                logger.info(f"{old} is of a run past step {step}: kept as {aside}")
+                kept = _set_aside(old, "superseded")
+                logger.info(f"{old} is of a run past step {step}: kept as {kept}")
 
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError within it into the StorageError that names the path, the reason and the
+    """Turn an OSError in the block into a StorageError that names the path, the reason and the
     fix."""
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"[checkpoint] {error.filename or folder} cannot be written: {error.strerror}; "
-            "make room or mend its permissions, or name another [job] dump_folder."
-        ) from error
+        raise unwritable(error.filename or folder, error.strerror) from error
 
 
-def _foreign_file(folder: Path) -> Path | None:
-    """Return a file in `folder` that no save writes, or None. A link counts as ours: only the link
-    is changed."""
-    if folder.is_symlink():
-        return None
-    return next(
-        (path for path in folder.iterdir() if not OURS.fullmatch(path.name) or path.is_dir()), None
+def unwritable(path: Path | str, reason: object) -> StorageError:
+    """Return the error for a folder or file that cannot be written."""
+    return StorageError(
+        f"[checkpoint] {path} cannot be written: {reason}; make room or fix its permissions, or "
+        "write to another folder, in training another [job] dump_folder."
     )
 
 
+def _foreign_file(folder: Path) -> Path | None:
+    """Return a file in `folder` that no save writes, or None. A link has none: only the link itself
+    is renamed or deleted."""
+    if folder.is_symlink():
+        return None
+    files = folder.iterdir()
+    return next((path for path in files if not OURS.fullmatch(path.name) or path.is_dir()), None)
+
+
+def _set_aside(path: Path, reason: str) -> Path:
+    return path.rename(path.with_name(f"{reason}-{path.name}-{time.time_ns()}"))
+
+
 def _delete(draft: Path) -> None:
-    """Delete a draft and its files, the manifest first: what a kill leaves of it is no checkpoint.
-    Of a link, delete the link alone."""
+    """Delete a draft; of a link, only the link. The manifest goes first, so that a kill leaves no
+    checkpoint with missing files."""
     if draft.is_symlink():
         draft.unlink()
         return

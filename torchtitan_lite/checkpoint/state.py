@@ -1,11 +1,10 @@
-"""A run's state as tensors by flat names, and the state of a rank's random generators.
+"""The state of a run as tensors by flat names, and the state of a rank's random generators.
 
-`model.<fqn>` is a parameter; `optimizer.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` are what AdamW
-keeps of it.
+`model.<fqn>` is a parameter; `optimizer.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` are AdamW's state
+of it.
 """
 
 import base64
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,31 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.changes import tensor_changes
-from torchtitan_lite.checkpoint.manifest import (
-    MOST_JSON_BYTES,
-    BrokenCheckpoint,
-    TensorEntry,
-    read_regular,
-)
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.documents import read_json_object
+from torchtitan_lite.errors import NumericError
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
-MOST_LISTED = 8
-"""Tensors that a message names one by one."""
+from .manifest import BrokenCheckpoint, TensorEntry
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model`, the storage shared, by name."""
-    return {
-        f"model.{fqn}": _plain(parameter)
-        for fqn, parameter in model.state_dict(keep_vars=True).items()
-    }
+    """Return the parameters of `model` by name, sharing their storage."""
+    parameters = model.state_dict(keep_vars=True)
+    return {f"model.{fqn}": _plain(parameter) for fqn, parameter in parameters.items()}
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The parameters and the optimizer's state, the storage shared: loading into the result loads
-    into both. The optimizer's state is made where there is none yet."""
+    """Return parameters and optimizer state by name, sharing their storage, so that loading into
+    the result loads into both. Creates the optimizer's state if there is none yet."""
     if not optimizer.state:
         _init_optimizer_state(optimizer)
     state = model_state(model)
@@ -51,46 +41,20 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """`tensor` without gradient, and without torchao's wrapper of float8-gathered weights: what is
-    saved is read without torchao."""
+    """Return `tensor` detached, and without torchao's wrapper of float8-gathered weights, so that a
+    checkpoint can be read without torchao."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and is_gathered_in_float8(tensor._local_tensor):
         return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
     return tensor
 
 
-class Snapshot:
-    """A copy of a state in CPU memory, which is kept from one copy to the next. torch's own
-    stager does the same, but first allocates every tensor anew: it takes 1.4 times as long as
-    the copying."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        """`pinned` memory is copied into faster, from a GPU."""
-        self._pinned = pinned
-        self._memory: dict[str, Tensor] = {}
-
-    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state as it is now, under the same names and of the same layout, valid until the next
-        call."""
-        copies = {}
-        for name, tensor in state.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if name not in self._memory:
-                self._memory[name] = torch.empty_like(local, device="cpu", pin_memory=self._pinned)
-            copy = self._memory[name].copy_(local, non_blocking=True)
-            copies[name] = (
-                DTensor(copy, tensor._spec, requires_grad=False)
-                if isinstance(tensor, DTensor)
-                else copy
-            )
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copies
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have `optimizer` make its state, as it is before the first step, by a step that changes no
-    parameter."""
+    """Make `optimizer` create its initial state, by a step that changes no parameter."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -98,6 +62,7 @@ def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+
     for kept in optimizer.state.values():
         for tensor in kept.values():
             tensor.zero_()
@@ -105,57 +70,62 @@ def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
+class Snapshot:
+    """Copies of a state in CPU memory that is allocated once.
+
+    torch's own stager allocates every tensor again for each copy, which takes 1.4 times as long as
+    the copying."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        """`pinned` memory makes copies from a GPU faster."""
+        self._pinned = pinned
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a copy of `state` with the same names and layout, valid until the next call."""
+        copies = {}
+        for name, tensor in state.items():
+            local = _local(tensor)
+            if name not in self._memory:
+                self._memory[name] = torch.empty_like(local, device="cpu", pin_memory=self._pinned)
+            copy = self._memory[name].copy_(local, non_blocking=True)
+            if isinstance(tensor, DTensor):
+                copy = DTensor(copy, tensor._spec, requires_grad=False)
+            copies[name] = copy
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
 def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Data type and global shape of each tensor."""
+    """Return the data type and the global shape of each tensor."""
     return {
         name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in state.items()
     }
 
 
-def check_tensors(
-    saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], *, path: Path
-) -> None:
-    """Raise CheckpointError, with the tensors that differ, unless the checkpoint at `path` holds
-    what is wanted."""
-    if differing := tensor_changes(saved, wanted):
-        listed = "; ".join(differing[:MOST_LISTED])
-        more = f"; and {len(differing) - MOST_LISTED} more" if len(differing) > MOST_LISTED else ""
-        of, fix = "model", "Train the model that was saved"
-        if all(each.startswith("optimizer.") for each in differing):
-            of = "optimizer"
-            fix = (
-                "Set [optimizer] state_dtype as it was, and with moments in 8 bits [parallelism] "
-                "tensor_parallel_degree, which decides what of a row a rank has"
-            )
-        raise CheckpointError(
-            f"[checkpoint] {path} is of another {of}: {len(differing)} tensors differ from this run's: {listed}{more}. "
-            f"{fix}, or name another checkpoint or another [job] dump_folder."
-        )
-
-
-def first_non_finite(state: Mapping[str, Tensor]) -> str | None:
-    """Name of the first tensor of which this rank's part holds a value that is not finite; None if
-    there is none."""
+def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
+    """Raise NumericError if this rank's part of a tensor has a value that is not finite."""
     for name, tensor in state.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        # The sum of finite values is finite but for an overflow, and needs no second tensor of the
-        # same size.
-        if not local.sum(dtype=torch.float64).isfinite():
-            return name
-    return None
+        # Finite values add up to a finite float64, short of an overflow; needs no second tensor.
+        if not _local(tensor).sum(dtype=torch.float64).isfinite():
+            raise NumericError(
+                f"{name} is no longer finite after step {step}, so that step is not saved. Resume "
+                "from an earlier checkpoint with a lower [optimizer] lr or a longer "
+                "[lr_scheduler] warmup_steps."
+            )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of this rank's random generators, Python's, numpy's and torch's, in a form that
-    JSON takes."""
-    version, words, gauss = random.getstate()
+    """Return the state of this rank's random generators (Python, numpy, torch, CUDA) as JSON
+    values."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict), "legacy=False asks for a dict"
-    key = numpy_state["state"]["key"].tolist()
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
     state = {
-        "python": [version, list(words), gauss],
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
+        "python": random.getstate(),
+        "numpy": numpy_state,
         "torch": _encode(torch.get_rng_state()),
     }
     if device.type == "cuda":
@@ -164,21 +134,16 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def load_random_state(path: Path, *, device: torch.device) -> None:
-    """Have this rank's random generators go on from what a checkpoint's file holds. One that it
-    lacks, CUDA's of a run on CPU, stays. Raises BrokenCheckpoint for a file of another kind."""
+    """Set this rank's random generators to the state in a file of a checkpoint, except CUDA's if a
+    run on CPU has written the file. Raises BrokenCheckpoint for a file of another kind."""
     try:
-        state = json.loads(read_regular(path, most=MOST_JSON_BYTES))
+        state = read_json_object(path)
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
-        inner = state["numpy"]["state"]
-        np.random.set_state(
-            {**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}}
-        )
+        np.random.set_state(state["numpy"])
         torch.set_rng_state(_decode(state["torch"]))
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-    except BrokenCheckpoint:
-        raise
     except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
 

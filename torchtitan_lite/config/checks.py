@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import PurePosixPath
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.models.flavors import FLAVORS, find_flavor
 
 from .arithmetic import multiples_near, resolve_batch, resolve_degrees, resolve_shares
 from .keys import did_you_mean, show
@@ -72,7 +72,7 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
 @rule("model")
 def _check_flavor(config: Config) -> Iterator[str]:
     flavor = config.model.flavor
-    if flavor not in FLAVORS:
+    if find_flavor(flavor) is None:
         hint = did_you_mean(flavor, FLAVORS)
         choices = ", ".join(map(show, FLAVORS))
         yield f"[model] flavor = {show(flavor)} must be one of {choices}{hint}"
@@ -80,7 +80,7 @@ def _check_flavor(config: Config) -> Iterator[str]:
 
 @rule("model", "parallelism")
 def _check_widths(config: Config) -> Iterator[str]:
-    tp, args = config.parallelism.tensor_parallel_degree, FLAVORS.get(config.model.flavor)
+    tp, args = config.parallelism.tensor_parallel_degree, find_flavor(config.model.flavor)
     if args is None:
         return
     common = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim)
@@ -102,7 +102,7 @@ def _check_seq_len(config: Config) -> Iterator[str]:
             f"tensor_parallel_degree = {tp}, which shards the sequence too; "
             f"use {multiples_near(seq_len, tp)}"
         )
-    args = FLAVORS.get(config.model.flavor)
+    args = find_flavor(config.model.flavor)
     if args and seq_len > args.max_seq_len:
         yield (
             f"[training] seq_len = {seq_len} is above max_seq_len = {args.max_seq_len} of [model] "
@@ -112,7 +112,7 @@ def _check_seq_len(config: Config) -> Iterator[str]:
 
 @rule("model", "activation_checkpoint")
 def _check_selective(config: Config) -> Iterator[str]:
-    checkpointing, args = config.activation_checkpoint, FLAVORS.get(config.model.flavor)
+    checkpointing, args = config.activation_checkpoint, find_flavor(config.model.flavor)
     if args is None or checkpointing.mode != "selective":
         return
     allowed = ("op", *map(str, range(1, args.n_layers + 1)))
@@ -182,7 +182,7 @@ def _check_memory_budget(config: Config) -> Iterator[str]:
         '[activation_checkpoint] mode = "memory_budget" crashes the compiler of torch '
         f"{torch_version}"
     )
-    args, tp = FLAVORS.get(config.model.flavor), config.parallelism.tensor_parallel_degree
+    args, tp = find_flavor(config.model.flavor), config.parallelism.tensor_parallel_degree
     if minor < (2, 12) and args and args.n_kv_heads != args.n_heads:
         yield (
             f"{crashes} where n_kv_heads = {args.n_kv_heads} is not n_heads = {args.n_heads}, "

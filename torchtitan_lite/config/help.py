@@ -1,6 +1,6 @@
 """Documentation of every key, generated from the sections: `--help`, and docs/config.md.
 
-`python -m torchtitan_lite.config.help > docs/config.md` rewrites the page.
+`python -m torchtitan_lite.config > docs/config.md` rewrites the page.
 """
 
 import textwrap
@@ -11,8 +11,8 @@ INTRODUCTION = """\
 options: --job.config_file FILE.toml [--table.key value ...]
 
 --job.config_file names the TOML file of the run. A line base = "other.toml" at the top of a file
-takes every key that the file does not set from the other file, whose path is relative to the first.
-That file may have a base too.
+takes every key that the file does not set from the other file. Its path is relative to the first,
+and it may have a base too.
 
 --table.key value, or --table.key=value, overrides any key below; the last one given wins.
 --table.key alone means true, --table.key= unsets a key whose default is unset, and a list is
@@ -23,7 +23,7 @@ PAGE_HEAD = """\
 # Config keys
 
 Every key of the TOML file, with its type, default and meaning. `./run_train.sh --help` prints the
-same. This page is generated: `python -m torchtitan_lite.config.help > docs/config.md`.
+same. This page is generated: `python -m torchtitan_lite.config > docs/config.md`.
 """
 
 
@@ -50,12 +50,9 @@ def _keys(table: str) -> list[Key]:
 
 
 def _format_key(key: Key) -> str:
-    head = f"  --{key.table}.{key.name} {key.type_text} (default: {show(key.default)})\n"
-    indent = " " * 6
-    return (
-        head + textwrap.fill(key.doc, 100, initial_indent=indent, subsequent_indent=indent) + "\n"
-    )
-
-
-if __name__ == "__main__":
-    print(format_config_page(), end="")
+    head = f"  --{key.table}.{key.name} {key.type_text} (default: {show(key.default)})"
+    lines = [
+        *textwrap.wrap(head, 100, subsequent_indent=" " * 4, break_on_hyphens=False),
+        *textwrap.wrap(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,8 +1,7 @@
-"""The TOML surface: one frozen section per table, one documented field per key. Table and key names
-are torchtitan's.
+"""The TOML surface: one frozen section per table, one documented field per key.
 
-The string under a field is its one-line documentation: it is what `--help` and the README's config
-table print.
+Table and key names are torchtitan's. The string under a field is its documentation in `--help` and
+docs/config.md.
 """
 
 import os
@@ -26,8 +25,7 @@ Names = Annotated[tuple[Name, ...], Strict(False)]
 
 
 class Section(BaseModel):
-    """A TOML table: unknown keys are refused, values are not converted, fields cannot be
-    reassigned."""
+    """A TOML table. Unknown keys are refused, values are not converted, fields are frozen."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -49,8 +47,7 @@ class ModelConfig(Section):
     flavor: Name = "debugmodel"
     """Dimensions of the model: debugmodel, 8B, 70B or 405B."""
     tokenizer_path: str = ""
-    """sentencepiece, tiktoken or tokenizer.json file, or a folder with one; "" is the one shipped
-    here (2256 ids)."""
+    """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
 
 
 class OptimizerConfig(Section):
@@ -69,20 +66,16 @@ class OptimizerConfig(Section):
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
     state_dtype: Literal["float32", "bfloat16", "int8", "float8"] = "float32"
-    """Data type in which both moments are kept; 8 bits with a scale for each 128 in a row. The
-    update is float32."""
+    """Data type of both moments; 8-bit types have a scale per 128 values. The update is float32."""
 
 
 class LRSchedulerConfig(Section):
     warmup_steps: Whole = 200
-    """Steps of linear warm-up from near 0 to optimizer.lr; a schedule shorter than that only warms
-    up."""
+    """Steps of linear warm-up from near 0 to optimizer.lr. A shorter schedule only warms up."""
     total_steps: Count | None = None
-    """Steps that the schedule spans; unset: those of the run, by training.steps or
-    training.epochs."""
+    """Length of the schedule in steps; unset: the run, by training.steps or training.epochs."""
     decay_ratio: Fraction | None = None
-    """Share of total_steps that decays at the end, after a constant phase; unset: all steps after
-    the warm-up."""
+    """Share of total_steps in the final decay, after a constant phase; unset: all after warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
@@ -100,41 +93,33 @@ class DatasetConfig(Section):
 
 class TrainingConfig(Section):
     dataset: Literal["pystdlib"] = "pystdlib"
-    """Corpus when dataset_path is unset: pystdlib is the source text of the running Python's
-    standard library."""
+    """Dataset, if dataset_path is unset; pystdlib: the source of Python's standard library."""
     dataset_path: Name | None = None
-    """Store of scripts/prepare_data.py, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet;
-    unset: dataset."""
+    """Token store, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet; unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
-    """Several in place of dataset_path, mixed by weight: [[training.datasets]], each a path and a
-    weight (1.0)."""
+    """Instead of dataset_path, several: [[training.datasets]], each a path and a weight (1.0)."""
     text_field: Name = "text"
     """Field of each .jsonl or .parquet row that holds the text."""
     local_batch_size: Count = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: AllOrCount = -1
-    """Sequences in an optimizer step over all ranks; -1: local_batch_size times the data-parallel
-    degree."""
+    """Sequences per optimizer step over all ranks; -1: local_batch_size * data-parallel degree."""
     seq_len: Count = 2048
     """Tokens in a sequence."""
     max_norm: Positive = 1.0
     """Gradients are scaled down to this global norm."""
     max_consecutive_skips: Count = 5
-    """Steps in a row without an update, their loss or gradient not finite or a spike, that end the
-    run."""
+    """Consecutive steps without an update (loss or gradient not finite, or a spike) to give up."""
     loss_spike_factor: NonNegative = 0.0
-    """A step whose loss is above this times the running mean of the losses has no update; 0:
-    off."""
+    """Skip the update of a step whose loss is above this times the running mean; 0: off."""
     steps: Count = 1000
     """Optimizer steps to train."""
     epochs: Positive | None = None
-    """Passes over the data that end the run, unless training.steps does so before; of several, over
-    the first done."""
+    """Passes over the data (the first dataset done counts), unless training.steps ends first."""
     allow_data_change: bool = False
-    """Resume on other data than the checkpoint's, or in another order, at the sample number that
-    was reached."""
+    """Resume on other data than the checkpoint's, or another order, at the same sample number."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of the gathered parameters and of the compute; the sharded weights stay float32."""
+    """Data type of gathered parameters and of the computation; sharded weights stay float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are reduced."""
     enable_cpu_offload: bool = False
@@ -146,8 +131,10 @@ class TrainingConfig(Section):
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of a forward pass on one data-parallel rank. Sequence parallelism does not divide
-        what linears see."""
+        """Tokens of a forward pass on one data-parallel rank.
+
+        Linears see all of them: sequence parallelism gathers the tokens before each matmul.
+        """
         return self.local_batch_size * self.seq_len
 
 
@@ -155,18 +142,15 @@ class ParallelismConfig(Section):
     data_parallel_replicate_degree: Count = 1
     """Replicas of the sharded model (HSDP); 1: none."""
     data_parallel_shard_degree: AllOrCount = -1
-    """Ranks that share one copy of the parameters (FSDP2); -1: all that the other degrees leave."""
+    """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered parameters after its forward; default: those of all blocks but the
-    last."""
+    """Free gathered parameters after a block's forward pass; default: all but the last block's."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False
-    """Under tensor parallelism, gather the logits before the loss instead of computing it on
-    vocabulary shards."""
+    """Gather the logits before the loss instead of computing it on vocabulary shards."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's collectives with matmuls (compiled, GPUs of one node with
-    symmetric memory)."""
+    """Overlap tensor-parallel collectives with matmuls (compiled; GPUs of one node)."""
     context_parallel_degree: Count = 1
     """Only 1: context parallelism is not implemented."""
     pipeline_parallel_degree: Count = 1
@@ -175,23 +159,19 @@ class ParallelismConfig(Section):
 
 class ActivationCheckpointConfig(Section):
     mode: Literal["selective", "full", "none", "memory_budget", "auto"] = "selective"
-    """Recomputed: by selective_ac_option, all, nothing, by memory_budget; auto: nothing, "op" or
-    all, as it fits."""
+    """Recompute by selective_ac_option, all, none, or by memory_budget; auto: as little as fits."""
     selective_ac_option: Name = "op"
-    """Under selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd
-    block, "3" every 3rd."""
+    """selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block."""
     memory_budget: Fraction = 0.5
-    """Under memory_budget: share of the activations that the compiler keeps, those dearest to
-    compute again."""
+    """memory_budget: share of the activations that the compiler keeps, the costliest first."""
 
     @property
     def keeps_by_op(self) -> bool:
-        """Whether blocks keep some operators' outputs, by the "op" policy."""
+        """Whether blocks keep the outputs of some operators, by the "op" policy."""
         return self.mode == "selective" and self.selective_ac_option == "op"
 
     def checkpointed_layers(self, n_layers: int) -> range:
-        """The numbers of the blocks, out of `n_layers`, that recompute something, but for what the
-        compiler does."""
+        """Return the indices of the blocks that recompute, apart from the compiler's choices."""
         if self.mode in ("none", "memory_budget"):
             return range(0)
         by_number = self.mode == "selective" and not self.keeps_by_op
@@ -213,25 +193,21 @@ class Float8Config(Section):
     enable_float8_linear: bool = False
     """Train wq, wk, wv, wo, w1, w2 and w3 in float8."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
-    """One scale a tensor; a row; a row, with the weight gradient in high precision; or 32 elements
-    (Blackwell's)."""
+    """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell)."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP gathers float8 weights, 1 byte an element (tensorwise only)."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """One all-reduce a step for all weight scales; needs enable_fsdp_float8_all_gather."""
     filter_fqns: Names = ()
-    """In high precision besides `output`: name parts, * allowed ("wk", "layers.0"); "auto": what
-    float8 slows down."""
+    """Linears to keep in bf16: parts of names, such as "wk", "layers.0"; "auto": by the planner."""
     emulate: bool = False
     """Emulate float8 matmuls, for GPUs without them; automatic on CPU."""
     convert_output: bool = False
     """Train `output`, the projection to the vocabulary, in float8 too."""
     pad_inner_dim: bool = False
-    """Pad local_batch_size * seq_len with zeros to the multiple that float8 weight gradients need:
-    a copy of each."""
+    """Pad a microbatch's tokens with zeros to the multiple that float8 weight gradients need."""
     log_numerics_freq: Whole = 0
-    """Steps between measurements of what the casts lose, each in a step that runs eagerly and
-    longer; 0: none."""
+    """Steps between measurements of the casts' error, each in an eager, slower step; 0: none."""
 
 
 class CheckpointConfig(Section):
@@ -244,22 +220,17 @@ class CheckpointConfig(Section):
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save while training goes on, from a snapshot in CPU memory; pinned: copied there faster (GPU
-    runs)."""
+    """Save during training, from a snapshot in CPU memory; pinned: copied faster (GPU runs)."""
     load_step: AllOrCount = -1
-    """Step to resume from, and no other; -1: the newest that verifies, if any; 0: none, start
-    anew."""
+    """Step to resume from, and no other; -1: the newest that verifies, if any; 0: a new run."""
     initial_load_path: Folder | None = None
-    """Checkpoint that a new run takes its weights from: a step's folder, or one of
-    scripts/convert_hf.py import."""
+    """Weights for a new run: a checkpoint's folder, or one made by scripts/convert_hf.py import."""
     on_failure: Literal["stop", "warn"] = "stop"
-    """After a save that failed: stop the run, or warn and train on; exit code 7 anyway if the last
-    save failed."""
+    """After a failed save: stop, or warn and go on; exit code 7 anyway if the last save failed."""
     verify_hashes: bool = True
     """Before loading, compare each file's SHA-256 with the manifest; false: only its size."""
     save_request_file: Name = "SAVE"
-    """A file of this name in job.dump_folder asks for a save at the end of the step, and is
-    removed."""
+    """A file of this name in job.dump_folder asks for a save after the step, and is removed."""
 
 
 class ValidationConfig(Section):
@@ -268,37 +239,32 @@ class ValidationConfig(Section):
     freq: Count = 100
     """Steps between validations; the last step always validates."""
     steps: Count = 16
-    """Batches of local_batch_size sequences in one validation, shared out over the data-parallel
-    ranks."""
+    """Batches of local_batch_size sequences per validation, divided among data-parallel ranks."""
     dataset: Literal["pystdlib"] | None = None
-    """Corpus to validate on; unset, with dataset_path unset too: windows held out from the training
-    corpus."""
+    """Named dataset; with dataset_path unset too: windows held out of the training data."""
     dataset_path: Name | None = None
-    """Text to validate on, in a form that training.dataset_path takes."""
+    """Token store or text to validate on, as in training.dataset_path."""
 
 
 class MetricsConfig(Section):
     log_freq: Count = 1
-    """Steps between logged lines and points; rates are averages over those steps."""
+    """Steps between logged lines and points; rates are averages over them."""
     enable_tensorboard: bool = True
     """Write TensorBoard curves."""
     save_tb_folder: Name = "tb"
     """Folder of the TensorBoard files, within job.dump_folder."""
     disable_color_printing: bool = False
-    """Print the step lines without colour; without a terminal, or with NO_COLOR set, there is none
-    anyway."""
+    """Print step lines without colour, as without a terminal or with NO_COLOR set."""
     enable_wandb: bool = False
     """Log to Weights & Biases too; needs the wandb extra."""
     flops_convention: Literal["palm", "causal"] = "palm"
-    """Attention's FLOPs: the full square (PaLM's, torchtitan's), or the causal half that is needed
-    (Megatron-LM's)."""
+    """Attention FLOPs: the full square (PaLM, torchtitan) or the causal half (Megatron-LM)."""
     peak_tflops_bf16: Peak | None = None
-    """Dense bf16 peak of a device; unset: the data sheet's, or on CPU what matmuls reach at
-    start."""
+    """Dense bf16 peak of a device; unset: the data sheet's, or on CPU measured at start."""
     peak_tflops_fp8: Peak | None = None
     """Dense float8 peak of a device; unset: the data sheet's."""
     measure_peak: bool = False
-    """Time matmuls at start, 2 s at most, and log mfu_achievable, against what they reached."""
+    """Time matmuls at start, at most 2 s, and log mfu_achievable relative to them."""
 
 
 class ProfilingConfig(Section):
@@ -309,8 +275,7 @@ class ProfilingConfig(Section):
     profile_freq: Count = 10
     """Steps between traces; the last step of each period is the one traced."""
     enable_memory_snapshot: bool = False
-    """Write a snapshot of CUDA memory every profile_freq steps and when memory runs out (GPU
-    runs)."""
+    """Write snapshots of CUDA memory, every profile_freq steps and when it runs out (GPU runs)."""
     save_memory_snapshot_folder: Name = "memory_snapshot"
     """Folder of the memory snapshots, within job.dump_folder."""
 

@@ -1,9 +1,8 @@
-"""Llama 3 in the form of Hugging Face's transformers: its names, the order of its rows and its
-config.json.
+"""Llama 3 as Hugging Face's transformers store it: parameter names, order of rows, config.json.
 
-The two compute the same function. Here RoPE turns neighbouring dimensions of a head together, as in
-Meta's checkpoints; there dimension j together with j + Q/2. So the rows of wq and wk, which make
-those dimensions, stand in another order.
+Both models compute the same function. RoPE rotates pairs of dimensions of a head: neighbours here,
+as in Meta's checkpoints, and dimensions j and j + Q/2 in transformers. So the rows of wq and wk,
+which produce those dimensions, have another order.
 
 Shapes: H heads or key-value heads, Q head_dim, D dim.
 """
@@ -37,6 +36,8 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
 }
+_ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+_ROPE_LENGTH = "original_max_position_embeddings"
 _FIXED = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -44,36 +45,29 @@ _FIXED = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-"""What our model has no choice of."""
+"""Keys of config.json with the only value that this model implements."""
 
 
 def hf_names(n_layers: int) -> dict[str, str]:
-    """Hugging Face's name of each parameter of a model, by ours, in the order in which the model
-    uses them."""
-    blocks = {
-        f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}"
-        for i in range(n_layers)
-        for ours, theirs in _BLOCK_NAMES.items()
-    }
-    modules = {
-        "tok_embeddings": "model.embed_tokens",
-        **blocks,
-        "norm": "model.norm",
-        "output": "lm_head",
-    }
+    """Return Hugging Face's name of each parameter by ours, in the order of the forward pass."""
+    modules = {"tok_embeddings": "model.embed_tokens"}
+    for i in range(n_layers):
+        for ours, theirs in _BLOCK_NAMES.items():
+            modules[f"layers.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
+    modules |= {"norm": "model.norm", "output": "lm_head"}
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
 
 
 def to_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
-    """`weight`, of our parameter `name`, in Hugging Face's order of rows: of each head all evens,
-    then all odds. A copy for wq and wk, [H * Q, D]; any other is returned as it is."""
+    """Return the weight of our parameter `name` with its rows in Hugging Face's order: in each head
+    all even rows, then all odd ones. A copy for wq and wk, [H * Q, D]; else `weight` itself."""
     if heads := _rotated_heads(name, args):
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return weight
 
 
 def from_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
-    """What `to_hf` makes `weight` of: the inverse."""
+    """Inverse of `to_hf`: return a Hugging Face weight with its rows in our order."""
     if heads := _rotated_heads(name, args):
         return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return weight
@@ -86,8 +80,8 @@ def _rotated_heads(name: str, args: ModelArgs) -> int | None:
 def hf_config(
     args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id: int | None
 ) -> dict[str, Any]:
-    """The config.json of `args`, in the form of transformers 4, which transformers 5 reads too.
-    Where an id of BOS or EOS is None the model has none."""
+    """Return the config.json of a model, in the form that transformers 4 and 5 read. An id of None
+    means that the model has no such token."""
     scaling = args.rope_scaling
     return _FIXED | {
         "architectures": ["LlamaForCausalLM"],
@@ -98,10 +92,8 @@ def hf_config(
         "rope_scaling": scaling
         and {
             "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
+            **{key: getattr(scaling, key) for key in _ROPE_FACTORS},
+            _ROPE_LENGTH: scaling.original_max_seq_len,
         },
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -110,56 +102,48 @@ def hf_config(
 
 
 def model_args(config: dict[str, Any]) -> ModelArgs:
-    """What a config.json of transformers 4 or 5 describes. Raises ValueError, which names the key,
-    for what is not a model of this kind."""
+    """Return the dimensions in a config.json of transformers 4 or 5. Raises ValueError, with the
+    key, if this model cannot be built like that."""
     for key, fixed in _FIXED.items():
-        # transformers leaves out what is as usual, but never the type.
+        # transformers leaves out the usual values, but never the type.
         value = config.get(key, None if key == "model_type" else fixed)
-        if value != fixed:
-            raise ValueError(
-                f"{key} = {json.dumps(value)}: this model has only {json.dumps(fixed)}"
-            )
+        _require(value == fixed, key, value, f"this model has only {json.dumps(fixed)}")
+
     config = {"num_key_value_heads": config.get("num_attention_heads")} | config
     sizes = {ours: _positive(config, theirs, whole=True) for ours, theirs in _SIZES.items()}
     dim, heads, kv_heads = sizes["dim"], sizes["n_heads"], sizes["n_kv_heads"]
     head_dim = config.get("head_dim") or dim // heads
-    if head_dim * heads != dim:
-        raise ValueError(
-            f"head_dim = {head_dim}: this model has hidden_size / num_attention_heads = {dim} / {heads}"
-        )
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
-        )
+    rule = f"this model has hidden_size / num_attention_heads = {dim} / {heads}"
+    _require(head_dim * heads == dim, "head_dim", head_dim, rule)
+    rule = f"does not divide num_attention_heads = {heads}"
+    _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, rule)
+
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rule = 'this model has only "default" and "llama3"'
+    _require(kind in ("default", "llama3"), "rope_type", kind, rule)
+    scaling = None
+    if kind == "llama3":
+        factors = {key: _positive(rope, key) for key in _ROPE_FACTORS}
+        length = _positive(rope, _ROPE_LENGTH, whole=True)
+        scaling = RopeScaling(**factors, original_max_seq_len=length)
     return ModelArgs(
         **sizes,
         rope_theta=_positive(rope, "rope_theta"),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=scaling,
         norm_eps=_positive(config, "rms_norm_eps"),
     )
 
 
-def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(
-            f'rope_type = {json.dumps(kind)}: this model has only "default" and "llama3"'
-        )
-    return RopeScaling(
-        factor=_positive(rope, "factor"),
-        low_freq_factor=_positive(rope, "low_freq_factor"),
-        high_freq_factor=_positive(rope, "high_freq_factor"),
-        original_max_seq_len=_positive(rope, "original_max_position_embeddings", whole=True),
-    )
-
-
 def _positive(fields: dict[str, Any], key: str, *, whole: bool = False) -> Any:
-    value = fields.get(key)
-    allowed = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, allowed) or not 0 < value < math.inf:
-        raise ValueError(f"{key} = {json.dumps(value)} must be a positive {'whole ' * whole}number")
+    value: Any = fields.get(key)
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    rule = "must be a positive whole number" if whole else "must be a positive number"
+    _require(number and 0 < value < math.inf, key, value, rule)
     return value if whole else float(value)
+
+
+def _require(holds: bool, key: str, value: Any, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{key} = {json.dumps(value)}: {rule}")

@@ -30,7 +30,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.metrics.hardware import given_peaks, published_peaks
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.flavors import ModelArgs, find_flavor
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM, Transformer
 from torchtitan_lite.models.loss import CHUNK_LOGITS, PIECE_LOGITS
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
@@ -54,7 +54,8 @@ def resolve_model_args(config: Config, tokenizer: Tokenizer) -> ModelArgs:
     seq_len positions, and what begins a document where attention is not to leave it.
 
     Raises ConfigError for a tokenizer with more ids than the model's vocabulary."""
-    flavor = FLAVORS[config.model.flavor]
+    flavor = find_flavor(config.model.flavor)
+    assert flavor is not None, "the config is checked"
     vocab_size = flavor.vocab_size or tokenizer.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(

@@ -1,14 +1,12 @@
-"""torchtitan 0.2.2's Llama 3 on CPU, for scripts/bench_torchtitan.py, run under torchrun by the
-Python that has it:
+"""torchtitan 0.2.2's Llama 3 on a CPU; started by versus_torchtitan.py with torchtitan's Python.
 
-scripts/torchtitan_cpu.py DIMENSIONS ...    a JSON object of what its model arguments are to be;
-then its own options
+torchrun torchtitan_cpu.py DIMENSIONS ...    DIMENSIONS is a JSON object of model arguments; the
+                                             rest are torchtitan's own options
 
-torchtitan trains on accelerators, and asks theirs for memory figures and for synchronisation: on
-CPU it is told that there is nothing to tell. Its kernels for mixtures of experts, which Llama 3 has
-not, need Triton, and are left out. Its text and tokenizer are no part of its package: it trains on
-random tokens that are there before they are asked for, and so spends nothing on data. FSDP averages
-gradients, as gloo has no scaled sum. All else is its own.
+torchtitan trains on accelerators. Here it finds a CPU as its device, one that has no memory
+statistics and needs no synchronization. Its Triton kernels for mixtures of experts are left out:
+Llama 3 does not use them. FSDP averages gradients, because gloo has no scaled sum. It trains on one
+batch of random tokens that stays in memory, so that it spends no time on data.
 """
 
 import dataclasses
@@ -19,44 +17,38 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 SHARD_ONE = "--shard-one"
-MODEL = "llama3"
-FLAVOR = "debugmodel"
 
 
 class RandomBatches:
-    """The same batch of random tokens again and again, and what a checkpoint keeps of it:
-    nothing."""
+    """The same batch of random tokens at every step."""
 
     def __init__(self, job_config: Any, vocab_size: int) -> None:
-        """As large as the config says."""
         training = job_config.training
         tokens = torch.randint(vocab_size, (training.local_batch_size, training.seq_len + 1))
         self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Without end."""
+        """Yield the batch without end, as torchtitan expects it."""
         tokens, labels = self.batch
         while True:
             yield {"input": tokens}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return nothing: there is no position to save."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
 
 
-def import_for_cpu() -> None:
-    """Import torchtitan, which looks for its device while it is imported, so that it finds the
-    CPU."""
+def import_torchtitan() -> None:
+    """Import torchtitan so that it finds a CPU: it looks for its device while it is imported."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    device_module = SimpleNamespace(
+    cpu = SimpleNamespace(
         current_device=lambda: 0,
         empty_cache=lambda: None,
         get_device_name=lambda device: "CPU",
@@ -68,20 +60,21 @@ def import_for_cpu() -> None:
     )
     kernels: Any = SimpleNamespace(generate_permute_indices=None)
     sys.modules["torchtitan.models.moe.kernels"] = kernels
-    with (
-        mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
-        mock.patch.object(torch._utils, "_get_device_module", lambda device_type: device_module),
-    ):
-        importlib.import_module("torchtitan.train")
+
+    utils: Any = torch._utils
+    found = utils._get_available_device_type, utils._get_device_module
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda device_type: cpu
+    importlib.import_module("torchtitan.train")
+    utils._get_available_device_type, utils._get_device_module = found
 
 
 def main(dimensions: str) -> None:
-    """Train as the rest of the command line says."""
+    """Train with the options on the command line."""
+    # torchtitan reads sys.argv when it is imported.
     shard_one = SHARD_ONE in sys.argv
-    sys.argv[:] = [
-        word for word in sys.argv if word != SHARD_ONE
-    ]  # before torchtitan is imported, which reads them
-    import_for_cpu()
+    sys.argv[:] = [word for word in sys.argv if word != SHARD_ONE]
+    import_torchtitan()
     from torchtitan import train
     from torchtitan.distributed import ParallelDims
     from torchtitan.models import llama3
@@ -92,19 +85,20 @@ def main(dimensions: str) -> None:
     if shard_one:
         ParallelDims.fsdp_enabled = True
         ParallelDims._mesh_exist = lambda self, name, degree: degree > 1 or name == "fsdp"
+
     args = llama3.TransformerModelArgs(**json.loads(dimensions))
     spec = dataclasses.replace(
         llama3.get_train_spec(),
-        model_args={FLAVOR: args},
+        model_args={"debugmodel": args},
         build_tokenizer_fn=None,
         build_dataloader_fn=lambda *, job_config, **_: RandomBatches(job_config, args.vocab_size),
     )
-    train_spec.register_train_spec(MODEL, spec)
+    train_spec.register_train_spec("llama3", spec)
     train.main(train.Trainer)
+
+    # gloo's threads can outlive the process group and would abort the process at its end.
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # gloo's threads may outlive the process group, and would abort the process as it ends
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""The facts of a run, derived from its config."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.job import Job, TokenizerValues, build_job
+
+TOKENIZER = TokenizerValues(path="some.model", vocab_size=2256, bos_id=1, fingerprint="f" * 64)
+
+
+def job_of(*, world_size: int = 1, vocab_size: int = 2256, **tables: dict[str, object]) -> Job:
+    tokenizer = dataclasses.replace(TOKENIZER, vocab_size=vocab_size)
+    config = Config.model_validate(tables)
+    return build_job(config, world_size=world_size, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "vocab_size"), [("debugmodel", 2256), ("8B", 128256), ("405B", 128256)]
+)
+def test_the_vocabulary_is_the_flavors_or_for_the_debug_model_the_tokenizers(
+    flavor: str, vocab_size: int
+) -> None:
+    job = job_of(model={"flavor": flavor}, training={"seq_len": 4096})
+    assert (job.model_args.vocab_size, job.model_args.max_seq_len) == (vocab_size, 4096)
+
+
+def test_with_a_document_mask_documents_begin_at_the_tokenizers_bos() -> None:
+    assert job_of().model_args.document_bos_id is None
+    assert job_of(training={"document_mask": True}).model_args.document_bos_id == 1
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
+    assert job_of(vocab_size=128256, model={"flavor": "8B"}).model_args.vocab_size == 128256
+    message = r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than the 128256"
+    with pytest.raises(ConfigError, match=message):
+        job_of(vocab_size=128257, model={"flavor": "8B"})
+
+
+def test_degrees_batches_and_shares_follow_from_the_config() -> None:
+    job = job_of(
+        world_size=8,
+        training={
+            "local_batch_size": 2,
+            "global_batch_size": 16,
+            "datasets": [{"path": "a", "weight": 3.0}, {"path": "b"}],
+        },
+        parallelism={"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+    )
+    assert dataclasses.astuple(job.degrees) == (2, 2, 2)
+    assert dataclasses.astuple(job.batch) == (2, 16, 2)
+    assert job.dataset_shares == (3, 1)
+    hparams = job.hparams()
+    assert (hparams["world_size"], hparams["global_batch_size"]) == (8, 16)
+    assert hparams["float8"] == "off"
+
+
+def test_chosen_values_are_written_with_a_comment_and_load_again(tmp_path: Path) -> None:
+    job = job_of(activation_checkpoint={"mode": "auto"})
+    assert not job.to_toml().startswith("#")
+    chosen = job.choose("activation_checkpoint", mode="selective")
+    assert chosen.config.activation_checkpoint.mode == "selective"
+    assert chosen.hparams()["activation_checkpoint"] == "selective"
+
+    text = chosen.to_toml()
+    assert text.startswith("# Chosen for this machine") and "activation_checkpoint.mode" in text
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    assert load_config(["--job.config_file", str(path)], world_size=1) == chosen.config

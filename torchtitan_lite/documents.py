@@ -1,0 +1,78 @@
+"""JSON files that carry a hash of their own fields and are validated before they are used.
+
+A document is a JSON object. Its field `sha256` is the hash of all other fields, so that damage is
+noticed. Its file may come from anyone: size, kind of file, types and ranges are checked.
+"""
+
+import hashlib
+import json
+import stat
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from torchtitan_lite.files import replace_file
+
+T = TypeVar("T")
+
+MAX_JSON_BYTES = 16 << 20
+"""Largest JSON file that is read: three times the manifest of a checkpoint of 16,000 ranks. Parsed,
+it takes about 25 times its size in memory."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+STRICT = ConfigDict(strict=True, extra="forbid")
+"""`__pydantic_config__` of a dataclass that is read from a document; holds for nested ones too."""
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises ValueError for a file of more than `max_bytes`, and for a pipe or a device, which may
+    have no end; OSError if the file cannot be read."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    if found.st_size > max_bytes:
+        raise ValueError(f"has {found.st_size} bytes, and such a file has {max_bytes} at most")
+    return path.read_bytes()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ValueError for anything else; OSError if the file
+    cannot be read."""
+    content = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    return fields
+
+
+def write_document(path: Path, fields: dict[str, Any]) -> None:
+    """Write `fields` and their hash, replacing the file at once. Raises OSError if that fails."""
+    replace_file(path, json.dumps(fields | {"sha256": hash_fields(fields)}, indent=1))
+
+
+def validate_document(fields: dict[str, Any], schema: TypeAdapter[T], *, drop: set[str]) -> T:
+    """Compare the object of a document with its hash, and return the value that it describes.
+
+    The hash and the keys in `drop` are not part of the value. Raises ValueError, on one line, with
+    the field that is wrong."""
+    hashed = {key: value for key, value in fields.items() if key != "sha256"}
+    if fields.get("sha256") != hash_fields(hashed):
+        raise ValueError("its contents have changed")
+    described = {key: value for key, value in hashed.items() if key not in drop}
+    try:
+        # From JSON, because the strict mode of pydantic takes a list for a tuple only there.
+        return schema.validate_json(json.dumps(described))
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(" ".join(reason.split())) from error  # a key may contain line breaks
+
+
+def hash_fields(fields: dict[str, Any]) -> str:
+    """Return the SHA-256 of the fields of a document, in hex."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

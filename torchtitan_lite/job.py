@@ -1,0 +1,128 @@
+"""Job: the facts of a run, each derived once from its config."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.config import (
+    BatchSizes,
+    Config,
+    ParallelDegrees,
+    dump_config,
+    resolve_batch,
+    resolve_degrees,
+    resolve_shares,
+)
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import ModelArgs, find_flavor
+
+
+@dataclass(frozen=True)
+class TokenizerValues:
+    """Properties of the tokenizer that the model and the data depend on."""
+
+    path: str
+    vocab_size: int
+    bos_id: int
+    fingerprint: str
+    """SHA-256 of the vocabulary and of the ids that frame a document."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: its config and the numbers that follow from it.
+
+    `build_job` derives it. `planner.resolve_auto` replaces the config's "auto" values, and the
+    result is the only one that is trained, written and shown.
+    """
+
+    config: Config
+    degrees: ParallelDegrees
+    batch: BatchSizes
+    dataset_shares: tuple[int, ...]
+    """Samples of each dataset in one period of the mix."""
+    model_args: ModelArgs
+    tokenizer: TokenizerValues
+    chosen: tuple[str, ...] = ()
+    """Keys whose value was "auto" and has been replaced, such as "activation_checkpoint.mode"."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.folder / self.config.checkpoint.folder
+
+    def choose(self, table: str, **values: object) -> "Job":
+        """Return the job with `values` in place of the "auto" values of a table."""
+        section = getattr(self.config, table).model_copy(update=values)
+        config = self.config.model_copy(update={table: section})
+        chosen = (*self.chosen, *(f"{table}.{key}" for key in values))
+        return dataclasses.replace(self, config=config, chosen=chosen)
+
+    def to_toml(self) -> str:
+        """Return the resolved config as TOML, with a comment on the values chosen for "auto"."""
+        comment = ""
+        if self.chosen:
+            comment = f'# Chosen for this machine where the config says "auto": {", ".join(self.chosen)}\n'
+        return comment + dump_config(self.config)
+
+    def hparams(self) -> dict[str, bool | float | str]:
+        """Return the settings worth comparing between runs, for TensorBoard's HParams page.
+
+        TensorBoard shows the first five of them, in alphabetical order, by default.
+        """
+        config = self.config
+        recipe = config.float8.recipe_name if config.float8.enable_float8_linear else "off"
+        return {
+            "activation_checkpoint": config.activation_checkpoint.mode,
+            "compile": config.compile.enable,
+            "flavor": config.model.flavor,
+            "float8": recipe,
+            "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
+            "global_batch_size": self.batch.global_batch_size,
+            "local_batch_size": self.batch.local_batch_size,
+            "lr": config.optimizer.lr,
+            "seq_len": config.training.seq_len,
+            "tensor_parallel_degree": self.degrees.tp,
+            "world_size": self.degrees.world_size,
+        }
+
+
+def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) -> Job:
+    """Derive the job of a run with `world_size` processes.
+
+    Raises ConfigError if the degrees or batch sizes do not fit the processes, or if the tokenizer
+    has more ids than the model.
+    """
+    degrees = resolve_degrees(config.parallelism, world_size=world_size)
+    return Job(
+        config=config,
+        degrees=degrees,
+        batch=resolve_batch(config.training, dp_degree=degrees.dp),
+        dataset_shares=resolve_shares(config.training.datasets),
+        model_args=_model_args(config, tokenizer),
+        tokenizer=tokenizer,
+    )
+
+
+def _model_args(config: Config, tokenizer: TokenizerValues) -> ModelArgs:
+    """Return the flavor's dimensions with the run's vocabulary and sequence length."""
+    flavor = find_flavor(config.model.flavor)
+    assert flavor is not None, "the config is checked"
+    vocab_size = flavor.vocab_size or tokenizer.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"[model] tokenizer_path = {tokenizer.path!r} has {tokenizer.vocab_size} ids, more "
+            f"than the {vocab_size} of flavor {config.model.flavor}; use a tokenizer with at most "
+            "that many, or another flavor."
+        )
+    return dataclasses.replace(
+        flavor,
+        vocab_size=vocab_size,
+        max_seq_len=config.training.seq_len,
+        document_bos_id=tokenizer.bos_id if config.training.document_mask else None,
+    )
