@@ -15,11 +15,11 @@ class HostClock:
         """Return the moment at which all work requested so far is done."""
 
     def passed(self, moment: Any) -> bool:
-        """Return whether the device has reached `moment`: always."""
+        """Return whether the device has reached `moment`, without waiting."""
         return True
 
     def wait(self, moment: Any) -> None:
-        """Wait until the device has reached `moment`: not at all."""
+        """Block the host until the device has reached `moment`."""
 
     def seconds(self, began: Any, ended: Any) -> float:
         """Return the seconds between two moments that have passed."""
@@ -33,21 +33,17 @@ class CudaClock:
     """
 
     def now(self) -> torch.cuda.Event:
-        """Record an event behind all work queued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def passed(self, moment: torch.cuda.Event) -> bool:
-        """Return whether the device has reached the event, without waiting."""
         return moment.query()
 
     def wait(self, moment: torch.cuda.Event) -> None:
-        """Block the host until the device has reached the event."""
         moment.synchronize()
 
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        """Return the seconds between two events that have passed."""
         return began.elapsed_time(ended) / 1000
 
 

@@ -9,23 +9,20 @@ from .hardware import Peaks
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast each device trained. Utilisations are in percent; None if a peak that one needs is
-    unknown, or if it is above 100 against an approximate peak, which then was measured too low."""
+    """How fast each device trained, in the figures that `figures.StepRecord` describes.
+
+    A utilisation is None if it needs an unknown peak, and above 100 % of an approximate peak, which
+    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, and `hfu` if the compiler
+    decides what is recomputed.
+    """
 
     tps: float
-    """Tokens per second per device."""
     tflops: float
-    """TFLOPS per device."""
     mfu: float | None
-    """Ideal seconds, with each matmul at its own precision's peak, over real seconds."""
     mfu_bf16_peak: float | None
-    """All FLOPs at the bf16 peak, as torchtitan up to v0.2.2. Can pass 100 under float8."""
     mfu_fp8_peak: float | None
-    """All FLOPs at the fp8 peak, a lower bound. None if fp8 is emulated."""
     mfu_achievable: float | None
-    """`mfu` against the peaks measured on this device; None if they were not measured."""
     hfu: float | None
-    """`mfu` with recomputed matmuls; None if the compiler decides what is recomputed."""
 
 
 def ideal_seconds(
