@@ -1,13 +1,15 @@
-"""Runs held against each other at equal tokens: python scripts/compare_runs.py RUN RUN ... [--out
-FILE] [--last N]
+"""Compare runs at equal tokens.
 
-Prints, for each run, its final loss and how far that is from the first run's, the largest
-differences of loss and gradient norm, tps and mfu. Equal tokens are counts of tokens at which all
-the runs logged a step; nothing is interpolated.
+python scripts/compare_runs.py RUN RUN ... [--out FILE] [--last N]
+
+Prints for each run its final loss and the distance to the first run's, the largest differences of
+loss and gradient norm, tps and mfu. Equal tokens are token counts at which all runs logged a step;
+nothing is interpolated.
 
   RUN         run folder, or its metrics.jsonl
-  --out FILE  picture of loss, gradient norm, tps and mfu over tokens, .png or .svg; needs the plots extra
-  --last N    steps that a final loss is the mean of (default: 20)
+  --out FILE  picture of loss, gradient norm, tps and mfu over tokens, .png or .svg; needs the
+              plots extra
+  --last N    number of steps that a final loss is the mean of (default: 20)
 """
 
 import argparse
@@ -18,7 +20,7 @@ from torchtitan_lite.metrics.comparison import draw, format_runs, read_runs
 
 
 def main(argv: list[str]) -> None:
-    """Print the table, and write the picture, that `argv` asks for. Raises ConfigError."""
+    """Print the table and write the picture. Raises ConfigError."""
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return

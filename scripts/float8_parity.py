@@ -26,14 +26,14 @@ import torch
 from torchtitan_lite.errors import ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.comparison import (
-    Run,
+    LoggedRun,
     compare,
     draw,
     format_runs,
-    format_table,
     read_runs,
 )
 from torchtitan_lite.run_folder import read_status
+from torchtitan_lite.tables import format_columns
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)
@@ -140,17 +140,16 @@ def summarize(out: Path) -> str:
         for seed in SEEDS
     ]
     rows = [
-        [recipe, *(f"{run.final_loss:.4f} ({run.final_loss_pct:+.2f} %)" for run in runs)]
+        [recipe, *(f"{run['final loss']:.4f} ({run['to first']:+.2f} %)" for run in runs)]
         for recipe, *runs in zip(RECIPES, *comparisons, strict=True)
     ]
-    farthest = max(itertools.chain(*comparisons), key=lambda run: abs(run.final_loss_pct))
-    table = format_table(["recipe", *(f"seed {seed}" for seed in SEEDS)], rows)
-    return (
-        f"{table}\n\nThe farthest from bf16 is {farthest.name}: {farthest.final_loss_pct:+.2f} %."
-    )
+    farthest = max(itertools.chain(*comparisons), key=lambda run: abs(run["to first"]))
+    headings = ["recipe", *(f"seed {seed}" for seed in SEEDS)]
+    table = format_columns([headings, *rows], right=range(1, len(headings)), markdown=True)
+    return f"{table}\n\nThe farthest from bf16 is {farthest['run']}: {farthest['to first']:+.2f} %."
 
 
-def show(runs: Sequence[Run], picture: Path) -> str:
+def show(runs: Sequence[LoggedRun], picture: Path) -> str:
     """The table of `runs`, and a link to their curves, which it draws into `picture`."""
     draw(runs, picture, last=LAST)
     curves = f"![Curves of {runs[0].name} and others]({picture.name})"

@@ -28,9 +28,9 @@ import torch
 
 from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.errors import ConfigError, StorageError
-from torchtitan_lite.files import replace_file
+from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.cpu_peaks import cpu_name, usable_cores
+from torchtitan_lite.metrics.cpu_peaks import cpu_name
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS

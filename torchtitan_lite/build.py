@@ -30,7 +30,7 @@ from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
-from torchtitan_lite.metrics.metrics import MetricsProcessor
+from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.llama3 import Transformer
@@ -279,11 +279,9 @@ def build_metrics(
                 dump_folder=job.folder,
                 total_steps=total_steps,
                 resume_step=progress.step,
-                total_memory_gib=total_memory_gib(device),
                 config_toml=job.to_toml(),
                 hparams=job.hparams(),
                 numerics=config.float8.log_numerics_freq > 0,
-                approximate_mfu=peaks.approximate,
             )
         )
     )

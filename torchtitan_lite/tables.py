@@ -1,16 +1,28 @@
-"""Tables as plain text."""
+"""Tables as text: for a terminal, or in Markdown."""
 
 from collections.abc import Collection, Sequence
 
 
-def format_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """`rows` of cells, a line each, in columns as wide as their widest cell; those numbered in
-    `right` are aligned to the right, the others to the left."""
+def format_columns(
+    rows: Sequence[Sequence[str]], *, right: Collection[int] = (), markdown: bool = False
+) -> str:
+    """Format `rows` of cells, headings first, as lines with columns of equal width.
+
+    Columns whose index is in `right` are aligned to the right, the others to the left. `markdown`
+    adds the bars and the rule of a Markdown table.
+    """
     columns = list(zip(*rows, strict=True))
-    padded = []
-    for number, column in enumerate(columns):
-        width = max(map(len, column))
-        padded.append(
-            [cell.rjust(width) if number in right else cell.ljust(width) for cell in column]
-        )
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [cell.rjust(width) if index in right else cell.ljust(width) for cell in column]
+        for index, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    lines = list(zip(*aligned, strict=True))
+    if not markdown:
+        return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+    heading, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    rule = "|".join(
+        "-" * (width + 1) + (":" if index in right else "-") for index, width in enumerate(widths)
+    )
+    return "\n".join([heading, f"|{rule}|", *body])

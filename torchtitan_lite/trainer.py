@@ -28,12 +28,12 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.lr_schedule import lr_factor
-from torchtitan_lite.metrics.metrics import Skips, StepValues
+from torchtitan_lite.metrics.processor import Skips, StepValues
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.optim import step_unless
 from torchtitan_lite.parallel.distributed import set_determinism, set_timeouts
 from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.profiling import profile
+from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
 
 STATUS_SECONDS = 5.0
@@ -91,21 +91,19 @@ class Trainer:
 
         with (
             contextlib.closing(self.prefetched),
-            profile(
+            Profiler(
                 self.config.profiling,
                 run_folder=self.job.folder,
                 rank=dist.get_rank(),
                 device=self.device,
                 done_steps=self.step,
+                outside_step=self.metrics.outside_step,
             ) as profiler,
         ):
             try:
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
-                    writes = profiler.writes(step)
-                    outside = self.metrics.outside_step("profiling", step=step)
-                    with outside if writes else contextlib.nullcontext():
-                        profiler.end_step(step)
+                    profiler.end_step(step)
             except Stopped as stopped:
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()

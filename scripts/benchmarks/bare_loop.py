@@ -37,7 +37,6 @@ from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config, load_config, resolve_batch
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, run_script
-from torchtitan_lite.planner.meta_model import resolve_model_args
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
@@ -45,6 +44,7 @@ from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import lr_factor
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
+from torchtitan_lite.planner.meta_model import resolve_model_args
 
 BARE = {
     **ALIKE,

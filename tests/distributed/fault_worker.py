@@ -42,7 +42,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointManifest
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.metrics.metrics import StepValues
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models import flavors
 from torchtitan_lite.models.llama3 import FeedForward
 from torchtitan_lite.parallel import tensor_parallel

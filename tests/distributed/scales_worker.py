@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import _ToFloat8ConstrFunc
 
-from torchtitan_lite.metrics.metrics import StepValues
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.parallel.distributed import read_rank
 from torchtitan_lite.trainer import Trainer
 

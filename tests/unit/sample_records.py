@@ -1,10 +1,12 @@
 """A record, figures of casts and a summary to hand to writers."""
 
 import math
+from dataclasses import replace
 
-from torchtitan_lite.metrics.records import Record, Summary
+from torchtitan_lite.metrics.figures import StepRecord
+from torchtitan_lite.metrics.records import Summary
 
-RECORD = Record(
+RECORD = StepRecord(
     step=12,
     tokens=49152,
     epochs={"pystdlib": 0.75},
@@ -23,6 +25,8 @@ RECORD = Record(
     step_time_s=1.25,
     data_time_s=0.0025,
     memory_gib=0.93,
+    memory_pct=None,
+    data_time_pct=0.2,
     time=1.7e9,
 )
 WEIGHT = {"sqnr_db": 31.5, "amax": 0.25, "underflow": 0.0, "saturation": 0.0}
@@ -43,12 +47,4 @@ NUMERICS = {
     },
     "output": {"weight": WEIGHT | {"saturation": 0.001}},
 }
-SUMMARY = Summary(
-    step=12,
-    tokens=49152,
-    loss=5.25,
-    tps=2340.5,
-    mfu=41.0,
-    memory_gib=0.93,
-    times_s={"training": 15.0},
-)
+SUMMARY = Summary(replace(RECORD, loss=5.25), tps=2340.5, mfu=41.0, times_s={"training": 15.0})

@@ -123,7 +123,7 @@ def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, c
     assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
     assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
     assert calls == ["bf16", "fp32"]
-    assert log.messages == [f"the CPU's peaks are those of {file}"] * 2
+    assert [str(file) in message for message in log.messages] == [True, True]
     assert json.loads(file.read_text()) == {"cpu": cpu_name(), "threads": 1, "tflops": MEASURED}
 
 
@@ -146,7 +146,8 @@ def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
     file = tmp_path / "peaks.json"
     file.write_bytes(content)
     assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
-    assert log.messages == [f"{file} is damaged: the CPU's peaks are measured again"]
+    (message,) = log.messages
+    assert f"{file} is damaged" in message
     assert json.loads(file.read_text())["tflops"] == {"bf16": 0.2}
 
 
@@ -162,10 +163,9 @@ def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(
     file, here = tmp_path / "peaks.json", cpu_name()
     file.write_text(json.dumps({"cpu": cpu or here, "threads": threads, "tflops": {"bf16": 9.0}}))
     assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
-    assert log.messages == [
-        f"{file} is of {cpu or here}, {threads} threads a rank, and this is {here}, 1 threads a rank: "
-        "the CPU's peaks are measured again"
-    ]
+    (message,) = log.messages
+    for part in (str(file), f"{cpu or here}, {threads} threads", f"{here}, 1 threads"):
+        assert part in message
     assert json.loads(file.read_text()) == {"cpu": here, "threads": 1, "tflops": {"bf16": 0.2}}
 
 
@@ -173,10 +173,9 @@ def test_a_peak_that_moved_by_a_fifth_is_reported_at_the_end(calls, log):
     report_moved_peaks({"bf16": 0.2 / 1.19, "fp32": 0.1 / 0.81})
     assert log.messages == []
     report_moved_peaks({"bf16": 0.16, "fp32": 0.126})
-    assert log.messages == [
-        "the CPU's peak has moved since it was measured: bf16 from 0.16 to 0.2 TFLOPS (+25%), "
-        "fp32 from 0.126 to 0.1 TFLOPS (-21%); mfu is of the first"
-    ]
+    (message,) = log.messages
+    assert "bf16 from 0.16 to 0.2 TFLOPS (+25%)" in message
+    assert "fp32 from 0.126 to 0.1 TFLOPS (-21%)" in message
 
 
 def test_the_cpu_is_named_by_its_model_else_by_its_architecture(monkeypatch):

@@ -1,6 +1,8 @@
 """Traces appear for the steps they are due for, and hold what ran in them."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,19 +10,33 @@ import torch
 
 from torchtitan_lite.config import ProfilingConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.profiling import profile
+from torchtitan_lite.profiling import Profiler
 
 CPU = torch.device("cpu")
 
 
-def run_steps(folder: Path, *, freq: int, first: int, last: int, **settings: bool) -> None:
+def run_steps(folder: Path, *, freq: int, first: int, last: int, **settings: bool) -> list[int]:
     profiling = ProfilingConfig(profile_freq=freq, **settings)
-    with profile(
-        profiling, run_folder=folder, rank=3, device=CPU, done_steps=first - 1
+    outside: list[int] = []
+
+    @contextmanager
+    def outside_step(name: str, *, step: int) -> Iterator[None]:
+        assert name == "profiling"
+        outside.append(step)
+        yield
+
+    with Profiler(
+        profiling,
+        run_folder=folder,
+        rank=3,
+        device=CPU,
+        done_steps=first - 1,
+        outside_step=outside_step,
     ) as profiler:
         for step in range(first, last + 1):
             torch.ones(step + 1, 2) @ torch.ones(2, 2)
             profiler.end_step(step)
+    return outside
 
 
 @pytest.mark.parametrize(
@@ -30,7 +46,8 @@ def run_steps(folder: Path, *, freq: int, first: int, last: int, **settings: boo
 def test_the_last_step_of_each_period_is_traced(
     freq: int, first: int, last: int, traced: list[int], tmp_path: Path
 ) -> None:
-    run_steps(tmp_path, freq=freq, first=first, last=last, enable_profiling=True)
+    outside = run_steps(tmp_path, freq=freq, first=first, last=last, enable_profiling=True)
+    assert outside == traced  # the steps whose writing is in no step's time
     traces = sorted(tmp_path.glob("profile_traces/*/rank3_trace.json"))
     assert [path.parent.name for path in traces] == [f"step-{step:08d}" for step in traced]
     for path, step in zip(traces, traced, strict=True):
@@ -43,7 +60,7 @@ def test_the_last_step_of_each_period_is_traced(
 
 
 def test_nothing_is_written_where_profiling_is_off(tmp_path: Path) -> None:
-    run_steps(tmp_path, freq=1, first=1, last=3)
+    assert run_steps(tmp_path, freq=1, first=1, last=3) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,8 +79,13 @@ def test_memory_snapshots_are_written_when_due_and_when_memory_runs_out(
     profiling = ProfilingConfig(enable_memory_snapshot=True, profile_freq=2)
     with (
         pytest.raises(torch.OutOfMemoryError),
-        profile(
-            profiling, run_folder=tmp_path, rank=0, device=torch.device("cuda"), done_steps=0
+        Profiler(
+            profiling,
+            run_folder=tmp_path,
+            rank=0,
+            device=torch.device("cuda"),
+            done_steps=0,
+            outside_step=lambda name, *, step: nullcontext(),
         ) as profiler,
     ):
         for step in range(1, 4):

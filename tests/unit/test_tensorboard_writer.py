@@ -52,13 +52,11 @@ def open_writer(
     folder: Path,
     *,
     resume_step: int = 0,
-    total_memory_gib: float | None = None,
     numerics: bool = False,
 ) -> TensorBoardWriter:
     return TensorBoardWriter(
         folder,
         resume_step=resume_step,
-        total_memory_gib=total_memory_gib,
         config_toml=CONFIG_TOML,
         hparams={"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64},
         numerics=numerics,
@@ -122,8 +120,8 @@ def test_what_casts_lost(tmp_path):
 
 
 def test_share_of_a_gpus_memory(tmp_path):
-    write_steps(open_writer(tmp_path, total_memory_gib=9.3), range(1, 2))
-    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(1, pytest.approx(10.0))]
+    open_writer(tmp_path).write(replace(RECORD, memory_pct=10.0))
+    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(12, pytest.approx(10.0))]
 
 
 def test_curves_are_on_disk_before_they_are_closed(tmp_path):
@@ -227,7 +225,9 @@ def test_a_single_record_has_no_median(tmp_path):
     assert read_curves(tmp_path) == {"final/loss": [(12, 5.25)]}
 
 
-@pytest.mark.parametrize("summary", [None, replace(SUMMARY, step=10)], ids=["crashed", "stopped"])
+@pytest.mark.parametrize(
+    "summary", [None, replace(SUMMARY, last=replace(RECORD, step=10))], ids=["crashed", "stopped"]
+)
 def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     writer = open_writer(tmp_path)
     write_steps(writer, range(1, 11))
@@ -240,7 +240,7 @@ def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     events_file.rename(events_file.with_name("events.out.tfevents.1700000000.earlier"))
     resumed = open_writer(tmp_path, resume_step=6)
     write_steps(resumed, range(7, 9))
-    resumed.close(replace(SUMMARY, step=8))
+    resumed.close(replace(SUMMARY, last=replace(RECORD, step=8, loss=5.25)))
 
     events = EventAccumulator(str(tmp_path)).Reload()
     curves = read_curves(tmp_path)

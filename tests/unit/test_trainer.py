@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan_lite.config import DebugConfig, TrainingConfig
-from torchtitan_lite.metrics.metrics import Skips
+from torchtitan_lite.metrics.processor import Skips
 from torchtitan_lite.trainer import set_determinism, too_many_skips
 
 

@@ -1,7 +1,6 @@
 import importlib
 import logging
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def test_a_run_of_records(tmp_path, wandb):
     writer.write_scalars(12, {"validation_loss": 5.5})
     writer.close(SUMMARY)
     (run,) = wandb.runs
-    record = asdict(RECORD)
+    record = RECORD.to_json()
     known = {
         name: record[name] for name in record if name not in {"step", "mfu_fp8_peak", "epochs"}
     }
@@ -108,9 +107,9 @@ def test_a_failure_on_the_way_is_told_once_and_ends_no_training(
         writer.write(RECORD)
     writer.close(SUMMARY)
     assert [step for step, _ in run.rows] == [12]
-    assert caplog.messages == [
-        "wandb failed, and gets nothing more of this run: ConnectionResetError: Connection reset by peer"
-    ]
+    (message,) = caplog.messages
+    assert "wandb failed" in message
+    assert "ConnectionResetError: Connection reset by peer" in message
     assert caplog.records[0].levelno == logging.WARNING
 
 

@@ -1,4 +1,4 @@
-"""The data sheets: what each known GPU can do at best."""
+"""Data sheets of GPUs: dense peaks, memory and bandwidth."""
 
 import re
 from dataclasses import dataclass
@@ -10,19 +10,18 @@ class DeviceSpec:
 
     name: str
     bf16_tflops: float
-    """Dense, here and below: sparse figures are double."""
+    """Dense, as fp8_tflops: a sparse peak is twice as high."""
     fp8_tflops: float | None
-    """None where the device has no float8 matrix units."""
+    """None if the device has no float8 matrix units."""
     memory_gib: float
-    """2^30 bytes: what the sheets call GB. A driver keeps 1 to 2 % of them, and ECC, which is on by
-    default where the memory is GDDR6, a sixteenth: 48 and 24 GB are 45 and 22.5 there."""
+    """GiB, which data sheets call GB. The driver keeps 1 to 2 %. ECC, on by default with GDDR6,
+    takes a sixteenth: 48 and 24 GB are listed as 45 and 22.5."""
     bandwidth_tb_s: float
-    """Of that memory, 10^12 bytes a second."""
+    """Memory bandwidth, 10^12 bytes per second."""
     aliases: tuple[str, ...] = ()
-    """Other names that torch or the vendor gives the device."""
+    """Other names of the device, from torch or its vendor."""
     mxfp8: bool = False
-    """Whether torchao trains in MXFP8 on it: Blackwell of data centres, of compute capability
-    10.x."""
+    """Whether torchao trains in MXFP8 on it: data centre Blackwell, compute capability 10.x."""
 
 
 DEVICES = (
@@ -52,11 +51,11 @@ DEVICES = (
 
 
 def lookup_device(name: str) -> DeviceSpec | None:
-    """The data sheet of the device that torch, or its vendor, calls `name`; None if there is none
-    here.
+    """Return the data sheet of the device that torch or its vendor calls `name`, None if unknown.
 
-    A name must match in full: "MIG", "Laptop GPU", "D" or an unlisted memory behind a known name is
-    another device."""
+    The whole name must match: a known name followed by "MIG", "Laptop GPU", "D" or an unlisted
+    memory size is another device.
+    """
     bare = re.sub(r"^(NVIDIA (GeForce )?|AMD Instinct )", "", name, flags=re.IGNORECASE).casefold()
     return next(
         (device for device in DEVICES if bare in map(str.casefold, (device.name, *device.aliases))),

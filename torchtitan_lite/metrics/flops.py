@@ -1,8 +1,8 @@
-"""The FLOPs of training one token, counted matmul by matmul from the converted model.
+"""Count the FLOPs of training one token, matmul by matmul, from the converted model.
 
-Counted are the three matmuls of every linear and the two of attention with their gradients. The
-embedding look-up, norms, rotary embeddings, softmax and the loss are not. What activation
-checkpointing computes again is counted apart.
+Counted are the three matmuls of every linear (output, grad_input, grad_weight) and attention's
+scores and values with their gradients. Embedding look-up, norms, rotary embeddings, softmax and
+loss are not counted. Recomputation by activation checkpointing is counted apart.
 """
 
 from collections.abc import Collection, Iterable
@@ -18,8 +18,7 @@ FlopsConvention = Literal["palm", "causal"]
 
 @dataclass(frozen=True)
 class LinearFlops:
-    """One linear's matmuls: its global shape, and the precision that its recipe gives each of the
-    three."""
+    """The matmuls of one linear: its global shape, and each matmul's precision in its recipe."""
 
     name: str
     in_features: int
@@ -32,26 +31,25 @@ class LinearFlops:
 
     @property
     def flops_per_matmul(self) -> int:
-        """FLOPs per token of `output`, and the same again of `grad_input` and of `grad_weight`."""
+        """FLOPs per token of each of the three matmuls."""
         return 2 * self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class FlopsLedger:
-    """FLOPs per trained token, forward and backward, of a whole model."""
+    """FLOPs per trained token of a whole model, forward and backward."""
 
     linears: tuple[LinearFlops, ...]
     attention: int
-    """Scores and values in every layer, with their gradients."""
+    """Scores and values in all layers, with their gradients."""
     recomputed_attention: int
     """Scores and values that the backward pass computes again."""
     high_precision: Precision
-    """Of attention, and of the linears that are not converted."""
+    """Precision of attention and of the linears that are not converted."""
     recompute_is_known: bool = True
-    """Whether `recompute` is all that is computed again."""
+    """Whether `recompute` is complete; under a memory budget the compiler decides."""
     fp8_runs_in: Precision = "fp8"
-    """What the fp8 matmuls are computed in, and count as in `by_precision` and `recompute`: another
-    where emulated."""
+    """Precision in which fp8 matmuls are computed and counted: another one if emulated."""
 
     @property
     def emulated(self) -> bool:
@@ -60,39 +58,29 @@ class FlopsLedger:
 
     @cached_property
     def total(self) -> int:
-        """All FLOPs per token, none of them twice."""
+        """All FLOPs per token, without recomputation."""
         return self.attention + sum(3 * linear.flops_per_matmul for linear in self.linears)
 
     @property
     def output(self) -> int:
-        """FLOPs per token of the `output` linear, the projection to the vocabulary."""
-        return sum(
-            3 * linear.flops_per_matmul for linear in self.linears if linear.name == "output"
-        )
+        """FLOPs per token of the linear `output`, the projection to the vocabulary."""
+        return sum(3 * row.flops_per_matmul for row in self.linears if row.name == "output")
 
     @cached_property
     def by_precision(self) -> dict[Precision, int]:
-        """FLOPs per token that the device computes in each precision; they add up to `total`."""
-        return self._sum(
-            self.attention,
-            (
-                (precision, linear.flops_per_matmul)
-                for linear in self.linears
-                for precision in (linear.output, linear.grad_input, linear.grad_weight)
-            ),
+        """FLOPs per token by the precision that computes them; the sum is `total`."""
+        matmuls = (
+            (precision, linear.flops_per_matmul)
+            for linear in self.linears
+            for precision in (linear.output, linear.grad_input, linear.grad_weight)
         )
+        return self._sum(self.attention, matmuls)
 
     @cached_property
     def recompute(self) -> dict[Precision, int]:
-        """FLOPs per token on top of `total` that the backward pass computes again, by precision."""
-        return self._sum(
-            self.recomputed_attention,
-            (
-                (linear.output, linear.flops_per_matmul)
-                for linear in self.linears
-                if linear.recomputed
-            ),
-        )
+        """FLOPs per token that the backward pass computes again, by precision; not in `total`."""
+        matmuls = ((row.output, row.flops_per_matmul) for row in self.linears if row.recomputed)
+        return self._sum(self.recomputed_attention, matmuls)
 
     def _sum(
         self, attention: int, matmuls: Iterable[tuple[Precision, int]]

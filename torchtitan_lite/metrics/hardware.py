@@ -1,15 +1,16 @@
-"""What the device could do at best, and how much of its memory the run has taken."""
+"""The device's peak FLOPS, and the memory that the run has taken of it."""
 
 import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite.config import MetricsConfig
 
@@ -17,7 +18,7 @@ from .cpu_peaks import resolve_cpu_peaks
 from .devices import DeviceSpec, lookup_device
 from .flops import Precision
 
-# One matmul of this size keeps all of a GPU busy for around a millisecond.
+# One matmul of this size keeps all of a GPU busy for about a millisecond.
 _MATMUL_SIZE = 8192
 _MATMULS_TIMED_TOGETHER = 10
 _MEASURE_SECONDS = 0.15
@@ -26,93 +27,91 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense matmul peaks of one device in TFLOPS by precision, by where they come from. What is not
-    known is left out, never guessed."""
+    """Dense matmul peaks of one device in TFLOPS by precision, grouped by their origin. An unknown
+    peak is left out, never guessed."""
 
     device_name: str
     published: Mapping[Precision, float] = field(default_factory=dict)
+    """From the data sheet."""
     measured: Mapping[Precision, float] = field(default_factory=dict)
     """What matmuls reach on this very device."""
     given: Mapping[Precision, float] = field(default_factory=dict)
-    """By the config."""
+    """From the config."""
     approximate: bool = False
-    """Whether a utilisation rests on a CPU's measured peaks, which hold to some percent only."""
+    """Whether utilisations rest on a CPU's measured peaks, which vary by a few percent."""
 
     @property
     def tflops(self) -> dict[Precision, float]:
-        """The peaks to hold the run against: given, else published, else measured."""
+        """The peaks that utilisations refer to: given, else published, else measured."""
         return {**self.measured, **self.published, **self.given}
 
     def __str__(self) -> str:
-        """The line for the log: device, every peak and its origin."""
+        """Describe the device and every peak with its origin, for the log."""
         if not self.tflops:
             return f"{self.device_name}: peaks unknown, so mfu is n/a"
         origins = {"measured": self.measured, "published": self.published, "given": self.given}
         peaks = [
-            f"{name} {tflops:.4g} ({o})"
-            for o, known in origins.items()
-            for name, tflops in known.items()
+            f"{precision} {tflops:.4g} ({origin})"
+            for origin, known in origins.items()
+            for precision, tflops in known.items()
         ]
         approximate = "approximate " if self.approximate else ""
         return f"{self.device_name}: {approximate}peaks in TFLOPS: {', '.join(peaks)}"
 
 
 def published_peaks(device: DeviceSpec | None) -> dict[Precision, float]:
-    """The peaks of a data sheet, TFLOPS; none for an unknown device."""
-    if device is None:
-        return {}
-    return _known({"bf16": device.bf16_tflops, "fp8": device.fp8_tflops})
+    """Return the peaks of a data sheet in TFLOPS; none for an unknown device."""
+    return _known(device.bf16_tflops, device.fp8_tflops) if device else {}
 
 
 def given_peaks(metrics: MetricsConfig) -> dict[Precision, float]:
-    """The peaks that the config gives, TFLOPS."""
-    return _known({"bf16": metrics.peak_tflops_bf16, "fp8": metrics.peak_tflops_fp8})
+    """Return the peaks that the config gives, in TFLOPS."""
+    return _known(metrics.peak_tflops_bf16, metrics.peak_tflops_fp8)
 
 
-def _known(peaks: Mapping[Precision, float | None]) -> dict[Precision, float]:
+def _known(bf16: float | None, fp8: float | None) -> dict[Precision, float]:
+    peaks: dict[Precision, float | None] = {"bf16": bf16, "fp8": fp8}
     return {precision: tflops for precision, tflops in peaks.items() if tflops is not None}
 
 
 def resolve_peaks(
     device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision], file: Path
 ) -> Peaks:
-    """The peaks of `device`. Those of `precisions` are measured where [metrics] measure_peak asks
-    for it, and on CPU where they are not given: there they are kept in `file`. A collective call,
-    which all ranks should begin at the same time, as they will train at the same time."""
-    given = given_peaks(metrics)
+    """Return the peaks of `device`, measuring those of `precisions` where necessary.
+
+    A GPU's are measured if [metrics] measure_peak is set, a CPU's also if they are not given; a
+    CPU's are kept in `file`. A collective call: ranks measure at the same time, as they train.
+    """
+    given, wanted = given_peaks(metrics), set(precisions) if metrics.measure_peak else set()
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()
-        wanted = set(precisions) if metrics.measure_peak else unknown
+        wanted |= unknown
         measured = resolve_cpu_peaks(wanted, file=file) if wanted else {}
         return Peaks("CPU", measured=measured, given=given, approximate=bool(unknown))
     name = torch.cuda.get_device_name(device)
-    wanted = set(precisions) if metrics.measure_peak else set()
     measured = {precision: measure_peak(precision, device) for precision in sorted(wanted)}
     return Peaks(name, published_peaks(lookup_device(name)), measured, given)
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
-    """TFLOPS that large square matmuls reach on the GPU `device` now, in half a second or so: of
-    random matrices, because a GPU runs faster on constant ones."""
+    """Return the TFLOPS that large square matmuls reach on the GPU `device`, within half a second.
+
+    The matrices are random, because a GPU is faster on constant ones. The result is a median: the
+    best time could be from a moment at which other processes paused.
+    """
     shape = (2, _MATMUL_SIZE, _MATMUL_SIZE)
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(shape, generator=generator, device=device)
     if precision == "fp8":
-        from torchao.float8.config import e4m3_dtype
+        from torchao.float8.config import e4m3_dtype  # slow to import
 
         a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
-        return _matmul_tflops(
-            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
-            device,
-        )
-    if precision == "bf16":
-        a, b = a.bfloat16(), b.bfloat16()
-    return _matmul_tflops(lambda: a @ b, device)
+        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        matmul = partial(torch._scaled_mm, a, b, one, one, **options)
+    else:
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        matmul = partial(torch.matmul, a.to(dtype), b.to(dtype))
 
-
-def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
-    """TFLOPS of the median matmul: the best one would tell of a moment when other processes
-    paused."""
     seconds: list[float] = []
     matmul()  # the first call builds the kernel
     synchronize(device)
@@ -126,26 +125,25 @@ def _matmul_tflops(matmul: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return once `device` has done all that it was asked to do."""
+    """Wait until `device` has done all requested work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far, GiB: reserved by torch on a GPU, resident in this process on
-    CPU."""
+    """Return the peak memory so far, GiB: reserved by torch on a GPU, resident on CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB  # Linux reports KiB
     return torch.cuda.max_memory_reserved(device) / _GIB
 
 
 def host_memory_gib() -> float:
-    """The memory of this host, GiB."""
+    """Return the memory of this host, GiB."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
 
 
 def total_memory_gib(device: torch.device) -> float | None:
-    """A GPU's memory, GiB; None on CPU, whose memory is not the run's alone."""
+    """Return a GPU's memory, GiB; None on CPU, where other processes share the memory."""
     if device.type == "cpu":
         return None
     return torch.cuda.get_device_properties(device).total_memory / _GIB

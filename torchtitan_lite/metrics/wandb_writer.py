@@ -1,5 +1,4 @@
-"""Weights & Biases as one more place for a run's records. wandb is optional: it is imported only
-where it is used."""
+"""Weights & Biases as one more place for a run's records. wandb is an optional dependency."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,41 +12,41 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
-from .records import Numerics, Record, Summary, numerics_scalars
+from .figures import StepRecord, figure_of
+from .records import Summary, Writer
 
 UPLOAD_TIMEOUT_S = 60.0
-"""How long the end of a run may wait for wandb's server while devices idle. What is late stays in
-the run folder."""
+"""How long a run may wait for wandb's server at its end, while devices idle. Data that arrives
+later stays in the run folder."""
 
 
 def check_wandb_installed(metrics: MetricsConfig) -> None:
-    """Raise ConfigError if wandb is asked for and not installed."""
+    """Raise ConfigError if wandb is enabled and not installed."""
     if not metrics.enable_wandb:
         return
+    # wandb leaves a folder of its own name where it ran: Python finds it as a package without code.
     spec = find_spec("wandb")
-    if (
-        spec is None or spec.origin is None
-    ):  # a mere folder of that name, as wandb leaves one where it ran
+    if spec is None or spec.origin is None:
         raise ConfigError(
-            '[metrics] enable_wandb = true needs wandb, which is not installed; pip install "torchtitan-lite[wandb]", '
-            "or set it to false."
+            "[metrics] enable_wandb = true needs wandb, which is not installed: "
+            'pip install "torchtitan-lite[wandb]", or set it to false.'
         )
 
 
-class WandbWriter:
-    """The wandb run of a run folder, the same one after a resume. Its series have the names of
-    metrics.jsonl's keys.
+class WandbWriter(Writer):
+    """The wandb run of a run folder, continued by a resumed run.
 
-    Steps that are trained once more after a crash are dropped by wandb: there the first values
-    stand. A failure of wandb after its start is logged as a warning and ends this writer, never the
-    training: metrics.jsonl has it all."""
+    Its series have the names of metrics.jsonl's keys. wandb drops steps that are trained again
+    after a crash, and keeps their first values. If wandb fails after its start, it is left out for
+    the rest of the run, with a warning.
+    """
 
     def __init__(
         self, dump_folder: Path, *, config_toml: str, hparams: Mapping[str, bool | float | str]
     ) -> None:
-        """Open the run. Raises ConfigError if there is no login or no network. Its project is
-        $WANDB_PROJECT's."""
-        import wandb  # optional, and slow to import
+        """Open the run in project $WANDB_PROJECT. Raises ConfigError without a login or network."""
+        # Slow to import, and optional.
+        import wandb
 
         id_file = dump_folder / "wandb" / "run_id"
         id_file.parent.mkdir(exist_ok=True)
@@ -62,50 +61,35 @@ class WandbWriter:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"[metrics] enable_wandb = true: wandb cannot start ({str(error).splitlines()[0]}); run wandb login, "
-                "or set WANDB_MODE=offline in the environment, or set it to false."
+                "[metrics] enable_wandb = true: wandb cannot start "
+                f"({str(error).splitlines()[0]}); run wandb login, set WANDB_MODE=offline in the "
+                "environment, or set it to false."
             ) from error
         id_file.write_text(self._run.id)
 
-    def write(self, record: Record) -> None:
-        """Log the record's known figures."""
-        figures = record.figures()
-        self.write_scalars(
-            record.step, {name: value for name, value in figures.items() if name != "step"}
-        )
+    def write(self, record: StepRecord) -> None:
+        figures = record.known().items()
+        logged = {name: value for name, value in figures if figure_of(name).in_json}
+        del logged["step"]
+        self.write_scalars(record.step, logged)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the figures beside those of the step's record."""
         self._attempt(lambda run: run.log(dict(scalars), step=step))
 
-    def write_numerics(self, step: int, numerics: Numerics) -> None:
-        """Log the figures beside those of the step's record."""
-        self.write_scalars(step, numerics_scalars(numerics))
-
-    def flush(self) -> None:
-        """Nothing is left to do: wandb keeps its own log."""
-
     def close(self, summary: Summary | None) -> None:
-        """Add the outcome to the run's summary, and wait for the upload, UPLOAD_TIMEOUT_S at
-        most."""
         if summary is not None:
-            outcome = {
-                "final_loss": summary.loss,
-                "median_tps": summary.tps,
-                "median_mfu": summary.mfu,
-            }
+            outcome = {"final_loss": summary.last.loss, "median_tps": summary.tps}
+            outcome["median_mfu"] = summary.mfu
             self._attempt(lambda run: run.summary.update(outcome))
         self._attempt(lambda run: run.finish())
 
     def _attempt(self, action: Callable[[Any], object]) -> None:
+        """Call wandb, unless it failed before. No failure of wandb may end the training."""
         if self._run is None:
             return
         try:
             action(self._run)
-        except (
-            Exception
-        ) as error:  # whatever it is: wandb's own errors, and its service's broken connection
+        except Exception as error:
             self._run = None
-            logger.warning(
-                f"wandb failed, and gets nothing more of this run: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning(f"wandb failed and is left out for the rest of the run: {reason}")

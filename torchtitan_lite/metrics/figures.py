@@ -1,0 +1,199 @@
+"""Every figure that a run logs: its name, meaning, unit, TensorBoard tag, charts, console text.
+
+To add a figure of a step, add its line to `StepRecord`, and compute the value: a tensor on the
+device in `Trainer.train_step`, anything else in `MetricsProcessor`. metrics.jsonl, wandb,
+TensorBoard with its charts, the console and the tables in docs/metrics.md follow from that line.
+`python -m torchtitan_lite.metrics.figures` prints the tables.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+CHARTS = {
+    "loss": ("loss", "mean and validation, nat"),
+    "loss_max": ("loss", "mean and largest of the ranks, nat"),
+    "tps": ("throughput", "tokens per second per device"),
+    "tflops": ("throughput", "TFLOPS per device"),
+    "hfu": ("MFU", "percent, without and with recompute"),
+    "peaks": ("MFU", "percent of one peak or another"),
+    "memory": ("memory", "peak, GiB"),
+    "step": ("times", "step, seconds"),
+    "outside": ("times", "outside of steps, seconds"),
+}
+"""Page and title of each chart of TensorBoard's Custom Scalars tab, in the order shown."""
+
+CAST_CHARTS = {
+    f"{figure}/{role}/": ("float8", title.format(role))
+    for figure, title in {
+        "sqnr_db": "SQNR of {}s, dB",
+        "underflow": "share of {}s that became 0",
+    }.items()
+    for role in ("input", "weight", "grad_output")
+}
+"""The charts about casts to float8, by the prefix of the figures' names: one curve per kind of
+linear."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """How a figure is described and shown. Its name is the key in metrics.jsonl and on wandb."""
+
+    meaning: str
+    unit: str = ""
+    tag: str = ""
+    """TensorBoard tag, torchtitan's where it has one; empty: no curve."""
+    charts: tuple[str, ...] = ()
+    """Keys of CHARTS."""
+    console: Callable[[Any], str] | None = None
+    """Its part of the step's console line, from the record; an empty part is left out."""
+    in_json: bool = True
+    """Whether metrics.jsonl and wandb have it; if not, only TensorBoard and the console do."""
+
+
+def format_mfu(mfu: float | None, *, approximate: bool) -> str:
+    """Format a utilisation: 41.2%, ~41.2% if it is approximate, n/a if it is unknown."""
+    return "n/a" if mfu is None else f"{'~' if approximate else ''}{mfu:.1f}%"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The figures of one logged step, in the order of metrics.jsonl and of the console line.
+
+    Rates and times are averages over the steps since the previous record. None means unknown.
+    """
+
+    # One figure after the other, as in a table.
+    # fmt: off
+    step: Annotated[int, Figure("number of the step, from 1")]
+    tokens: Annotated[int, Figure(
+        "trained on by all ranks since step 1, over resumes", "tokens", "n_tokens_seen")]
+    epochs: Annotated[Mapping[str, float], Figure(
+        "passes over each store of the training data, by its name, which ends the tag", "passes",
+        "data/epochs")]
+    loss: Annotated[float, Figure(
+        "mean over all ranks' tokens of this step", "nat", "loss_metrics/global_avg_loss",
+        ("loss", "loss_max"), lambda r: f"loss {r.loss:.4f}")]
+    loss_max: Annotated[float, Figure(
+        "largest of the ranks' own mean losses", "nat", "loss_metrics/global_max_loss",
+        ("loss_max",))]
+    grad_norm: Annotated[float, Figure(
+        "norm of the gradient before clipping", "", "grad_norm",
+        (), lambda r: f"grad_norm {r.grad_norm:.3g}")]
+    lr: Annotated[float, Figure("learning rate of this step", "", "lr")]
+    skipped_steps: Annotated[int, Figure(
+        "steps of the run without an update: loss or gradient not finite, or a loss spike", "steps",
+        "skipped_steps", (), lambda r: f"skipped {r.skipped_steps}" if r.skipped_steps else "")]
+    tps: Annotated[float, Figure(
+        "tokens per second per device", "tokens/s", "throughput(tps)",
+        ("tps",), lambda r: f"tps {r.tps:,.0f}")]
+    tflops: Annotated[float, Figure(
+        "FLOPs per token times `tps`, per device", "TFLOPS", "tflops",
+        ("tflops",), lambda r: f"tflops {r.tflops:,.2f}")]
+    mfu: Annotated[float | None, Figure(
+        "utilisation, each matmul at its own precision's peak", "%", "mfu(%)",
+        ("hfu", "peaks"), lambda r: f"mfu {format_mfu(r.mfu, approximate=r.approximate_mfu)}")]
+    mfu_bf16_peak: Annotated[float | None, Figure(
+        "utilisation, all FLOPs at the bf16 peak", "%", "mfu_bf16_peak(%)", ("peaks",))]
+    mfu_fp8_peak: Annotated[float | None, Figure(
+        "utilisation, all FLOPs at the fp8 peak", "%", "mfu_fp8_peak(%)", ("peaks",))]
+    mfu_achievable: Annotated[float | None, Figure(
+        "`mfu` against measured peaks; unknown if none were measured", "%", "mfu_achievable(%)",
+        ("peaks",))]
+    hfu: Annotated[float | None, Figure(
+        "`mfu` with the recomputation by activation checkpointing", "%", "hfu(%)", ("hfu",))]
+    step_time_s: Annotated[float, Figure(
+        "from the end of the previous step to this one's, with the wait for data", "s",
+        "time_metrics/end_to_end(s)", ("step",))]
+    data_time_s: Annotated[float, Figure(
+        "wait for data, part of `step_time_s`", "s", "time_metrics/data_loading(s)", ("step",))]
+    memory_gib: Annotated[float, Figure(
+        "rank 0's peak so far: reserved by torch on a GPU, resident on CPU", "GiB",
+        "memory/max_reserved(GiB)", ("memory",), lambda r: f"mem {r.memory_gib:.1f}GiB")]
+    memory_pct: Annotated[float | None, Figure(
+        "`memory_gib` of a GPU's memory", "%", "memory/max_reserved(%)", in_json=False)]
+    data_time_pct: Annotated[float, Figure(
+        "`data_time_s` of `step_time_s`", "%", "time_metrics/data_loading(%)", (),
+        lambda r: f"time {r.step_time_s:.3f}s (data {r.data_time_pct:.1f}%)", in_json=False)]
+    time: Annotated[float, Figure("when the step was logged, Unix time", "s")]
+    # fmt: on
+    approximate_mfu: bool = False
+    """Whether the utilisations rest on a CPU's measured peaks."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line of metrics.jsonl."""
+        return {name: getattr(self, name) for name, fig in STEP_FIGURES.items() if fig.in_json}
+
+    def known(self) -> dict[str, float]:
+        """Return the figures that are known, by name; the passes over a store as epochs/STORE."""
+        values = {name: getattr(self, name) for name in STEP_FIGURES if name != "epochs"}
+        epochs = {f"epochs/{store}": passes for store, passes in self.epochs.items()}
+        return {name: value for name, value in values.items() if value is not None} | epochs
+
+
+STEP_FIGURES: dict[str, Figure] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(StepRecord, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+
+BETWEEN_STEPS = {
+    "validation_loss": Figure(
+        "mean over the validation windows", "nat", "validation_metrics/global_avg_loss", ("loss",)
+    ),
+    "compile_s": Figure(
+        "compilation by torch.compile", "s", "time_metrics/compile_s", ("outside",)
+    ),
+    "checkpoint_s": Figure("saving a checkpoint", "s", "time_metrics/checkpoint_s", ("outside",)),
+    "validation_s": Figure("validation", "s", "time_metrics/validation_s", ("outside",)),
+    "gc_s": Figure("garbage collection", "s", "time_metrics/gc_s", ("outside",)),
+    "profiling_s": Figure(
+        "writing traces and snapshots", "s", "time_metrics/profiling_s", ("outside",)
+    ),
+}
+"""Figures that belong to no step. A time is written as NAME_s by `outside_step(NAME)`."""
+
+CAST_FIGURES = {
+    "sqnr_db": Figure("signal to quantization noise of the casts", "dB", "float8_sqnr_db"),
+    "amax": Figure("largest magnitude", "", "float8_amax"),
+    "underflow": Figure("share of the values that became 0", "", "float8_underflow"),
+    "saturation": Figure("share of the values that were cut off", "", "float8_saturation"),
+}
+"""Figures of casts to float8; role and kind of linear follow the name: sqnr_db/weight/output."""
+
+FIGURES = STEP_FIGURES | BETWEEN_STEPS | CAST_FIGURES
+
+
+def figure_of(name: str) -> Figure:
+    """Return the figure of a curve such as `loss` or `epochs/STORE`."""
+    return FIGURES[name.partition("/")[0]]
+
+
+CastErrors = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""CAST_FIGURES by kind of linear and role (input, weight, grad_output). NAME_layer is the index of
+the layer that the figure NAME comes from, if the linear is in a layer."""
+
+
+def cast_scalars(casts: CastErrors) -> dict[str, float]:
+    """Flatten the figures of casts to NAME/ROLE/KIND, without the layers' indices."""
+    return {
+        f"{name}/{role}/{kind}": value
+        for kind, roles in casts.items()
+        for role, figures in roles.items()
+        for name, value in figures.items()
+        if name in CAST_FIGURES
+    }
+
+
+def reference(figures: Mapping[str, Figure]) -> str:
+    """Return the table of docs/metrics.md about `figures`, in Markdown."""
+    rows = [
+        (f"`{name}`", figure.meaning, figure.unit, f"`{figure.tag}`" if figure.tag else "")
+        for name, figure in figures.items()
+    ]
+    cells = [("figure", "meaning", "unit", "TensorBoard"), ("---",) * 4, *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+if __name__ == "__main__":
+    print(*map(reference, (STEP_FIGURES, BETWEEN_STEPS, CAST_FIGURES)), sep="\n\n")
