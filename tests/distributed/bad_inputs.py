@@ -93,7 +93,7 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     if "--job.config_file" not in words:
         words = ["--job.config_file", "ok.toml", *words]
     if arguments in BEFORE_START:
-        module, environment = "torchtitan_lite.config", ENV
+        module, environment = "torchtitan_lite.launch", ENV | {"NGPU": "1"}
     else:
         with socket.socket() as free:
             free.bind(("", 0))
@@ -115,7 +115,7 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     result = warm.python(["-m", module, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
     _, _, told = result.stdout.rpartition("error:\n")
-    message = (result.stderr if module == "torchtitan_lite.config" else told).strip()
+    message = (result.stderr if module == "torchtitan_lite.launch" else told).strip()
     return result.returncode, message.replace(f"{folder}/", "").replace(str(folder), ".")
 
 

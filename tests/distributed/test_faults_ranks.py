@@ -274,7 +274,7 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
     assert none_lives(half_done)
     # The command that the run told goes on from there.
-    assert run.told["effect"] == "goes on from the last checkpoint"
+    assert run.told["effect"] == "continues from the last checkpoint"
     assert ended(launcher.start(["bash", "-c", run.told["command"] or ""])).exit_code == 0
     assert checkpoints(half_done) == ["step-00000006", "step-00000009", "step-00000012"]
     assert_same_run(half_done, straight)

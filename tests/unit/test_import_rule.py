@@ -12,8 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HUBS = {"train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
-COMMON = {"config", "errors", "logger", "files", "collectives", "tables", "torchao_types"}
+HUBS = {"launch", "train", "trainer", "plan", "bench", "benchmarks", "build", "meta", "convert_hf"}
+COMMON = {
+    "patches",
+    "config",
+    "errors",
+    "logger",
+    "files",
+    "collectives",
+    "tables",
+    "torchao_types",
+}
 OURS = {  # what a part of the package may import of it, besides itself
     "config": {"errors", "logger", "models.flavors"},
     "errors": set(),
