@@ -1,14 +1,10 @@
-"""The launcher of a run on this node: `python -m torchtitan_lite.launch`, as run_train.sh calls it.
+"""The launcher of a run on this node: `python -m torchtitan_lite.launch`, which run_train.sh calls.
 
-Three kinds of processes, each the parent of the next:
-
-  launcher   checks the environment and the config, waits, passes signals on, reports the end
-  agent      torchtitan_lite.agent: torch's elastic agent, which starts and restarts the workers
-  worker     torchtitan_lite.train, one process per rank
-
-The launcher does not import torch, so a wrong config is reported within a second. The agent is a
-process of its own because torch replaces all signal handlers, ignores a second signal, and waits
-for other nodes in C++, where no Python handler runs.
+It checks the environment and the config, starts torchtitan_lite.agent, passes signals on, and
+reports how the run ended. The agent is torch's elastic agent, which starts and restarts a worker,
+torchtitan_lite.train, for each rank. It is a process of its own because torch replaces all signal
+handlers, ignores a second signal, and waits for other nodes in C++, where no Python handler runs.
+The launcher does not import torch, so a wrong config is reported within a second.
 """
 
 import json
@@ -90,11 +86,6 @@ class Launch:
     def words(self) -> list[str]:
         """Arguments of `torchtitan_lite.train`."""
         return ["--job.config_file", self.config_file, *self.overrides]
-
-    @property
-    def first_rank(self) -> int:
-        """Lowest rank on this node."""
-        return self.node_rank * self.ngpu
 
     def elastic_config(self) -> dict[str, Any]:
         """Return arguments of torch's LaunchConfig. c10d's rendezvous ignores node ranks, so
@@ -214,7 +205,7 @@ def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
 
     terminal = os.dup(2)
     reader, writer = os.pipe()
-    spec = {"elastic": launch.elastic_config(), "log_dir": str(log_dir)}
+    spec: dict[str, Any] = {"elastic": launch.elastic_config(), "log_dir": str(log_dir)}
     spec |= {"terminal": terminal, "failure": writer}
     with (log_dir / "torchrun.log").open("wb") as log:
         agent = subprocess.Popen(
@@ -245,7 +236,7 @@ def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> bool:
             continue
         if stopped_at is None:
             stopped_at = time.monotonic()
-            say("stopping, and saving if enabled; Ctrl-C, or any signal after 3 s, kills the run")
+            say("stopping and saving; Ctrl-C, or another signal after 3 s, kills the run")
             agent.terminate()
         elif (
             received.si_signo == signal.SIGINT or time.monotonic() - stopped_at > DUPLICATE_SECONDS
@@ -311,7 +302,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
         f"step: {step}",
         f"last checkpoint: {last_checkpoint or 'none'}",
         f"run folder: {path}",
-        f"logs: {find_logs(log_dir, rank=rank, first_rank=launch.first_rank)}",
+        f"logs: {find_logs(log_dir, rank=rank, first_rank=launch.node_rank * launch.ngpu)}",
         f"next: {NEXT.get(code, NEXT[1]).format(path=path)}; this {effect}: {launch.command()}",
     )
     return code

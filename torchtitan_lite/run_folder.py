@@ -27,13 +27,10 @@ from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
-BLOCK_BYTES = 4096
-"""Block size of most file systems: a file up to this size can be overwritten on a full disk."""
+BLOCK_BYTES = 4096  # of most file systems; a full disk still takes a file of one block in place
 LOCK_FILE = ".lock"
-OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")
-"""Content of a lock file: the last run that held it, or nothing yet."""
-LOCK_SECONDS = 10.0
-"""How long a new run waits for the lock: the workers of a killed agent need seconds to end."""
+OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # the last run that held it, or nothing yet
+LOCK_SECONDS = 10.0  # for a new run to wait: the workers of a killed agent need seconds to end
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ class RunFolder:
     _lock: int
 
     def earlier_attempt(self) -> Status | None:
-        """Return the status that this job left before it was started again; None in its first
-        attempt."""
+        """Return the status that this job's attempt before left; None in the first attempt."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
         status = read_status(self.path)
@@ -117,8 +113,7 @@ class RunFolder:
             )
 
     def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write the progress into status.json. Raises StorageError if the folder is no longer this
-        run's."""
+        """Write the progress into status.json. Raises StorageError if the folder is not ours."""
         self.check_is_ours(step=step)
         _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
 
@@ -153,8 +148,7 @@ def make_log_folder(path: Path) -> Path:
 
 
 def lock_inode(path: Path) -> int | None:
-    """Return the inode of the folder's lock file, which identifies the run that holds it; None
-    without such a file."""
+    """Return the inode of the lock file, which identifies the run that holds it; None without."""
     try:
         return (path / LOCK_FILE).stat().st_ino
     except OSError:
@@ -246,10 +240,10 @@ def _write_status(path: Path, status: Status) -> None:
             if error.errno not in DISK_FULL or status.exit_code is None:
                 raise
             short = dataclasses.replace(status, before=None)
-            while len(_to_json(short)) > BLOCK_BYTES and short.cause:
+            while len(_to_json(short)) > BLOCK_BYTES:
+                if not short.cause:
+                    raise
                 short = dataclasses.replace(short, cause=short.cause[: len(short.cause) // 2])
-            if len(_to_json(short)) > BLOCK_BYTES:
-                raise
             with file.open("r+b") as stream:
                 stream.write(_to_json(short))
                 stream.truncate()
@@ -290,7 +284,7 @@ def _take_lock(path: Path) -> int:
     return lock
 
 
-def _not_free(path: Path, entries: Iterable[str]) -> list[str]:
+def _not_free(path: Path, entries: list[str]) -> list[str]:
     """Return those `entries` that exist and are neither an empty folder nor a link to one."""
     there = [entry for entry in entries if os.path.lexists(path / entry)]
     return [
@@ -298,9 +292,7 @@ def _not_free(path: Path, entries: Iterable[str]) -> list[str]:
     ]
 
 
-def _check_nothing_foreign(
-    path: Path, entries: Iterable[str], *, resumed_config: str | None
-) -> None:
+def _check_nothing_foreign(path: Path, entries: list[str], *, resumed_config: str | None) -> None:
     """Raise ConfigError if a run would move or replace anything in the folder, which has no
     status.json.
 
@@ -308,8 +300,8 @@ def _check_nothing_foreign(
     config.toml whose text is not `resumed_config`."""
     foreign = _not_free(path, entries)
     if resumed_config is not None:
-        config = path / CONFIG_FILE
-        is_own = config.is_file() and config.read_bytes() == resumed_config.encode()
+        file = path / CONFIG_FILE
+        is_own = file.is_file() and file.read_bytes() == resumed_config.encode()
         doubtful = {STATUS_FILE} if is_own else {STATUS_FILE, CONFIG_FILE}
         foreign = [entry for entry in foreign if entry in doubtful]
     if foreign:
@@ -319,7 +311,7 @@ def _check_nothing_foreign(
         )
 
 
-def _move_to_previous(path: Path, entries: Iterable[str], *, started: float) -> None:
+def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None:
     """Move those `entries` that an earlier run, `started` then, left to a new folder in previous/.
     Raises ConfigError for a link, whose target would stay in its place."""
     found = _not_free(path, entries)
