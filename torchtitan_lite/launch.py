@@ -1,47 +1,346 @@
-"""torchrun as run_train.sh starts it, with torchrun's own arguments: `python -m
-torchtitan_lite.launch ...`.
+"""The launcher of a run on this node: `python -m torchtitan_lite.launch`, which run_train.sh calls.
 
-It differs in two ways. A stopped run may save for TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds on every
-torch, and the exit code is the failed worker's, so that a full disk, on which no report can be
-written, does not hide it.
+It checks the environment and the config, starts torchtitan_lite.agent, passes signals on, and
+reports how the run ended. The agent is torch's elastic agent, which starts and restarts a worker,
+torchtitan_lite.train, for each rank. It is a process of its own because torch replaces all signal
+handlers, ignores a second signal, and waits for other nodes in C++, where no Python handler runs.
+The launcher does not import torch, so a wrong config is reported within a second.
 """
 
+import json
 import os
+import re
+import shlex
+import signal
+import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import PContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig
+from torchtitan_lite.config import format_help, load_config
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError, run_script
+from torchtitan_lite.run_folder import Status, make_log_folder, overrule_status, read_end
 
-from torchtitan_lite.errors import RankLostError
+USAGE = """\
+usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
 
-SHUTDOWN_SECONDS = "600"
+  CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml)
+  NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
+  LOG_RANK       comma-separated local ranks that print everything; others print warnings and
+                 errors only (0)
+  NNODES         nodes (1); for more, start this script on each of them with the next two:
+  NODE_RANK      number of this node, from 0
+  RDZV_ENDPOINT  host:port of node 0
+  MAX_RESTARTS   how often all ranks are started again after a failure; they continue from the
+                 last checkpoint (0)
+  OMP_NUM_THREADS  threads of a process (the number of cores over NGPU, at least 1)
+  OMP_WAIT_POLICY  ACTIVE: OpenMP threads spin while they wait; PASSIVE: they sleep (PASSIVE
+                   without CUDA devices)
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that a stopped run may take to save (600)
+
+SIGTERM, SIGHUP or SIGINT (Ctrl-C) stops the run before its next forward pass and saves the last
+finished step. A second signal kills the run if it is SIGINT or comes 3 s later; the last checkpoint
+stays.
+
+exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
+1 unexpected, 75 stopped on a signal, and saved where checkpoints are enabled
+"""
+DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
+AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
+DUPLICATE_SECONDS = 3.0
+"""A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
+NEXT = {
+    1: "look at the logs",
+    2: "fix the config",
+    3: "fix the data",
+    4: "find the intact checkpoints with scripts/checkpoint.py verify {path}",
+    5: "lower [optimizer] lr, or name an earlier [checkpoint] load_step",
+    6: "look at the logs and at the host of that rank",
+    7: "make room",
+    75: "start it again when you like",
+}
+"""What to do before a run is started again, by its exit code."""
 
 
-def allow_long_saves() -> None:
-    """Let workers that were told to stop run on for TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds.
+@dataclass(frozen=True)
+class Launch:
+    """What the user asked for: the environment variables, checked, and the command line."""
 
-    torch 2.11 does not know the variable and kills workers after 30 s. To be removed once torch
-    2.11 is not supported any more; a test fails then."""
-    seconds = os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
-        PContext.close.__defaults__ = (None, int(seconds))  # of death_sig and timeout
+    config_file: str
+    cuda_devices: int
+    ngpu: int
+    nnodes: int
+    node_rank: int
+    endpoint: str
+    max_restarts: int
+    shutdown_seconds: int
+    overrides: Sequence[str]
+    program: str  # shell command of the launcher
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments of `torchtitan_lite.train`."""
+        return ["--job.config_file", self.config_file, *self.overrides]
+
+    def elastic_config(self) -> dict[str, Any]:
+        """Return arguments of torch's LaunchConfig. c10d's rendezvous ignores node ranks, so
+        several nodes use the static one."""
+        alone = self.nnodes == 1
+        return {
+            "min_nodes": self.nnodes,
+            "max_nodes": self.nnodes,
+            "nproc_per_node": self.ngpu,
+            "max_restarts": self.max_restarts,
+            "run_id": str(uuid.uuid4()) if alone else "none",
+            "rdzv_backend": "c10d" if alone else "static",
+            "rdzv_endpoint": "localhost:0" if alone else self.endpoint,
+            "rdzv_configs": {} if alone else {"rank": self.node_rank},
+        }
+
+    def command(self) -> str:
+        """Return the shell command that starts the run again. It leaves out --checkpoint.load_step,
+        because the run would load that step again instead of the last one."""
+        variables = {"CONFIG_FILE": self.config_file, "NGPU": self.ngpu}
+        if self.nnodes > 1:
+            node = {"NODE_RANK": self.node_rank, "RDZV_ENDPOINT": self.endpoint}
+            variables = {"NNODES": self.nnodes} | node | variables
+        assignments = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
+        line = " ".join([*assignments, self.program, *map(shlex.quote, self.overrides)])
+        return re.sub(r" --checkpoint\.load_step[= ]\S+", "", line)
 
 
-def main() -> None:
-    """Run the workers. Exits with the exit code of the first that failed, with 6 if a signal killed
-    it."""
-    allow_long_saves()
+def read_launch(env: Mapping[str, str], overrides: Sequence[str]) -> Launch:
+    """Return the launch that the variables of `env` describe. Raises ConfigError."""
+    cuda_devices, script = count_cuda_devices(env), env.get("LAUNCHED_AS")
+    nnodes = read_count(env, "NNODES", default="1", minimum=1)
+    node_rank = read_count(env, "NODE_RANK", default="", minimum=0) if nnodes > 1 else 0
+    endpoint = env.get("RDZV_ENDPOINT", "")
+    if node_rank >= nnodes:
+        raise ConfigError(
+            f"NODE_RANK={node_rank} must be below NNODES={nnodes}; nodes count from 0."
+        )
+    if nnodes > 1 and ":" not in endpoint:
+        raise ConfigError(f"RDZV_ENDPOINT={endpoint} must be host:port of node 0.")
+
+    return Launch(
+        config_file=env.get("CONFIG_FILE") or str(DEFAULT_CONFIG),
+        cuda_devices=cuda_devices,
+        ngpu=read_count(env, "NGPU", default=str(cuda_devices or 2), minimum=1),
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=endpoint,
+        max_restarts=read_count(env, "MAX_RESTARTS", default="0", minimum=0),
+        shutdown_seconds=read_count(
+            env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", default="600", minimum=0
+        ),
+        overrides=overrides,
+        program=shlex.quote(script) if script else "python -m torchtitan_lite.launch",
+    )
+
+
+def read_count(env: Mapping[str, str], name: str, *, default: str, minimum: int) -> int:
+    """Return the whole number in a variable that may be unset or empty. Raises ConfigError."""
+    text = env.get(name) or default
+    if not text.isdecimal() or int(text) < minimum:
+        raise ConfigError(f"{name}={text} is not a whole number of {minimum} or more.")
+    return int(text)
+
+
+def count_cuda_devices(env: Mapping[str, str]) -> int:
+    """Return the number of CUDA devices that PyTorch may use, without importing it."""
+    if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = visible.split(",")  # such as 0, GPU-..., MIG-...; -1 hides all devices
+        return sum(bool(re.match("[0-9GM]", name.strip())) for name in names)
     try:
-        run.main()
-    except ChildFailedError as error:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU") for line in listed.splitlines())
+
+
+def worker_environment(launch: Launch, env: Mapping[str, str], *, color: bool) -> dict[str, str]:
+    """Return the variables that the workers get on top of `env`; the user's own values stay."""
+    threads = max(1, len(os.sched_getaffinity(0)) // launch.ngpu)
+    added = {
+        "LOG_RANK": env.get("LOG_RANK") or "0",
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.shutdown_seconds),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
+    }
+
+    # Spinning threads take the cores from working ones where others load the machine too.
+    if launch.cuda_devices == 0:
+        added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
+    if color and not env.get("NO_COLOR"):
+        added["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
+    return added
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How the agent ended: its process id and exit code, whether it was asked to stop, and the
+    first worker that failed, if any."""
+
+    pid: int
+    exit_code: int
+    signalled: bool = False
+    rank: int | None = None
+    rank_code: int = 0
+
+
+def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
+    """Run the agent until it ends, in a session of its own, so that Ctrl-C reaches the launcher
+    alone."""
+    # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that this
+    # process was started to ignore, as under nohup, is still ignored.
+    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    signals = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+    terminal = os.dup(2)
+    reader, writer = os.pipe()
+    spec: dict[str, Any] = {"elastic": launch.elastic_config(), "log_dir": str(log_dir)}
+    spec |= {"terminal": terminal, "failure": writer}
+    with (log_dir / "torchrun.log").open("wb") as log:
+        agent = subprocess.Popen(
+            [*AGENT, json.dumps(spec), *launch.words],
+            env=os.environ | worker_environment(launch, os.environ, color=os.isatty(1)),
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=(terminal, writer),
+            start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
+        )
+    os.close(writer)
+
+    signalled = wait(agent, signals)
+    failure = json.loads(os.read(reader, 4096) or b"{}")
+    return AgentEnd(agent.pid, agent.returncode, signalled, **failure)
+
+
+def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> bool:
+    """Wait for the agent, and pass blocked `signals` on. Returns whether there was one.
+
+    The first one is passed on as SIGTERM, once: at a second one the agent would abandon its
+    workers. As long as it has none, SIGTERM kills it. A second signal kills all processes."""
+    stopped_at: float | None = None
+    while agent.poll() is None:
+        received = signal.sigtimedwait(signals, 0.1)
+        if received is None:
+            continue
+        if stopped_at is None:
+            stopped_at = time.monotonic()
+            say("stopping and saving; Ctrl-C, or another signal after 3 s, kills the run")
+            agent.terminate()
+        elif (
+            received.si_signo == signal.SIGINT or time.monotonic() - stopped_at > DUPLICATE_SECONDS
+        ):
+            kill(agent)
+    return stopped_at is not None
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill the agent, before it starts another worker, and then its workers with all that they have
+    started: each worker leads a process group."""
+    children: list[str] = []
+    with suppress(OSError):
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    agent.kill()
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(int(child), signal.SIGKILL)
+
+
+def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | None]:
+    """Return the cause, the exit code, and the rank that the cause is about, of a run that did not
+    finish. `status` is None if it ended before it opened its folder. A killed rank counts before
+    what other ranks report, except what they found out about a lost rank."""
+    lost = RankLostError.exit_code
+    if end.rank_code < 0:
+        killed = f"rank {end.rank} was killed by {signal.Signals(-end.rank_code).name}"
+        if status is None or status.exit_code != lost:
+            return killed, lost, end.rank
+        return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
+
+    if status is not None and status.exit_code is not None:
+        return status.cause or status.state, status.exit_code, status.rank
+    if end.rank_code > 0:
+        return f"rank {end.rank} ended with exit code {end.rank_code}", end.rank_code, end.rank
+    if end.signalled and status is None:
+        return "stopped by a signal before the first step", STOPPED_EXIT_CODE, None
+    if end.signalled:
+        return "killed before it could stop at a step's end", lost, None
+    if end.exit_code < 0:
+        return f"the agent was killed by {signal.Signals(-end.exit_code).name}", lost, None
+    return "the agent failed", 1, None
+
+
+def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, since: float) -> int:
+    """Print how a run ended that did not finish, correct its status.json if that does not know, and
+    return its exit code. `path` is the run folder, `since` a time before the start."""
+    on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
+    cause, code, rank = find_outcome(status, end)
+    if status is not None and status.exit_code != code:
+        overrule_status(path, status, cause=cause, exit_code=code, rank=rank)
+
+    # No worker could say what went wrong, but the agent may have.
+    if status is None and code == 1:
         with suppress(OSError):
-            print(error, file=sys.stderr, flush=True)
-        _, failure = error.get_first_failure()
-        sys.exit(failure.exitcode if failure.exitcode > 0 else RankLostError.exit_code)
+            say(*(log_dir / "torchrun.log").read_text(errors="replace").splitlines()[-20:])
+
+    step, last_checkpoint = (on_file.step, on_file.last_checkpoint) if on_file else (0, None)
+    effect = "continues from the last checkpoint" if last_checkpoint else "starts from step 1"
+    say(
+        f"exit code {code}: {cause}",
+        *([] if rank is None else [f"rank: {rank}"]),
+        f"step: {step}",
+        f"last checkpoint: {last_checkpoint or 'none'}",
+        f"run folder: {path}",
+        f"logs: {find_logs(log_dir, rank=rank, first_rank=launch.node_rank * launch.ngpu)}",
+        f"next: {NEXT.get(code, NEXT[1]).format(path=path)}; this {effect}: {launch.command()}",
+    )
+    return code
+
+
+def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
+    """Return the log files of the last attempt of `rank`, if it ran on this node, else `folder`.
+
+    torch writes RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log."""
+    attempts = [] if rank is None else folder.glob(f"*/attempt_*/{rank - first_rank}")
+    numbered = {int(path.parent.name.removeprefix("attempt_")): path for path in attempts}
+    return f"{numbered[max(numbered)]}/{{stdout,stderr}}.log" if numbered else str(folder)
+
+
+def say(*lines: str) -> None:
+    """Write to stderr, whose terminal or disk may be gone."""
+    with suppress(OSError):
+        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Launch the run, wait for its end, report it, and exit with its exit code."""
+    if {"-h", "--help"} & set(argv):
+        print(f"{USAGE}\n{format_help()}")
+        sys.exit()
+
+    # Check everything that can be checked before any process starts.
+    launch = read_launch(os.environ, argv)
+    config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
+    path = Path(config.job.dump_folder)
+    log_dir = make_log_folder(path)
+
+    since = time.time()
+    end = run_agent(launch, log_dir=log_dir)
+    if end.exit_code == 0:
+        sys.exit()
+    sys.exit(report_end(launch, end, path=path, log_dir=log_dir, since=since))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

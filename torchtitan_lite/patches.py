@@ -8,6 +8,7 @@ Heavy modules of torch and torchao are imported by the functions that change the
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -224,3 +225,23 @@ def observe_float8_casts(observe: Callable[[Tensor, Any], None]) -> Iterator[Non
         yield
     finally:
         torchao_casts._ToFloat8ConstrFunc = cast_function
+
+
+# ----- The launcher -----
+
+
+def allow_long_saves() -> None:
+    """Let stopped workers run for TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds on torch 2.11 too.
+
+    Changes: the default time-out of `PContext.close`, after which the agent kills its workers.
+    Why: torch 2.11 ignores the variable and kills workers 30 s after a signal, in the middle of a
+    long save. Later versions read it into `LaunchConfig.shutdown_timeout` and are not changed.
+    Upstream: fixed in torch 2.12. Seen: torch 2.11.
+    Remove: when torch 2.11 is no longer supported.
+    """
+    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+        seconds = int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+        PContext.close.__defaults__ = (None, seconds)  # of the parameters death_sig and timeout

@@ -1,5 +1,5 @@
-"""Bad inputs and what each is told: `python tests/distributed/bad_inputs.py > docs/errors.md`
-writes the page."""
+"""Bad inputs and the error message of each: `python tests/distributed/bad_inputs.py >
+docs/errors.md` writes the page."""
 
 import os
 import socket
@@ -35,8 +35,8 @@ BEFORE_START = [
     "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 9",
     f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
     f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
-    f"{FLOAT8} --float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp "
-    "--training.enable_cpu_offload",
+    f"{FLOAT8} --float8.enable_fsdp_float8_all_gather "
+    "--float8.precompute_float8_dynamic_scale_for_fsdp --training.enable_cpu_offload",
     f"{FLOAT8} --float8.recipe_name rowwise_with_gw_hp --float8.pad_inner_dim",
     f"{FLOAT8} --float8.recipe_name mxfp8 --training.mixed_precision_param float32",
     "--parallelism.enable_async_tensor_parallel",
@@ -89,12 +89,14 @@ def make_files(folder: Path) -> None:
 
 def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     """Exit code and message for `arguments` in `folder`, whose path the message shows as "."."""
-    words = arguments.split()
-    if "--job.config_file" not in words:
-        words = ["--job.config_file", "ok.toml", *words]
+    words, config_file = arguments.split(), "ok.toml"
+    if words[0] == "--job.config_file":
+        config_file, words = words[1], words[2:]
     if arguments in BEFORE_START:
-        module, environment = "torchtitan_lite.config", ENV
+        module = "torchtitan_lite.launch"
+        environment = ENV | {"NGPU": "1", "CONFIG_FILE": config_file}
     else:
+        words = ["--job.config_file", config_file, *words]
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -115,7 +117,7 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     result = warm.python(["-m", module, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
     _, _, told = result.stdout.rpartition("error:\n")
-    message = (result.stderr if module == "torchtitan_lite.config" else told).strip()
+    message = (result.stderr if module == "torchtitan_lite.launch" else told).strip()
     return result.returncode, message.replace(f"{folder}/", "").replace(str(folder), ".")
 
 
@@ -132,18 +134,47 @@ def page(folder: Path) -> str:
     before, at_start = (
         "\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START)
     )
-    return f"""# What bad input is told
+    return f"""# Error messages
 
-Every message names the table and key, the rule, the numbers, and the fix; all that is wrong with a config is said at
-once. The rows below are run by a test, with the arguments after `--job.config_file` and a sound file, on one process.
+A message names the table and key, the rule, every number in it, and the fix. All errors in a config
+are reported together. The tables below list what typical mistakes print. A test runs each row on
+one process, with these arguments after `--job.config_file` and a valid file.
 
 ## Before any process starts
 
 {head}{before}
 
-## Once the processes look at data, model and run folder
+## Once the processes read data, model and run folder
 
 {head}{at_start}
+
+## How a run that failed ends
+
+`run_train.sh` prints the exit code with the cause, the rank if the cause is about one, the step, the
+last checkpoint, the run folder, the logs, and the command that continues the run:
+
+    exit code 6: rank 1 was killed by SIGKILL
+    rank: 1
+    step: 8
+    last checkpoint: outputs/checkpoint/step-00000006
+    run folder: outputs
+    logs: outputs/logs/2026-11-20T20-53-20-node0/9f_x/attempt_0/1/{{stdout,stderr}}.log
+    next: look at the logs and at the host of that rank; this continues from the last checkpoint: \
+NGPU=2 ./run_train.sh --checkpoint.enable
+
+| exit code | cause | what to do |
+| --- | --- | --- |
+| 0 | done | |
+| 1 | an unexpected error | look at the logs |
+| 2 | the config, or an environment variable | fix it as the message says |
+| 3 | a tokenizer or training text | fix the data |
+| 4 | a checkpoint | `scripts/checkpoint.py verify` lists the intact ones |
+| 5 | loss or gradient not finite for too many steps | lower `[optimizer] lr`, or load an earlier step |
+| 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
+| 7 | no space left, or a broken disk | make room |
+| 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |
+
+`logs/` also holds `torchrun.log`, which torch's elastic agent writes.
 """
 
 

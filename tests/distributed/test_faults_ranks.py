@@ -274,10 +274,58 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
     assert none_lives(half_done)
     # The command that the run told goes on from there.
-    assert run.told["effect"] == "goes on from the last checkpoint"
+    assert run.told["effect"] == "continues from the last checkpoint"
     assert ended(launcher.start(["bash", "-c", run.told["command"] or ""])).exit_code == 0
     assert checkpoints(half_done) == ["step-00000006", "step-00000009", "step-00000012"]
     assert_same_run(half_done, straight)
+
+
+@pytest.mark.parametrize("node_rank", ["0", "1"])
+def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
+    node_rank: str, launcher: Launcher, folder: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as node_0:
+        endpoint = node_0.getsockname()
+        if node_rank == "0":
+            node_0.close()
+        variables = {
+            "NNODES": "2",
+            "NODE_RANK": node_rank,
+            "RDZV_ENDPOINT": f"127.0.0.1:{endpoint[1]}",
+        }
+        process = launcher.start(launcher.train(folder), nodes=variables)
+        if node_rank == "1":
+            node_0.accept()  # it waits for an answer, in C++
+        else:
+            wait_for_server(endpoint)
+        process.send_signal(signal.SIGTERM)
+        run = ended(process)
+    assert run.exit_code == 75, run.output
+    assert run.told["cause"] == "stopped by a signal before the first step"
+    assert not living(folder)
+
+
+def wait_for_server(address: tuple[str, int]) -> None:
+    """Return when a process listens at an address."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with suppress(ConnectionRefusedError), socket.create_connection(address):
+            return
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+def test_a_signal_while_some_ranks_still_start_ends_the_run(
+    launcher: Launcher, folder: Path
+) -> None:
+    # Rank 1 has not got so far that it handles signals, and rank 0 waits for it.
+    starting = {"at": "start", "rank": 1}
+    signals = {"do": "send", "number": int(signal.SIGTERM), "to": "run_train.sh", **starting}
+    faults = [{"do": "sleep", "seconds": 8, **starting}, signals]
+    run = launcher.run(folder, faults=[*faults, {"do": "sleep", "seconds": 600, **starting}])
+    assert run.exit_code == 75, run.output
+    assert run.told["cause"] == "stopped by a signal before the first step"
+    assert none_lives(folder)
 
 
 KILL = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL)}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchtitan_lite.meta import build_meta_model, resolve_model_args
 
 from torchtitan_lite.build import asked_of_step
 from torchtitan_lite.config import (
@@ -15,7 +16,6 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.meta import build_meta_model, resolve_model_args
 from torchtitan_lite.models.flavors import ModelArgs
 
 

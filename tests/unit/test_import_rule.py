@@ -32,7 +32,17 @@ FLOORS = [
 TABLES = {"models.flavors", "float8.recipes", "data.datasets"}
 """Modules of upper rooms that stand on the ground: tables of data, against which configs are
 checked."""
-SEE_THE_JOB = {"bench", "build", "build_model", "config", "convert_hf", "job", "launch", "planner", "train"}
+SEE_THE_JOB = {
+    "bench",
+    "build",
+    "build_model",
+    "config",
+    "convert_hf",
+    "job",
+    "launch",
+    "planner",
+    "train",
+}
 SEE_THE_JOB |= {"trainer"}
 """Rooms that may handle the whole Config or Job. All others take a section or plain values."""
 WITHOUT_TORCH = {

@@ -1,30 +1,39 @@
-"""The launcher; and the shell scripts, run with a stand-in for the environment's Python that writes
-down how it is called."""
+"""The launcher, with a stand-in for the agent; and the shell scripts, with a stand-in for the
+environment's Python that writes down how it is called."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from torchtitan_lite import launch
-from torchtitan_lite.run_folder import FAILURE
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.launch import (
+    NEXT,
+    AgentEnd,
+    Launch,
+    find_outcome,
+    read_launch,
+    report_end,
+    worker_environment,
+)
+from torchtitan_lite.run_folder import RunFolder, Status, open_run_folder, report_failure
 
 ROOT = Path(__file__).parents[2]
-CONFIG_ERROR = "[training] steps = -1 must be 1 or more"
 PYTHON = f"""#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
     "-m pip"*) echo "pip says no" >&2; exit ${{PIP_EXIT:-0}} ;;
-    "-m torchtitan_lite.config --help") echo "the keys" ;;
-    "-m torchtitan_lite.config"*"steps -1"*) echo "{CONFIG_ERROR}" >&2; exit 2 ;;
-    "-m torchtitan_lite.config"*) echo "$RUN" ;;
-    "-m torchtitan_lite.launch"*) eval "$TORCHRUN" ;;
-    "-m torchtitan_lite.run_folder"* | -c*) PYTHONPATH={ROOT} exec {sys.executable} "$@" ;;
+    "-m torchtitan_lite.launch"*) echo "$LAUNCHED_AS"; exit 5 ;;
+    -c*) exec {sys.executable} "$@" ;;
 esac
 """
 
@@ -35,48 +44,28 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def receive_signals() -> None:
-    """A shell cannot trap what it was started to ignore, as what runs in the background is for
-    SIGINT."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 class Project:
     """A copy of the scripts in a folder of their own, with an active environment whose Python is
     the stand-in."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_folder = path / "a run"
         self.bin = path / "bin"  # first on PATH
         for name in ("run_train.sh", "pyproject.toml", "scripts/setup.sh", "scripts/test.sh"):
             (path / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, path / name)
         executable(path / "env/bin/python", PYTHON)
-        executable(self.bin / "nvidia-smi", "#!/bin/sh\nexit 9")
         self.env = {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "VIRTUAL_ENV": str(path / "env"),
             "CALLS": str(path / "calls"),
-            "RUN": str(self.run_folder),
         }
 
-    def start(self, script: str, *args: str, **env: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [self.path / script, *args],
-            env=self.env | env,
-            cwd=self.path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=receive_signals,
-        )
-
     def run(self, script: str, *args: str, **env: str) -> subprocess.CompletedProcess:
-        process = self.start(script, *args, **env)
-        stdout, stderr = process.communicate()
-        return subprocess.CompletedProcess(script, process.returncode, stdout, stderr)
+        command = [self.path / script, *args]
+        return subprocess.run(
+            command, env=self.env | env, cwd=self.path, capture_output=True, text=True
+        )
 
     def calls(self, module: str) -> list[str]:
         """The arguments of each call of `python -m module` since the last look."""
@@ -89,14 +78,6 @@ class Project:
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
-
-
-def write_status(state: str, exit_code: int, cause: str) -> str:
-    """Shell code that writes the status.json of a run that started now."""
-    return (
-        f'printf \'{{"state": "{state}", "started": %s, "time": 0, "cause": "{cause}", "exit_code": {exit_code}}}\' '
-        '"$(date +%s)" >"$RUN/status.json"; '
-    )
 
 
 def test_first_use_installs_torch_then_the_project_and_a_later_use_nothing(
@@ -199,113 +180,67 @@ def test_test_sh_alone_tests_everything(project: Project) -> None:
     ]
 
 
-def test_help_names_the_environment_and_the_keys(project: Project) -> None:
-    result = project.run("run_train.sh", "--training.steps", "3", "--help")
-    assert result.returncode == 0
-    assert all(name in result.stdout for name in ("NGPU", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"))
-    assert result.stdout.endswith("the keys\n")
-    assert not project.calls("torchtitan_lite.launch")
+def test_run_train_sets_up_and_hands_over_to_the_launcher(project: Project) -> None:
+    result = project.run("run_train.sh", "--training.steps=5", "two words")
+    assert (result.returncode, result.stdout) == (5, f"{project.path}/run_train.sh\n")
+    assert project.calls("torchtitan_lite.launch") == ["--training.steps=5 two words"]
 
 
-def test_a_config_error_ends_it_before_torchrun(project: Project) -> None:
-    result = project.run("run_train.sh", "--training.steps", "-1")
-    assert result.returncode == 2
-    assert result.stderr.endswith(f"{CONFIG_ERROR}\n")
-    assert not project.calls("torchtitan_lite.launch")
-    assert not project.run_folder.exists()
+def asked(*overrides: str, **env: str) -> Launch:
+    """The launch that some variables describe, on a machine without GPUs unless they name some."""
+    return read_launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides)
 
 
-def test_defaults(project: Project) -> None:
-    show = 'echo "$LOG_RANK $PYTHONUNBUFFERED $OMP_NUM_THREADS ${FORCE_COLOR-none}"'
-    result = project.run("run_train.sh", "--training.steps=5", TORCHRUN=show, OMP_NUM_THREADS="3")
-    assert (result.returncode, result.stdout) == (0, "0 1 3 none\n")
-    overrides = (
-        f"--job.config_file {project.path}/train_configs/debug_model.toml --training.steps=5"
-    )
-    assert project.calls("torchtitan_lite.config") == [
-        f"--world-size 2 --get job.dump_folder {overrides}"
-    ]
-    (call,) = project.calls("torchtitan_lite.launch")
-    (log_dir,) = (project.run_folder / "logs").iterdir()
-    assert call == (
-        f"--standalone --nproc-per-node 2 --max-restarts 0 --log-dir {log_dir} --tee 3 "
-        f"-m torchtitan_lite.train {overrides}"
-    )
-
-
-def test_several_nodes(project: Project) -> None:
-    nodes = {
-        "NNODES": "2",
-        "NGPU": "8",
-        "NODE_RANK": "1",
-        "RDZV_ENDPOINT": "head:29500",
-        "CONFIG_FILE": "my.toml",
-    }
-    assert project.run("run_train.sh", **nodes).returncode == 0
-    assert project.calls("torchtitan_lite.config") == [
-        "--world-size 16 --get job.dump_folder --job.config_file my.toml"
-    ]
-    (call,) = project.calls("torchtitan_lite.launch")
-    assert call.startswith(
-        "--nnodes 2 --node-rank 1 --rdzv-backend static --rdzv-endpoint head:29500 --nproc-per-node 8 "
-    )
+NODES = {"NNODES": "2", "NGPU": "8", "NODE_RANK": "1", "RDZV_ENDPOINT": "head:29500"}
 
 
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"NGPU": "two"}, "NGPU=two is not a whole number of 1 or more."),
-        ({"NGPU": "0"}, "NGPU=0 is not a whole number of 1 or more."),
-        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1 is not a whole number of 0 or more."),
-        ({"NNODES": "1.5"}, "NNODES=1.5 is not a whole number of 1 or more."),
-        ({"NNODES": "2"}, "NODE_RANK= is not a whole number of 0 or more."),
+        ({"NGPU": "two"}, "NGPU=two is not a whole number of 1 or more"),
+        ({"NGPU": "0"}, "NGPU=0 is not a whole number of 1 or more"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1 is not a whole number of 0 or more"),
+        ({"NNODES": "1.5"}, "NNODES=1.5 is not a whole number of 1 or more"),
+        ({"NNODES": "2"}, "NODE_RANK= is not a whole number of 0 or more"),
+        (NODES | {"NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2; nodes count from 0"),
+        (NODES | {"RDZV_ENDPOINT": "head"}, "RDZV_ENDPOINT=head must be host:port of node 0"),
         (
-            {"NNODES": "2", "NODE_RANK": "2"},
-            "NODE_RANK=2 must be below NNODES=2; nodes count from 0.",
-        ),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "RDZV_ENDPOINT= must be host:port of node 0."),
-        (
-            {"RUN": "/dev/null"},
-            "[job] dump_folder = \"/dev/null\" cannot be written: mkdir: cannot create directory '/dev/null': Not a "
-            "directory; name a folder that can.",
+            {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"},
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=x is not a whole",
         ),
     ],
 )
-def test_a_bad_environment_variable_is_one_clear_line(
-    project: Project, env: Mapping[str, str], message: str
-) -> None:
-    result = project.run("run_train.sh", **env)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == f"run_train.sh: {message}"
-    assert not project.calls("torchtitan_lite.launch")
-
-
-def test_a_full_disk_is_a_failure_of_storage(project: Project) -> None:
-    executable(
-        project.bin / "mkdir", "#!/bin/sh\necho \"mkdir: 'x': No space left on device\" >&2\nexit 1"
-    )
-    result = project.run("run_train.sh")
-    assert (result.returncode, result.stderr.splitlines()[-1]) == (
-        7,
-        f'run_train.sh: [job] dump_folder = "{project.run_folder}" cannot be written: '
-        "mkdir: 'x': No space left on device; name a folder that can.",
-    )
+def test_a_bad_variable_is_named(env: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked(**env)
 
 
 @pytest.mark.parametrize(
     ("env", "ngpu"),
     [
         ({}, 2),
+        ({"NGPU": ""}, 2),
         ({"CUDA_VISIBLE_DEVICES": "0,2,3"}, 3),
         ({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 2),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, 2),
         ({"NGPU": "5", "CUDA_VISIBLE_DEVICES": "0,2,3"}, 5),
     ],
 )
-def test_number_of_processes(project: Project, env: Mapping[str, str], ngpu: int) -> None:
-    project.run("run_train.sh", **env)
-    assert project.calls("torchtitan_lite.config")[0].startswith(f"--world-size {ngpu} ")
+def test_number_of_processes(env: Mapping[str, str], ngpu: int) -> None:
+    assert asked(**env).ngpu == ngpu
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "ngpu"), [("printf 'GPU 0: H100\nGPU 1: H100\nGPU 2: H100\n'", 3), ("exit 9", 2)]
+)
+def test_number_of_processes_is_the_number_of_gpus(
+    nvidia_smi: str, ngpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executable(tmp_path / "nvidia-smi", f"#!/bin/sh\n{nvidia_smi}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert read_launch({}, []).ngpu == ngpu
+    monkeypatch.setenv("PATH", "")
+    assert read_launch({}, []).ngpu == 2
 
 
 @pytest.mark.parametrize(
@@ -313,122 +248,369 @@ def test_number_of_processes(project: Project, env: Mapping[str, str], ngpu: int
     [
         ({}, "PASSIVE"),
         ({"NGPU": "1"}, "PASSIVE"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "PASSIVE"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, "unset"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, None),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
         ({"OMP_WAIT_POLICY": ""}, ""),
     ],
 )
 def test_threads_sleep_while_they_wait_on_cpu_unless_the_user_decides(
-    project: Project, env: Mapping[str, str], policy: str
+    env: Mapping[str, str], policy: str | None
 ) -> None:
-    result = project.run("run_train.sh", TORCHRUN='echo "${OMP_WAIT_POLICY-unset}"', **env)
-    assert (result.returncode, result.stdout) == (0, f"{policy}\n")
+    added = worker_environment(asked(**env), env, color=False)
+    assert added.get("OMP_WAIT_POLICY") == policy
 
 
-def test_number_of_processes_is_the_number_of_gpus(project: Project) -> None:
-    executable(
-        project.bin / "nvidia-smi", "#!/bin/sh\nprintf 'GPU 0: H100\\nGPU 1: H100\\nGPU 2: H100\\n'"
+def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
+    added = worker_environment(asked(), {}, color=True)
+    assert added == {
+        "LOG_RANK": "0",
+        "OMP_NUM_THREADS": "3",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
+        "FORCE_COLOR": "1",
+    }
+    chosen = {"LOG_RANK": "1", "OMP_NUM_THREADS": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}
+    env = chosen | {"NO_COLOR": "1", "NGPU": "8"}
+    added = worker_environment(asked(**env), env, color=True)
+    assert added.items() >= chosen.items() and "FORCE_COLOR" not in added
+    assert worker_environment(asked(NGPU="8"), {}, color=False)["OMP_NUM_THREADS"] == "1"
+
+
+def test_one_node_and_several() -> None:
+    one = asked(MAX_RESTARTS="3").elastic_config()
+    assert one.pop("run_id") != asked().elastic_config()["run_id"]
+    assert one == {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": 2,
+        "max_restarts": 3,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0",
+        "rdzv_configs": {},
+    }
+    assert asked(**NODES).elastic_config() == {
+        "min_nodes": 2,
+        "max_nodes": 2,
+        "nproc_per_node": 8,
+        "max_restarts": 0,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": "head:29500",
+        "rdzv_configs": {"rank": 1},
+        "run_id": "none",
+    }
+
+
+@pytest.mark.parametrize("step", [["--checkpoint.load_step", "3"], ["--checkpoint.load_step=3"]])
+def test_the_command_to_go_on_leaves_load_step_out(step: Sequence[str]) -> None:
+    run = asked("two words", *step, "--x=1", LAUNCHED_AS="/a b/run_train.sh", CONFIG_FILE="m y")
+    assert run.command() == "CONFIG_FILE='m y' NGPU=2 '/a b/run_train.sh' 'two words' --x=1"
+    node = asked(**NODES, CONFIG_FILE="x").command()
+    assert node == (
+        "NNODES=2 NODE_RANK=1 RDZV_ENDPOINT=head:29500 CONFIG_FILE=x NGPU=8 "
+        "python -m torchtitan_lite.launch"
     )
-    project.run("run_train.sh")
-    assert project.calls("torchtitan_lite.config")[0].startswith("--world-size 3 ")
 
 
-def test_workers_are_heard_and_torchruns_report_is_kept(project: Project) -> None:
-    torchrun = "echo '[rank0] step 1'; echo '[rank1] a warning' >&2; echo 'Traceback (most recent call last):' >&2; "
-    torchrun += write_status("failed", 3, "no text") + "exit 1"
-    result = project.run("run_train.sh", "two words", TORCHRUN=torchrun)
-    (log_dir,) = (project.run_folder / "logs").iterdir()
-    assert result.returncode == 3
-    assert result.stdout == "[rank0] step 1\n"
-    assert result.stderr.endswith(
-        f"[rank1] a warning\nexit code 3: no text\nstep: 0\nlast checkpoint: none\nrun folder: {project.run_folder}\n"
-        f"logs: {log_dir}\nnext: mend the data; this starts anew: "
-        f"CONFIG_FILE={project.path}/train_configs/debug_model.toml NGPU=2 {project.path}/run_train.sh two\\ words\n"
+LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
+RUNNING = Status("running", 0, 0)
+DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
+
+
+@pytest.mark.parametrize(
+    ("status", "end", "outcome"),
+    [
+        (replace(LOST, cause="bad text", exit_code=3), replace(DEAD, rank_code=2), ("bad text", 3)),
+        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), AgentEnd(1, 1), ("SIGTERM", 75)),
+        (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, True), ("done", 0)),
+        (RUNNING, DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
+        (replace(LOST, exit_code=1), replace(DEAD, rank_code=-11), ("rank 9 was killed by SIGSEGV", 6, 9)),
+        (LOST, DEAD, ("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 9)),
+        (replace(LOST, rank=4), DEAD, ("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4)),
+        (RUNNING, AgentEnd(1, 1, True), ("killed before it could stop at a step's end", 6)),
+        (RUNNING, AgentEnd(1, -9), ("the agent was killed by SIGKILL", 6)),
+        (LOST, AgentEnd(1, -9), ("rank 9 hangs", 6)),
+        (RUNNING, replace(DEAD, rank_code=7), ("rank 9 ended with exit code 7", 7, 9)),
+        (None, replace(DEAD, rank_code=7), ("rank 9 ended with exit code 7", 7, 9)),
+        (None, AgentEnd(1, -15, True), ("stopped by a signal before the first step", 75)),
+        (None, AgentEnd(1, 1), ("the agent failed", 1)),
+    ],
+)  # fmt: skip
+def test_outcome(status: Status | None, end: AgentEnd, outcome: tuple) -> None:
+    assert find_outcome(status, end) == (*outcome, None)[:3]
+
+
+def report(path: Path, end: AgentEnd, *, log: str = "", since: float = 0.0, **env: str) -> int:
+    """The exit code of a run in `path` whose agent has ended, and has left `log`."""
+    path.mkdir(exist_ok=True)
+    (path / "torchrun.log").write_text(log)
+    run = asked(**env, LAUNCHED_AS="./again", CONFIG_FILE="x")
+    return report_end(run, end, path=path, log_dir=path, since=since)
+
+
+def begun(path: Path) -> RunFolder:
+    """The folder of a run whose agent is this process's parent, and that has a checkpoint."""
+    folder = open_run_folder(path)
+    folder.begin(resumed_config=None, entries=())
+    folder.running(step=7, last_checkpoint="a/step-00000005")
+    return folder
+
+
+def status_on_file(path: Path) -> dict:
+    return json.loads((path / "status.json").read_text())
+
+
+def test_a_killed_rank_is_reported_and_ends_the_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = begun(tmp_path)
+    report_failure(tmp_path, cause="connection reset", exit_code=1, rank=None, step=0)
+    folder.close()
+    for attempt in (2, 10):
+        (tmp_path / f"none_x/attempt_{attempt}/1").mkdir(parents=True)
+    assert report(tmp_path, replace(DEAD, pid=os.getppid()), **NODES) == 6
+    assert capfd.readouterr().err == (
+        "exit code 6: rank 9 was killed by SIGKILL\nrank: 9\nstep: 7\n"
+        f"last checkpoint: a/step-00000005\nrun folder: {tmp_path}\n"
+        f"logs: {tmp_path}/none_x/attempt_10/1/{{stdout,stderr}}.log\n"
+        "next: look at the logs and at the host of that rank; this continues from the last "
+        "checkpoint: NNODES=2 NODE_RANK=1 RDZV_ENDPOINT=head:29500 CONFIG_FILE=x NGPU=8 ./again\n"
     )
+    assert (
+        status_on_file(tmp_path).items()
+        >= {
+            "state": "failed",
+            "cause": "rank 9 was killed by SIGKILL",
+            "exit_code": 6,
+            "step": 7,
+            "rank": 9,
+        }.items()
+    )
+
+
+def test_the_agents_report_is_shown_where_no_worker_began_and_an_earlier_status_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path)
+    before = status_on_file(tmp_path)
+    end = AgentEnd(os.getppid(), 1)
+    assert report(tmp_path, end, log="No module named torch\n", since=before["started"] + 1) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("No module named torch\nexit code 1: the agent failed\nstep: 7")
+    assert status_on_file(tmp_path) == before
+
+
+def test_the_end_of_a_run_whose_disk_is_gone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    assert report_end(asked(), AgentEnd(1, 1), path=gone, log_dir=gone, since=0.0) == 1
+    assert capfd.readouterr().err.startswith("exit code 1: the agent failed\n")
+
+
+@pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6, 7, 75])
+def test_each_exit_code_has_its_advice(
+    exit_code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert report(tmp_path, replace(DEAD, rank_code=exit_code)) == exit_code
+    text = capfd.readouterr().err
+    assert f"\nstep: 0\nlast checkpoint: none\nrun folder: {tmp_path}\n" in text
+    assert f"next: {NEXT[exit_code].format(path=tmp_path)}; this starts from step 1: " in text
+
+
+SUPERVISED = """
+import sys
+from torchtitan_lite import launch
+launch.AGENT = [sys.executable, "-c", sys.argv[1]]
+launch.DUPLICATE_SECONDS = float(sys.argv[2])
+launch.run_script(lambda argv: launch.main(sys.argv[3:]))
+"""
+STANDIN = """
+import json, os, signal, subprocess, sys, time
+spec = json.loads(sys.argv[1])
+
+def end(state, exit_code, cause, worker=None):
+    status = {"state": state, "started": time.time(), "time": 0, "cause": cause}
+    with open(os.environ["RUN"] + "/status.json", "w") as file:
+        json.dump(status | {"exit_code": exit_code}, file)
+    if worker is not None:
+        os.write(spec["failure"], json.dumps({"rank": 0, "rank_code": worker}).encode())
+    os._exit(1)
+
+def serve(on_signal):
+    signal.signal(signal.SIGTERM, lambda number, frame: on_signal())
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.05)
+"""
+
+
+class Supervised:
+    """Runs of the launcher whose agent is Python code after STANDIN."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path / "a run"
+
+    def start(
+        self, agent: str, *overrides: str, duplicate_seconds: float = 1000.0, ignore: int = 0
+    ) -> subprocess.Popen[str]:
+        def set_signals() -> None:  # what runs in the background is started to ignore SIGINT
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number == ignore else signal.SIG_DFL)
+
+        code = [SUPERVISED, STANDIN + agent, str(duplicate_seconds)]
+        words = [f"--job.dump_folder={self.folder}", *overrides]
+        return subprocess.Popen(
+            [sys.executable, "-c", *code, *words],
+            env=os.environ | {"RUN": str(self.folder), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=set_signals,
+        )
+
+    def started(self, agent: str, **how: float) -> subprocess.Popen[str]:
+        """A run whose agent has said that it is ready."""
+        process = self.start(agent, **how)  # type: ignore[arg-type]
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    def run(self, agent: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(agent, *overrides)
+        return subprocess.CompletedProcess("", process.wait(), *process.communicate())
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Supervised:
+    return Supervised(tmp_path)
+
+
+def test_workers_are_heard_and_the_agents_report_is_kept(supervised: Supervised) -> None:
+    agent = """
+print("[rank0] step 1")
+os.write(spec["terminal"], b"[rank1] a warning\\n")
+sys.stdout.flush()
+print("Traceback (most recent call last):", file=sys.stderr, flush=True)
+end("failed", 3, "no text", worker=3)
+"""
+    result = supervised.run(agent)
+    (log_dir,) = (supervised.folder / "logs").iterdir()
+    assert (result.returncode, result.stdout) == (3, "[rank0] step 1\n")
+    assert result.stderr.startswith("[rank1] a warning\nexit code 3: no text\n")
     assert "Traceback" not in result.stderr
     assert "Traceback" in (log_dir / "torchrun.log").read_text()
 
 
-def test_torchruns_report_is_shown_when_no_worker_tells_the_cause(project: Project) -> None:
-    result = project.run("run_train.sh", TORCHRUN="echo 'No module named torch' >&2; exit 1")
-    assert result.returncode == 1
-    assert "No module named torch\nexit code 1: torchrun failed\n" in result.stderr
+def test_a_run_that_is_done_says_no_more(supervised: Supervised) -> None:
+    result = supervised.run("print('[rank0] done')")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[rank0] done\n", "")
+
+
+def test_a_config_error_comes_before_any_process_and_folder(supervised: Supervised) -> None:
+    result = supervised.run("print('started')", "--training.steps=-1", "--optimizer.lr", "-1e-3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        "[optimizer] lr = -0.001 (from the command line): must be above 0",
+        "[training] steps = -1 (from the command line): must be at least 1",
+    ]
+    assert not supervised.folder.exists()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_the_end_awaited(project: Project, sent: signal.Signals) -> None:
-    end = "end() { " + write_status("stopped", 75, "SIGTERM") + "echo saved; exit 1; }; "
-    torchrun = end + "trap end TERM; echo ready; while :; do sleep 0.05; done"
-    process = project.start("run_train.sh", TORCHRUN=torchrun)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+def test_a_signal_is_passed_on_once_and_the_end_awaited(
+    supervised: Supervised, sent: signal.Signals
+) -> None:
+    agent = "serve(lambda: (print('saved', flush=True), end('stopped', 75, 'SIGTERM')))"
+    process = supervised.started(agent)
     process.send_signal(sent)
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (75, "saved\n")
     assert "exit code 75: SIGTERM\n" in stderr
 
 
-def test_a_second_sigint_kills_the_workers_and_a_sigterm_that_comes_again_at_once_does_not(
-    project: Project,
-) -> None:
-    torchrun = "trap 'echo stopping' TERM; sleep 1000 & echo ready; while jobs %1 >/dev/null; do wait %1; done; exit 1"
-    process = project.start("run_train.sh", TORCHRUN=torchrun)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+def test_a_signal_before_the_agent_can_act_on_it_ends_the_run(supervised: Supervised) -> None:
+    process = supervised.started("print('ready', flush=True); time.sleep(1000)")
     process.terminate()
+    _, stderr = process.communicate()
+    assert process.returncode == 75
+    assert "exit code 75: stopped by a signal before the first step\n" in stderr
+
+
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(supervised: Supervised) -> None:
+    agent = "os.kill(os.getppid(), signal.SIGHUP); time.sleep(1); print('done')"
+    process = supervised.start(agent, ignore=signal.SIGHUP)
+    assert process.communicate()[0] == "done\n"
+    assert process.returncode == 0
+
+
+STUBBORN = """
+worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with open(os.environ["RUN"] + "/worker", "w") as file:
+    file.write(str(worker.pid))
+serve(lambda: print("stopping", flush=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "duplicate_seconds"), [(signal.SIGINT, 1000.0), (signal.SIGTERM, 0.0)]
+)
+def test_a_second_signal_kills_the_agent_and_its_workers(
+    supervised: Supervised, second: signal.Signals, duplicate_seconds: float
+) -> None:
+    process = supervised.started(STUBBORN, duplicate_seconds=duplicate_seconds)
+    process.terminate()
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(second)
+    process.communicate()
+    assert process.returncode == 75  # no worker had opened the run folder
+    worker = Path("/proc") / (supervised.folder / "worker").read_text()
+    while worker.exists() and ") Z " not in (worker / "stat").read_text():
+        time.sleep(0.01)
+
+
+def test_a_sigterm_that_comes_again_at_once_is_the_same_wish(supervised: Supervised) -> None:
+    process = supervised.started(STUBBORN)
+    process.terminate()
+    assert process.stdout is not None
     assert process.stdout.readline() == "stopping\n"
     process.terminate()
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
     process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 75  # nothing had opened the run folder
+    assert process.communicate()[0] == ""  # it was not passed on
+
+
+def test_help_names_the_environment_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        launch.main(["--job.config_file", "missing.toml", "--help"])
+    assert end.value.code is None
+    page = capsys.readouterr().out
+    assert all(name in page for name in ("NGPU", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"))
+    assert "--training.steps int (default: 1000)" in page
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    code = "import sys, torchtitan_lite.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("worker", "exit_code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 6), ("0", 0)]
-)
-def test_the_launchers_exit_code_is_the_failed_workers(worker: str, exit_code: int) -> None:
-    words = [
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        "--no-python",
-        sys.executable,
-        "-c",
-        f"import os; {worker}",
-    ]
-    command = [sys.executable, "-m", "torchtitan_lite.launch", *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+@pytest.mark.parametrize(("worker", "exit_code"), [("exit 7", 7), ("kill -9 $$", 6), ("exit 0", 0)])
+def test_the_exit_code_is_the_failed_workers(worker: str, exit_code: int, tmp_path: Path) -> None:
+    executable(tmp_path / "worker", f"#!/bin/sh\necho heard $4 $5; echo too >&2; {worker}\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_lite.launch", f"--job.dump_folder={tmp_path}/run"],
+        env=os.environ | {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1", "CONFIG_FILE": str(launch.DEFAULT_CONFIG)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )  # fmt: skip
     assert result.returncode == exit_code
-    assert bool(FAILURE.search(result.stderr)) == (exit_code != 0)
+    assert result.stdout == f"[rank0] heard --job.config_file {launch.DEFAULT_CONFIG}\n"
+    assert result.stderr.startswith("[rank0] too\n")
     assert "Traceback" not in result.stderr
-
-
-class OldContext:
-    """Workers as torch 2.11 closes them."""
-
-    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> int:
-        return timeout
-
-
-def test_a_stopped_run_may_save_for_as_long_as_told_also_on_torch_2_11(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class OldConfig:
-        __dataclass_fields__: Mapping[str, object] = {}
-
-    monkeypatch.setattr(launch, "PContext", OldContext)
-    launch.allow_long_saves()
-    assert "torch>=2.11," in (ROOT / "pyproject.toml").read_text(), (
-        "remove allow_long_saves when torch 2.11 goes"
-    )
-    monkeypatch.setattr(launch, "LaunchConfig", OldConfig)
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    launch.allow_long_saves()
-    assert (OldContext().close(), os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == (600, "600")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "45")
-    launch.allow_long_saves()
-    assert OldContext().close() == 45
+    assert ("rank: 0\n" in result.stderr) == (exit_code != 0)

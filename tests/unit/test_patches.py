@@ -5,10 +5,12 @@ A test that fails after an upgrade because a fault no longer occurs says that it
 
 import inspect
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +24,16 @@ from torch._inductor import config
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.cpu_vec_isa import VecISA
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8 import float8_ops, fsdp_utils
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from torchtitan_lite import patches
+from torchtitan_lite.agent import build_config
 from torchtitan_lite.config import ActivationCheckpointConfig
+from torchtitan_lite.launch import read_launch
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
@@ -290,3 +295,37 @@ def test_casts_to_float8_are_observed_until_the_context_ends() -> None:
         cast = cast_to_float8(x)
     cast_to_float8(x)
     assert len(seen) == 1 and seen[0][0] is x and seen[0][1] is cast
+
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+class OldContext:
+    """Workers as torch 2.11 closes them."""
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> int:
+        return timeout
+
+
+class OldConfig:
+    """A launch config without a time-out for the end of the workers."""
+
+    __dataclass_fields__: Mapping[str, object] = {}
+
+
+def test_a_stopped_run_may_save_for_as_long_as_the_variable_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "torch>=2.11," in PYPROJECT.read_text(), "remove allow_long_saves when torch 2.11 goes"
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.PContext", OldContext)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "45")
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+        monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}] ")
+        elastic = read_launch({}, []).elastic_config()
+        assert build_config(elastic, log_dir=str(tmp_path)).shutdown_timeout == 45
+        patches.allow_long_saves()
+        assert OldContext().close() == 30
+
+    monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", OldConfig)
+    patches.allow_long_saves()
+    assert OldContext().close() == 45

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +15,17 @@ import pytest
 from torchtitan_lite import run_folder
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run_folder import (
-    NEXT,
-    Outcome,
     RunFolder,
-    Status,
     StorageError,
-    find_outcome,
-    format_outcome,
+    make_log_folder,
     open_run_folder,
+    overrule_status,
+    read_end,
     read_status,
     report_failure,
 )
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
-REPORT = """W1120 21:04:07.582000 torch/elastic/multiprocessing/api.py:1028] Sending process 4475 closing signal SIGTERM
-============================================================
-torchtitan_lite.train FAILED
-------------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-11-20_21:04:10
-  host      : localhost
-  rank      : 8 (local_rank: 0)
-  exitcode  : {other} (pid: {pid})
-  error_file: <N/A>
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-20_21:04:07
-  host      : localhost
-  rank      : 9 (local_rank: 1)
-  exitcode  : {code} (pid: 4474)  (SIGKILL)
-  error_file: <N/A>
-============================================================
-"""
-
-
-def report(code: int, *, other: int = -15, pid: int = 4475) -> str:
-    """torchrun's report where rank 9 ended first, with `code`, and then rank 8, process `pid`, with
-    `other`."""
-    return REPORT.format(code=code, other=other, pid=pid)
-
-
 CONFIG = "steps = 1\n"
 
 
@@ -436,74 +404,9 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .*; make room or mend'
+        ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .*; make room or fix'
     ):
         open_folder(tmp_path / place)
-
-
-LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
-
-
-@pytest.mark.parametrize(
-    ("status", "report", "signalled", "outcome"),
-    [
-        (
-            Status("failed", 0, 0, cause="bad text", exit_code=3),
-            report(2),
-            False,
-            Outcome("bad text", 3),
-        ),
-        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), "", True, Outcome("SIGTERM", 75)),
-        (Status("done", 0, 0, exit_code=0), "", True, Outcome("done", 0)),
-        (Status("running", 0, 0), report(-9), False, Outcome("rank 9 was killed by SIGKILL", 6, 9)),
-        (
-            Status("failed", 0, 0, cause="x", exit_code=1),
-            report(-11),
-            False,
-            Outcome("rank 9 was killed by SIGSEGV", 6, 9),
-        ),
-        (LOST, report(-9), False, Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 9)),
-        (
-            replace(LOST, rank=4),
-            report(-9),
-            False,
-            Outcome("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4),
-        ),
-        (
-            Status("running", 0, 0),
-            report(1, other=-9, pid=1),
-            False,
-            Outcome("rank 8 was killed by SIGKILL", 6, 8),
-        ),
-        (
-            Status("running", 0, 0),
-            "",
-            True,
-            Outcome("killed before it could stop at a step's end", 6),
-        ),
-        (None, report(2), False, Outcome("rank 9 ended with exit code 2", 2, 9)),
-        (None, "", True, Outcome("stopped by a signal before the first step", 75)),
-        (None, "", False, Outcome("torchrun failed", 1)),
-    ],
-)
-def test_outcome(status: Status | None, report: str, signalled: bool, outcome: Outcome) -> None:
-    assert find_outcome(status, report=report, torchrun=1, signalled=signalled) == outcome
-
-
-def test_a_killed_torchrun_is_told_of_where_no_rank_has_told_yet() -> None:
-    running = Status("running", 0, 0)
-    killed = Outcome("torchrun was killed by SIGKILL", 6)
-    assert find_outcome(running, report="", torchrun=137, signalled=False) == killed
-    assert find_outcome(LOST, report="", torchrun=137, signalled=False) == Outcome(
-        "rank 9 hangs", 6
-    )
-
-
-def test_a_workers_exit_code_tells_the_cause_that_no_file_could_hold() -> None:
-    cause = Outcome("a rank ended with exit code 7, and neither it nor torchrun could write why", 7)
-    for status in (None, Status("running", 0, 0)):
-        assert find_outcome(status, report="", torchrun=7, signalled=False) == cause
-    assert find_outcome(LOST, report="", torchrun=7, signalled=False) == Outcome("rank 9 hangs", 6)
 
 
 def test_on_a_full_disk_the_end_is_written_over_the_old_status(
@@ -586,121 +489,72 @@ def test_a_pipe_in_place_of_the_status_is_not_waited_for(tmp_path: Path) -> None
     assert read_status(tmp_path) is None
 
 
-def run_main(
-    path: Path, *, since: float, text: str | None, first_rank: int = 8
-) -> subprocess.CompletedProcess:
-    if text is not None:
-        (path / "torchrun.log").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan_lite.run_folder",
-        path,
-        "--log-dir",
-        path,
-        "--since",
-        str(since),
-    ]
-    torchrun = [
-        "--torchrun",
-        "1",
-        "--torchrun-pid",
-        str(os.getppid()),
-        "--first-rank",
-        str(first_rank),
-    ]
-    return subprocess.run(
-        [*command, *torchrun, "--command", "./again"], capture_output=True, text=True
-    )
-
-
 @pytest.mark.parametrize("resume", [False, True])
-def test_main_tells_how_a_run_ended_whose_folder_another_one_has_taken(
+def test_the_end_of_a_run_whose_folder_another_one_has_taken(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = open_folder(tmp_path)
     folder.running(step=7, last_checkpoint="a/step-00000007")
     folder.stopped(cause="stopped by SIGTERM after step 7")
     folder.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getppid", lambda: 7)
-        second = open_folder(tmp_path, resume=resume)
-        second.done()
-        second.close()
-    theirs = status_on_file(tmp_path)
-    result = run_main(tmp_path, since=0, text="", first_rank=0)
-    assert result.returncode == 75
-    assert result.stderr.startswith("exit code 75: stopped by SIGTERM after step 7\nstep: 7\n")
-    assert status_on_file(tmp_path) == theirs
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getppid", lambda: 8)
-        open_folder(tmp_path, resume=resume).close()
-    assert (
-        run_main(tmp_path, since=0, text="", first_rank=0).returncode == 1
-    )  # two runs later, nothing is known
+    first = os.getppid()
+    for agent in (7, 8):
+        monkeypatch.setattr(os, "getppid", lambda agent=agent: agent)
+        later = open_folder(tmp_path, resume=resume)
+        later.done()
+        later.close()
+        on_file, own = read_end(tmp_path, since=0, agent=first, owner=True)
+        assert on_file == own
+        if agent == 7:
+            assert own is not None and (own.exit_code, own.step) == (75, 7)
+        else:
+            assert own is None  # two runs later, nothing is known
+    assert status_on_file(tmp_path)["state"] == "done"
 
 
-def test_main_says_how_a_run_ended_whose_disk_is_gone(tmp_path: Path) -> None:
-    result = run_main(tmp_path / "gone", since=0, text=None)
-    assert result.returncode == 1
-    assert result.stderr.lstrip().startswith("exit code 1: torchrun failed\n")
-
-
-def test_main_reports_a_killed_rank_and_ends_the_status(tmp_path: Path) -> None:
+def test_an_earlier_runs_end_is_on_file_only(tmp_path: Path) -> None:
+    assert read_end(tmp_path / "gone", since=0, agent=1, owner=True) == (None, None)
     folder = open_folder(tmp_path)
-    folder.running(step=7, last_checkpoint="a/step-00000005")
-    report_failure(tmp_path, cause="connection reset", exit_code=1, rank=None, step=0)
-    folder.close()
-    for attempt in (2, 10):
-        (tmp_path / f"none_x/attempt_{attempt}/1").mkdir(parents=True)
-    result = run_main(tmp_path, since=0, text=report(-9))
-    assert result.returncode == 6
-    assert result.stderr == (
-        "exit code 6: rank 9 was killed by SIGKILL\nrank: 9\nstep: 7\nlast checkpoint: a/step-00000005\n"
-        f"run folder: {tmp_path}\nlogs: {tmp_path}/none_x/attempt_10/1/{{stdout,stderr}}.log\n"
-        "next: look at the logs and at the host of that rank; this goes on from the last checkpoint: ./again\n"
-    )
-    status = status_on_file(tmp_path)
-    assert (status["state"], status["cause"], status["exit_code"]) == (
-        "failed",
-        "rank 9 was killed by SIGKILL",
-        6,
-    )
-    assert (status["step"], status["rank"]) == (7, 9)
+    folder.running(step=7, last_checkpoint=None)
+    since = status_on_file(tmp_path)["started"] + 1
+    on_file, own = read_end(tmp_path, since=since, agent=os.getppid(), owner=True)
+    assert on_file is not None and (on_file.step, own) == (7, None)
 
 
-def test_main_leaves_the_status_of_an_earlier_run_and_tells_its_checkpoint(tmp_path: Path) -> None:
-    folder = open_folder(tmp_path)
-    folder.running(step=7, last_checkpoint="a/step-00000005")
-    before = status_on_file(tmp_path)
-    result = run_main(tmp_path, since=before["started"] + 1, text="No module named torch\n")
-    assert result.returncode == 1
-    assert result.stderr == (
-        "No module named torch\nexit code 1: torchrun failed\nstep: 7\nlast checkpoint: a/step-00000005\n"
-        f"run folder: {tmp_path}\nlogs: {tmp_path}\n"
-        "next: look at the logs; this goes on from the last checkpoint: ./again\n"
-    )
-    assert status_on_file(tmp_path) == before
-
-
-def test_main_waits_for_ranks_that_outlive_torchrun(tmp_path: Path) -> None:
+def test_the_end_is_awaited_of_workers_that_outlive_their_agent(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
 
     def end() -> None:
-        report_failure(tmp_path, cause="torchrun is gone", exit_code=6, rank=None, step=0)
+        report_failure(tmp_path, cause="the agent is gone", exit_code=6, rank=None, step=0)
         folder.close()
 
-    threading.Timer(1.5, end).start()
-    result = run_main(tmp_path, since=0, text="")
-    assert result.returncode == 6
-    assert result.stderr.startswith("exit code 6: torchrun is gone\n")
+    threading.Timer(1.0, end).start()
+    _, own = read_end(tmp_path, since=0, agent=os.getppid(), owner=True)
+    assert own is not None and own.cause == "the agent is gone"
 
 
-@pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6, 7, 75])
-def test_each_exit_code_has_its_advice(exit_code: int, tmp_path: Path) -> None:
-    text = format_outcome(
-        Outcome("x", exit_code), None, path=tmp_path, logs="here", command="./again"
-    )
-    assert text.startswith(f"exit code {exit_code}: x\nstep: 0\nlast checkpoint: none\n")
-    assert text.endswith("; this starts anew: ./again")
-    assert f"next: {NEXT[exit_code].format(path=tmp_path)};" in text
+def test_a_launcher_overrules_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder(tmp_path)
+    folder.running(step=7, last_checkpoint=None)
+    running = read_status(tmp_path)
+    assert running is not None
+    overrule_status(tmp_path, running, cause="rank 1 was killed", exit_code=6, rank=1)
+    end = {"state": "failed", "cause": "rank 1 was killed", "exit_code": 6, "rank": 1, "step": 7}
+    assert status_on_file(tmp_path).items() >= end.items()
+    shutil.rmtree(tmp_path)
+    overrule_status(tmp_path, running, cause="rank 1 was killed", exit_code=6, rank=1)
+
+
+def test_a_log_folder_that_cannot_be_made_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (make_log_folder(tmp_path / "run") / "torchrun.log").is_file()
+    with pytest.raises(ConfigError, match='dump_folder = "/dev/null" cannot be written: .*Not a'):
+        make_log_folder(Path("/dev/null"))
+
+    def full(path: Path, **how: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(StorageError, match="cannot be written: .*No space left on device"):
+        make_log_folder(tmp_path)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -32,6 +33,7 @@ ENV = os.environ | {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 HOST = socket.gethostname()
+NO_STOP = cast(StopSignal, SimpleNamespace(received=0))
 WAITED = rf"rank 0 waited at step 7, agreement, in all_reduce \(process \d+ on {HOST}\)"
 
 
@@ -53,8 +55,12 @@ class Job:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
 
-    def end(self) -> tuple[list[int], list[str]]:
-        """The exit code and the output of each rank."""
+    def end(self, *, kill: int | None = None) -> tuple[list[int], list[str]]:
+        """The exit code and the output of each rank, of which one may be killed after rank 0 has
+        ended."""
+        if kill is not None:
+            self.ranks[0].wait()
+            self.ranks[kill].kill()
         outputs = [rank.communicate()[0] for rank in self.ranks]
         return [rank.returncode for rank in self.ranks], outputs
 
@@ -135,6 +141,12 @@ def test_orphans_end_but_not_while_they_stop_on_a_signal(parent: subprocess.Pope
     assert lines.count("outlasted") == 1
 
 
+def test_a_stop_before_the_ranks_have_joined_ends_a_rank_that_waits_for_another() -> None:
+    codes, outputs = Job("stop and join", "sleep first").end(kill=1)
+    assert codes[0] == 75
+    assert "report: stopped by a signal before the ranks joined\n" in outputs[0]
+
+
 def test_a_job_of_one_rank_that_serves_the_store_itself() -> None:
     env = ENV | {
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -152,7 +164,7 @@ def test_without_a_store_there_is_no_watchdog(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(watchdog, "START_SECONDS", 1)
     with pytest.raises(RankLostError, match="torchrun's store does not answer: .*127.0.0.1"):
-        Watchdog(rank=0, world_size=1, stop_signal=cast(StopSignal, None), report=print)
+        Watchdog(rank=0, world_size=1, stop_signal=NO_STOP, report=print)
 
 
 def explain_here(
@@ -179,9 +191,7 @@ def explain_here(
     post(1.0)
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 30)  # on a busy machine two are too few
     monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: post(2.0 if alive else 1.0))
-    dog = Watchdog(
-        rank=0, world_size=len(beats) + 1, stop_signal=cast(StopSignal, None), report=print
-    )
+    dog = Watchdog(rank=0, world_size=len(beats) + 1, stop_signal=NO_STOP, report=print)
     try:
         raise RuntimeError("gloo")
     except RuntimeError as error:

@@ -43,6 +43,8 @@ def say(line: str) -> None:
 def work(command: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_logger()
+    if command == "sleep first":
+        time.sleep(60)
     stop_signal = StopSignal()
     dog = Watchdog(
         rank=rank,
@@ -51,6 +53,8 @@ def work(command: str) -> None:
         report=lambda cause: say(f"report: {cause}"),
         timeout_s=1.0 if command == "wait" else math.inf,
     )
+    if command == "stop and join":
+        os.kill(os.getpid(), signal.SIGTERM)
     timeout = timedelta(seconds=60 if command == "wait" else 3)
     dist.init_process_group(
         "gloo", store=connect_store(10), rank=rank, world_size=world_size, timeout=timeout

@@ -1,6 +1,6 @@
 """The check that all ranks were started alike, before they join the process group.
 
-Ranks that differ in the config, in library versions or in this package's own sources would train
+Ranks that differ in the config, in library versions or in this package's sources would train
 garbage, or hang in a collective that not all of them enter. Nothing in torch compares them.
 """
 
@@ -15,37 +15,32 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel.distributed import local_world_size, read_rank
-from torchtitan_lite.parallel.store import connect_store
 
-PREFIX = "agreement"
+from .distributed import local_world_size, read_rank
+from .store import connect_store
+
 HEARD_SECONDS = 10
-"""Seconds that rank 0, whose host may serve the store, waits for the others to read why the run
-ends."""
+"""How long rank 0, whose host may serve the store, waits for the others to read the verdict."""
 SHOWN_RANKS = 4
 
 
 def check_started_alike(facts: Mapping[str, str], *, timeout_s: float) -> None:
-    """Raise ConfigError on every rank unless all of them state the same `facts`, values by name,
-    and the same numbers of nodes and of processes per node. Waits up to `timeout_s` for the slowest
+    """Raise ConfigError on every rank unless all of them have the same `facts`, values by name, and
+    the same numbers of nodes and of processes per node. Waits up to `timeout_s` for the slowest
     rank."""
     rank, world_size = read_rank()
-    own = {
-        **facts,
-        "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"),
-        "NGPU": str(local_world_size()),
-    }
+    nodes, processes = os.environ.get("GROUP_WORLD_SIZE", "1"), str(local_world_size())
+    own = {**facts, "NNODES": nodes, "NGPU": processes}
     compare_facts(connect_store(timeout_s), own, rank=rank, world_size=world_size)
 
 
 def compare_facts(
     store: dist.Store, facts: Mapping[str, str], *, rank: int, world_size: int
 ) -> None:
-    """Raise ConfigError on every rank unless all of them state the same `facts`.
+    """Raise ConfigError on every rank unless all of them have the same `facts`."""
+    store = dist.PrefixStore("agreement", store)
 
-    Each rank compares its facts with rank 0's and posts what differs, so that little travels; rank
-    0 posts the verdict."""
-    store = dist.PrefixStore(PREFIX, store)
+    # Each rank posts only its differences from rank 0, so that little travels.
     if rank == 0:
         store.set("facts", json.dumps(facts))
     first = json.loads(store.get("facts"))
@@ -55,6 +50,7 @@ def compare_facts(
     }
     store.set(f"rank {rank}", json.dumps({"host": socket.gethostname(), "differing": differing}))
 
+    # Rank 0 posts the verdict.
     if rank == 0:
         answers = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
         store.set("verdict", describe_differences(first, answers))
@@ -68,10 +64,10 @@ def compare_facts(
 
 
 def describe_differences(first: Mapping[str, str], answers: list[dict]) -> str:
-    """One line for each fact in which some rank differs from rank 0, whose facts are `first`: its
-    values, and the ranks and hosts that have them. "" if none does. `answers` holds each rank's
+    """Return a line for each fact in which a rank differs from rank 0, whose facts are `first`: its
+    values, and the ranks and hosts that have them; "" if none differs. `answers` holds each rank's
     host and differing facts, by rank."""
-    names = {name: None for answer in answers for name in answer["differing"]}
+    names = dict.fromkeys(name for answer in answers for name in answer["differing"])
     lines = []
     for name in names:
         holders = defaultdict(list)
@@ -84,6 +80,7 @@ def describe_differences(first: Mapping[str, str], answers: list[dict]) -> str:
             more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
             values.append(f"{value} (rank {', '.join(ranks[:SHOWN_RANKS])}{more})")
         lines.append(f"{name} differs between ranks: {'; '.join(values)}")
+
     if lines:
         lines.append("start every node with the same config, command line and installation.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop, seen at once also while the main thread is blocked in C."""
+"""SIGTERM and SIGINT as a request to stop, seen at once also while the main thread is in C++."""
 
 import os
 import signal
@@ -6,44 +6,45 @@ import threading
 import time
 
 DUPLICATE_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
-"""A second signal this soon after the first is the same wish: schedulers signal every process, and
-torchrun passes on what it gets."""
+"""A second signal this soon after the first repeats the request: schedulers signal every process,
+and torchrun passes on the signals that it gets."""
 
 
 class StopSignal:
-    """The wish of SIGTERM or SIGINT that the run stop before its next forward pass.
+    """The request of SIGTERM or SIGINT to stop the run before its next forward pass.
 
-    Made once a process, on the main thread. A second signal that is no duplicate ends this process
+    Made once a process, on the main thread. A second signal that is no duplicate kills this process
     at once by SIGKILL.
     """
 
     def __init__(self) -> None:
         self._received = 0
         self._received_at = 0.0
+
         # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
         # a collective. The interpreter's own C handler writes each signal's number to this pipe at
-        # once, so a thread reads it there.
+        # once, and a thread reads it there.
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in DUPLICATE_SECONDS:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._read, name="signals", daemon=True).start()
 
     @property
     def received(self) -> int:
-        """The number of the first signal that asked to stop; 0 if none has."""
+        """Number of the first signal that asked to stop; 0 if none has."""
         return self._received
 
     def _read(self) -> None:
         while True:
             for number in os.read(self._pipe, 64):
                 if number in (signal.SIGTERM, signal.SIGINT):
-                    self._take(number)
+                    self._take(signal.Signals(number))
 
-    def _take(self, number: int) -> None:
+    def _take(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self._received:
             self._received, self._received_at = number, now
-        elif now - self._received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
+        elif now - self._received_at > DUPLICATE_SECONDS[number]:
             os.kill(os.getpid(), signal.SIGKILL)
