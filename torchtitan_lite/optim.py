@@ -126,7 +126,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
-    """Return zero moments for `parameter`, with scales if in 8 bits, sharded as it is."""
+    """Return zero moments, with scales if in 8 bits, sharded like `parameter`."""
     if state_dtype == "bfloat16":
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
     if parameter.ndim != 2 or _local(parameter).shape[-1] % BLOCK:
@@ -138,7 +138,7 @@ def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
 
 
 def _scales_like(parameter: Tensor) -> Tensor:
-    """Return a zero for each block of `parameter`, sharded as it is."""
+    """Return a zero for each block of `parameter`, sharded like it."""
     rows, columns = parameter.shape
     local = _local(parameter)
     scales = torch.zeros(len(local), local.shape[-1] // BLOCK, device=local.device)

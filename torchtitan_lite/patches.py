@@ -1,6 +1,6 @@
 """Every change that this package makes to torch or torchao at run time, one function each.
 
-Each function states what it changes, why, where that is reported upstream, the versions in which it
+Each function states its change, the reason, the report upstream, the versions in which the fault
 was seen, and when to remove it. All of them can be called more than once. `test_patches.py` shows
 each fault without its patch, and so fails once the installed version no longer needs it.
 
@@ -29,7 +29,7 @@ def tag_compiler_cache(label: str) -> None:
     Why: the key of the compiler's cache contains neither the rank's coordinate in a DTensor's mesh
     nor the backend that computes attention. A rank would load code compiled for another rank's part
     of the vocabulary and train on a wrong loss.
-    Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.11 to 2.13.
+    Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.13.
     Remove: once the key contains both.
     """
     tag = torch.compiler.config.cache_key_tag
@@ -57,7 +57,7 @@ def name_mxfp8_scales_in_cpp() -> None:
 
     Changes: `DTYPE_TO_CPP` of Inductor's C++ backend.
     Why: a block that keeps such scales for its backward pass does not compile on CPU.
-    Upstream: pytorch/pytorch#147873 (fixed for GPUs only). Seen: torch 2.11 to 2.13.
+    Upstream: pytorch/pytorch#147873, closed, is about GPUs. Seen: torch 2.13.
     Remove: once the table has the type.
     """
     from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
@@ -71,7 +71,7 @@ def trust_instruction_set() -> None:
     Changes: `VecISA.check_build` of Inductor, unless the environment sets `vec_isa_ok`.
     Why: the compiler builds a test program for each instruction set, which takes seconds. AMX is
     still tested, since a C++ compiler that PyTorch supports may not know its instructions.
-    Upstream: not reported. Seen: torch 2.11 to 2.13.
+    Upstream: not reported. Seen: torch 2.13.
     Remove: once the first compilation builds no test programs.
     """
     from torch._inductor import config
@@ -95,7 +95,7 @@ def weigh_cudnn_attention() -> None:
     Changes: `get_default_op_list` of the compiler's partitioner.
     Why: the list has flash and memory-efficient attention only. Under any memory budget the
     compiler would recompute cuDNN's, the most expensive operator of a block.
-    Upstream: not reported; pytorch/pytorch#129533 added the others. Seen: torch 2.11 to 2.13.
+    Upstream: not reported; pytorch/pytorch#129533 added the others. Seen: torch 2.13.
     Remove: once the list has `_scaled_dot_product_cudnn_attention`.
     """
     from torch._functorch import partitioners
@@ -117,7 +117,7 @@ def count_no_memory_for_meshes() -> None:
     Changes: `torch._functorch.config.unsafe_treat_script_objects_as_zero_size`, where it exists.
     Why: under tensor parallelism a block keeps the mesh for its backward pass, and the partitioner
     fails with "Cannot compute the size of FakeScriptObject". A mesh holds no activations.
-    Upstream: torch 2.13 added the option. Seen: torch 2.12 (no option, the mode is refused), 2.13.
+    Upstream: an option since torch 2.13; the config refuses the mode on 2.12. Seen: both.
     Remove: once the partitioner counts a mesh as 0 bytes by default.
     """
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
@@ -131,7 +131,7 @@ def keep_shared_casts() -> None:
     Why: Inductor passes a matmul its operand in memory of a given layout, and computes a cast that
     several matmuls read, as wq, wk and wv do, once for each of them. Marked to be stored, it is
     computed once.
-    Upstream: not reported. Seen: torch 2.11 to 2.13, torchao 0.17 and 0.18.
+    Upstream: not reported. Seen: torch 2.13, torchao 0.18.
     Remove: once Inductor stores such a cast by itself.
     """
     from torch._inductor import config
@@ -162,7 +162,7 @@ def scale_gathered_weights_over(mesh: DeviceMesh | None) -> None:
     Changes: `WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather`.
     Why: torchao takes the amax over the ranks of FSDP. Under tensor parallelism as well, each of
     its shards would get a scale of its own, and results would depend on the layout.
-    Upstream: not reported. Seen: torchao 0.17 and 0.18.
+    Upstream: not reported. Seen: torchao 0.18.
     Remove: once torchao takes the amax over all shards of a weight.
     """
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
@@ -181,7 +181,7 @@ def gather_float8_as_bytes() -> None:
 
     Changes: the all-gathers in torchao's `FLOAT8_OPS_TABLE`.
     Why: gloo, the backend on CPU, has no float8 types.
-    Upstream: pytorch/pytorch#126338 (solved for NCCL only). Seen: torch 2.11 to 2.13.
+    Upstream: pytorch/pytorch#126338, solved for NCCL. Seen: torch 2.13, torchao 0.18.
     Remove: once gloo gathers float8 tensors.
     """
     from torchao.float8 import float8_ops
@@ -208,8 +208,8 @@ def observe_float8_casts(observe: Callable[[Tensor, Any], None]) -> Iterator[Non
 
     Changes: the autograd function through which torchao makes all casts, until the end of the
     context. Compiled code is not observed.
-    Why: torchao has no hook for casts. Seen: torchao 0.17 and 0.18.
-    Remove: once torchao has such a hook.
+    Why: torchao has no hook for casts. Upstream: not reported. Seen: torchao 0.18.
+    Remove: once torchao has such a hook; no test can notice that.
     """
     from torchao.float8 import float8_training_tensor as torchao_casts
 

@@ -48,7 +48,7 @@ def apply_fsdp(
     dp_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
     shard = partial(fully_shard, mesh=dp_mesh, mp_policy=precision, offload_policy=offload)
 
-    # Scales of float8 all-gathers cover all shards of a weight, those of tensor parallelism too.
+    # A scale of a float8 all-gather covers all shards of a weight, also across tensor parallelism.
     split = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
     if any(map(is_gathered_in_float8, split)):
         scale_gathered_weights_over(mesh["dp_shard", "tp"]._flatten("dp_shard_tp"))

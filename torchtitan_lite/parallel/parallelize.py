@@ -55,7 +55,7 @@ def parallelize(
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Configure the compiler of this process for `mesh` and for a memory budget."""
-    # Under tensor parallelism each rank compiles code of its own.
+    # Under tensor parallelism ranks compile different code.
     if mesh["tp"].size() > 1:
         patches.tag_compiler_cache(f"rank {mesh.get_rank()} of {mesh.size()}")
 
