@@ -51,6 +51,7 @@ or the user stopped the run."""
 
 def run(config: Config) -> int:
     """Train as `config` says, on this process. Return the exit code."""
+    rank: int | None
     rank, world_size = read_rank()
     failure = FailureReport(Path(config.job.dump_folder))
     watchdog = Watchdog(
@@ -65,10 +66,10 @@ def run(config: Config) -> int:
     except Exception as caught:
         error = explain(caught, folder=failure.folder, watchdog=watchdog)
         if error is None:
-            cause, exit_code, blamed = f"{type(caught).__name__}: {caught}", 1, rank
+            cause, exit_code = f"{type(caught).__name__}: {caught}", 1
         else:
-            cause, exit_code, blamed = str(error), error.exit_code, error.rank
-        failure.write(cause, step=watchdog.step, exit_code=exit_code, rank=blamed)
+            cause, exit_code, rank = str(error), error.exit_code, error.rank
+        failure.write(cause, step=watchdog.step, exit_code=exit_code, rank=rank)
         watchdog.fail(cause)
         if error is None or error is caught:
             raise
@@ -201,7 +202,7 @@ def finish(trainer: Trainer, run_folder: RunFolder | None, *, stopped_by: str | 
 
 def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
     """Log the summary, the epochs, and where to look next."""
-    config, batches = trainer.config, trainer.batches
+    config, batches = trainer.config, trainer.parts.batches
     if (summary := trainer.metrics.summary()) is not None:
         entropy = None
         try:

@@ -32,19 +32,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torchtitan_lite.build import build_batches
+from torchtitan_lite.build import build_batches, prepare_job
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config, load_config, resolve_batch
-from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, run_script
+from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import lr_factor
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
-from torchtitan_lite.planner.meta_model import resolve_model_args
 
 BARE = {
     **ALIKE,
@@ -131,18 +129,9 @@ def build_loss(
 def train(config: Config, *, our_loss: bool) -> None:
     """Train in the processes that torchrun started, and print each step's loss on rank 0."""
     device = init_distributed(config.comm)
-    tokenizer = build_tokenizer(config.model.tokenizer_path)
-    args = resolve_model_args(config, tokenizer)
-    batches, _ = build_batches(
-        config,
-        tokenizer,
-        resolve_batch(config.training, dp_degree=dist.get_world_size()),
-        vocab_size=args.vocab_size,
-        dp_rank=dist.get_rank(),
-        dp_degree=dist.get_world_size(),
-        progress=NEW_RUN,
-    )
-    model = build_model(config, args, device)
+    job, tokenizer = prepare_job(config, device=device)
+    batches, _ = build_batches(job, tokenizer, dp_rank=dist.get_rank(), progress=NEW_RUN)
+    model = build_model(config, job.model_args, device)
     loss_fn = build_loss(config, model, ours=our_loss)
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -154,7 +143,8 @@ def train(config: Config, *, our_loss: bool) -> None:
     )
 
     for step, (tokens, labels) in enumerate(batches, start=1):
-        factor = lr_factor(step, schedule=config.lr_scheduler, training_steps=config.training.steps)
+        schedule = config.lr_scheduler.model_dump()
+        factor = lr_factor(step, training_steps=config.training.steps, **schedule)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * factor
         loss = loss_fn(tokens.to(device), labels.to(device))

@@ -28,7 +28,8 @@ from common import Ratios, describe_machine, measure_pairs, run_config
 from torch import Tensor
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.datasets import DATASETS
+from torchtitan_lite.data.sources import build_named_source, build_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import run_script
@@ -127,7 +128,8 @@ def report_data(options: argparse.Namespace, overrides: list[str]) -> None:
     read beside numpy slices."""
     cores = len(os.sched_getaffinity(0))
     tokenizer = build_tokenizer("")
-    source = build_source(None if options.source == "pystdlib" else options.source)
+    named = options.source in DATASETS
+    source = build_named_source(options.source) if named else build_source(options.source)
     texts = list(source.documents())
     with tempfile.TemporaryDirectory() as name:
         stores = (Path(name) / str(number) for number in range(options.pairs))

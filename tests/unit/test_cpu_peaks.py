@@ -26,7 +26,7 @@ MEASURED = {"bf16": 0.2, "fp32": 0.1}
 @pytest.fixture(autouse=True)
 def one_rank_on_two_cores(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(cpu_peaks.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cpu_peaks, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     yield
     dist.destroy_process_group()

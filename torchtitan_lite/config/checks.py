@@ -46,7 +46,7 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
 
     Rules that read a table in `unsound`, one with invalid values, are skipped.
     """
-    messages = []
+    messages: list[str] = []
     if not {"parallelism", "training"} & set(unsound):
         messages += _check_layout(config, world_size)
     for check, tables in RULES.items():

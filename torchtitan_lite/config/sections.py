@@ -27,7 +27,9 @@ Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
 if TYPE_CHECKING:
-    DatasetName = DecayType = RecipeName = str
+    DatasetName = str
+    DecayType = str
+    RecipeName = str
 else:  # the choices are the rows of tables
     DatasetName = Literal[tuple(DATASETS)]
     DecayType = Literal[tuple(DECAYS)]

@@ -9,7 +9,6 @@ threads it would wait for the slowest of them.
 
 import json
 import math
-import os
 import platform
 import socket
 import time
@@ -104,8 +103,7 @@ def cpu_name() -> str:
 def _rank_threads() -> float:
     """Return the number of threads that this rank can run at once: at most its share of the cores,
     each divided among the ranks of the host that may use it. A collective call."""
-    pinned = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    host, cores = socket.gethostname(), pinned or set(range(usable_cores()))
+    host, cores = socket.gethostname(), usable_cores()
     ranks = on_all_ranks(lambda: (host, cores))
     users = Counter(core for other, theirs in ranks if other == host for core in theirs)
     return min(torch.get_num_threads(), sum(1 / users[core] for core in cores))

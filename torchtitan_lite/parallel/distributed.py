@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config import CommConfig
+from torchtitan_lite.config import CommConfig, DebugConfig
 from torchtitan_lite.errors import ConfigError
 
 from .store import connect_store
@@ -34,6 +34,16 @@ def read_rank() -> tuple[int, int]:
 def local_world_size() -> int:
     """Return the number of the job's processes on this host, which torchrun sets."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def set_determinism(debug: DebugConfig) -> None:
+    """Seed torch, and use deterministic algorithms only if the config asks for them."""
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        # cuBLAS reads the variable at its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
 
 def init_distributed(comm: CommConfig) -> torch.device:
