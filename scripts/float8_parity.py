@@ -1,13 +1,10 @@
-"""Does float8 train as bf16 does, and a compiled run as an eager one? python
-scripts/float8_parity.py [--out DIR] ...
+"""Compare the losses of float8 with bf16, and of compiled with eager runs.
 
-Trains train_configs/float8_parity.toml with each recipe and seed, and with two of the recipes
-compiled, each run in a process of its own, and writes the page about them. Runs that are done are
-not repeated.
+python scripts/float8_parity.py [--out DIR] [--page FILE] [--jobs N]
 
-  --out DIR    folder of the runs (default: outputs/float8_parity)
-  --page FILE  page to write, its pictures beside it (default: docs/float8_parity.md); needs the plots extra
-  --jobs N     runs at a time (default: 2)
+Trains train_configs/float8_parity.toml with each recipe and seed, and two recipes compiled, each
+run in a process of its own. Then writes the page docs/float8_parity.md and its pictures, which
+needs the plots extra. Runs that are done are not repeated.
 """
 
 import argparse
@@ -50,7 +47,7 @@ RECIPES = {
     "rowwise_with_gw_hp": (*FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"),
     "mxfp8": (*FLOAT8, "--float8.recipe_name=mxfp8"),
 }
-"""What each recipe adds to the config; the others are held against the first."""
+"""Overrides of each recipe; all are compared with the first."""
 COMPILED_RECIPES = ("bf16", "tensorwise_all_gather")
 COMPILE = ("--compile.enable", "--training.steps=100")
 COMPILED = {
@@ -58,16 +55,17 @@ COMPILED = {
     "compile_op_ac": (*COMPILE, "--activation_checkpoint.mode=selective"),
     "compile_full_ac": (*COMPILE, "--activation_checkpoint.mode=full"),
 }
-"""What each compiled run adds to its recipe; it is held against the first steps of the eager
-one."""
+"""Overrides of the compiled runs; each is compared with the first steps of the eager run."""
 LAST = 20
-"""Steps that a final loss is the mean of."""
+"""A final loss is the mean of this many last steps."""
 COLUMNS = ("run", "steps", "final loss", "to first", "loss at most off", "grad norm at most off")
 PAGE = """# Training parity
 
-Whether float8 learns what bf16 learns, and compiled runs what eager ones do: a model of 4 layers and dim 256, trained
-on the default corpus by [float8_parity.toml](../train_configs/float8_parity.toml), each run by one process, which casts
-its weights as for an all-gather under `tensorwise_all_gather`, but gathers nothing. All of it is the outcome of
+Does float8 train as well as bf16, and a compiled run as well as an eager one? A model of 4 layers
+and dim 256 is trained on the default corpus by
+[float8_parity.toml](../train_configs/float8_parity.toml), each run in one process.
+`tensorwise_all_gather` casts weights as for FSDP's float8 all-gather, although one process gathers
+nothing. This page was written by
 
     python scripts/float8_parity.py
 
@@ -75,28 +73,29 @@ on {made}.
 
 ## Recipes
 
-Loss after all steps, the mean of the last {last}, and how far it is from bf16's with the same seed. A seed draws the
-weights and the order of the data, so that bf16's own column shows what a seed alone changes.
+Mean loss of the last {last} steps, and its difference from bf16 with the same seed. The seed
+determines the weights and the order of the data: the bf16 row shows what the seed alone changes.
 
 {summary}
 
 {first_seed}
 
-This picture, as those below, is one of `scripts/compare_runs.py`. On a CPU float8 is emulated, and these runs shared
-the machine with others: their speeds cannot be compared.
+`scripts/compare_runs.py` draws such pictures of any runs. On a CPU float8 is emulated, and these
+runs shared the machine with others, so their speeds cannot be compared.
 
 ## Compiled runs
 
-The first steps of the same schedule with torch.compile, without activation checkpointing, with the "op" policy and with
-full recomputation, beside the eager run without it. Compiled code rounds in fewer places, and training carries each
-difference on: a step's own loss and gradient norm drift, the mean of the losses hardly.
+The first steps of the same schedule with torch.compile: without activation checkpointing, with the
+"op" policy, and with full recomputation, beside the eager run. Compiled code rounds in fewer
+places, and training amplifies each difference: the loss and gradient norm of a single step drift,
+the mean of the losses hardly does.
 
 {compiled}
 """
 
 
 def list_runs() -> dict[str, tuple[str, ...]]:
-    """What each run adds to the config, by its name."""
+    """Overrides of every run by its name."""
     eager = {
         f"{recipe}-{seed}": (*words, f"--debug.seed={seed}")
         for recipe, words in RECIPES.items()
@@ -111,12 +110,13 @@ def list_runs() -> dict[str, tuple[str, ...]]:
 
 
 def train(name: str, words: tuple[str, ...], *, out: Path) -> None:
-    """Train a run into `out`/`name`, unless it is done. Raises RunError if it fails."""
+    """Train a run in the folder `out`/`name`, unless it is done. Raises RunError if it fails."""
     folder, log = out / name, out / f"{name}.log"
     status = read_status(folder)
     if status is not None and status.state == "done":
         return
-    logger.info(f"{name}: begins")
+
+    logger.info(f"{name}: starts")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "torchtitan_lite.train", "--job.config_file=train_configs/float8_parity.toml"]
     with log.open("w") as stream:
@@ -133,8 +133,8 @@ def train(name: str, words: tuple[str, ...], *, out: Path) -> None:
 
 
 def summarize(out: Path) -> str:
-    """The final losses of all recipes and seeds as a table, and the largest distance of one to the
-    first recipe's."""
+    """Return a table of the final losses of all recipes and seeds, and the largest difference from
+    the first recipe."""
     comparisons = [
         compare(read_runs([out / f"{recipe}-{seed}" for recipe in RECIPES]), last=LAST)
         for seed in SEEDS
@@ -150,19 +150,22 @@ def summarize(out: Path) -> str:
 
 
 def show(runs: Sequence[LoggedRun], picture: Path) -> str:
-    """The table of `runs`, and a link to their curves, which it draws into `picture`."""
+    """Draw the curves of `runs` into the file `picture`. Return their table and a link to it."""
     draw(runs, picture, last=LAST)
     curves = f"![Curves of {runs[0].name} and others]({picture.name})"
     return f"{format_runs(runs, last=LAST, columns=COLUMNS)}\n\n{curves}"
 
 
 def write_page(out: Path, page: Path) -> None:
-    """Write the page about the runs in `out`, and its pictures."""
+    """Write the page and the pictures of the runs in `out`."""
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     )
+
+    # The device and versions, then the tables and pictures of each part.
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchao"))
     text = PAGE.format(
-        made=f"{time.strftime('%Y-%m-%d')}, with {device}, torch {version('torch')}, torchao {version('torchao')}",
+        made=f"{time.strftime('%Y-%m-%d')}, with {device}, {versions}",
         last=LAST,
         summary=summarize(out),
         first_seed=show(
@@ -181,14 +184,14 @@ def write_page(out: Path, page: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Train what is left to train, and write the page. Raises RunError."""
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return
-    parser = argparse.ArgumentParser(prog="scripts/float8_parity.py", usage=__doc__, add_help=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs/float8_parity")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/float8_parity.md")
-    parser.add_argument("--jobs", type=int, default=2)
+    """Train the runs that are not done yet, and write the page. Raises RunError."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("--out", type=Path, default=ROOT / "outputs/float8_parity", help="folder of the runs")
+    option("--page", type=Path, default=ROOT / "docs/float8_parity.md", help="page to write")
+    option("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs} must be at least 1")

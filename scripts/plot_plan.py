@@ -1,9 +1,8 @@
-"""The MFU family as a picture: python scripts/plot_plan.py [--output docs/mfu.svg], with the plots
-extra.
+"""Draw how the MFU figures relate: python scripts/plot_plan.py [--output docs/mfu.svg].
 
-Of Llama 3 8B on 8 H100, at the speeds published for bf16 and for float8: the time of a token, and
-within it the time that its matmuls would take at one peak or another. The figures are the
-planner's; the same ones make the same file.
+The picture shows Llama 3 8B on 8 H100 at the published speeds of bf16 and float8: the time of a
+token, and the time that its matmuls would take at the peak that each figure assumes. The planner
+computes the figures. Needs the plots extra. Equal figures make equal files.
 """
 
 import argparse
@@ -20,7 +19,7 @@ WORLD_SIZE = 8
 RUNS = {"bf16": ("llama3_8b.toml", 6297), "float8": ("llama3_8b_float8.toml", 7773)}
 """Config, and tokens per second per device."""
 DENOMINATORS = {"mfu_bf16_peak": "bf16", "mfu_arithmetic_peak": "arithmetic", "mfu_fp8_peak": "fp8"}
-"""The figures that hold all FLOPs against one peak."""
+"""Figures that divide all FLOPs by one peak."""
 COLORS = {"bf16": "#2f6690", "fp8": "#c8553d", "arithmetic": "#7d6b91", "real": "#e3e6ea"}
 STYLE: Any = {  # matplotlib names each key
     "font.size": 9,
@@ -32,17 +31,17 @@ STYLE: Any = {  # matplotlib names each key
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure of the family: ideal over real time of a token on one device, in microseconds."""
+    """A figure: ideal over real time of a token on one device, in microseconds."""
 
     figure: str
     percent: float
     real: float
     ideal: dict[str, float]
-    """By the peak that is assumed."""
+    """Ideal time at each assumed peak."""
 
 
 def list_bars(file: str, tps: float) -> list[Bar]:
-    """The family of the shipped config `file`, `mfu` first."""
+    """Return the figures of the shipped config `file` at `tps` tokens per second, `mfu` first."""
     config = load_config(
         ["--job.config_file", str(ROOT / "train_configs" / file)], world_size=WORLD_SIZE
     )
@@ -58,13 +57,14 @@ def list_bars(file: str, tps: float) -> list[Bar]:
 
 
 def draw(groups: dict[str, list[Bar]], output: Path) -> None:
-    """Write `groups` of bars, by their titles, to the file `output`. Raises ConfigError without
-    matplotlib."""
+    """Draw `groups` of bars, each under its title, into the file `output`. Raises ConfigError
+    without matplotlib."""
     try:  # optional, and slow to import
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError('this needs matplotlib: pip install "torchtitan-lite[plots]"') from error
+
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.375, 4.7), facecolor="white")  # 900 pixels wide
         axes = figure.add_axes((0, 0, 1, 1))
@@ -75,6 +75,8 @@ def draw(groups: dict[str, list[Bar]], output: Path) -> None:
             "Microseconds of a token on each device: ideal, at the peak named, within real",
             size=11,
         )
+
+        # A grey bar for the real time of a token, and within it the ideal time at each peak.
         y = 0.0
         for title, bars in groups.items():
             y += 1.2
@@ -90,12 +92,13 @@ def draw(groups: dict[str, list[Bar]], output: Path) -> None:
                     axes.barh(y, microseconds, left=left, height=0.7, color=COLORS[peak])
                     axes.text(left + 1, y, f"{microseconds:.1f} {peak}", color="white", va="center")
                     left += microseconds
+
         axes.set(xlim=(-33, 177), ylim=(y + 0.7, -0.8))
         figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main(argv: list[str]) -> None:
-    """Write the picture to the file that `argv` names. Raises ConfigError without matplotlib."""
+    """Draw the picture into the file named in `argv`. Raises ConfigError without matplotlib."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -362,6 +362,7 @@ def find_regressions(
             if below_pct > tolerance_pct:
                 change = f"{row[name]:.3f}, {below_pct:.1f} % below the earlier {old[name]:.3f}"
                 found.append(f"{row['name']}: {what} is {change}")
+
     if not compared:
         raise ConfigError("--check: no ratio is in both results; measure with the same options.")
     return found

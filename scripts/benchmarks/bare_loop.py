@@ -3,8 +3,8 @@
 python scripts/benchmarks/bare_loop.py --job.config_file train_configs/debug_model.toml [options]
 
 The loop below is FSDP2, the loss, gradient clipping, fused AdamW and a line of log a step. Runs of
-both take turns. Prints the ratios of their speed, start and memory, and how far their losses differ.
-All other options are overrides of the config, as in training.
+both take turns. Prints the ratios of their speed, start and memory, and the largest difference of
+their losses. All other options are overrides of the config, as in training.
 """
 
 import argparse
@@ -195,22 +195,18 @@ def main(argv: list[str]) -> None:
         "--our-loss", action="store_true", help="give the bare loop the trainer's loss too"
     )
     options, overrides = parser.parse_known_args(argv)
+
+    # In a process that torchrun started.
     if "RANK" in os.environ:
         config = load_config(overrides, world_size=int(os.environ["WORLD_SIZE"]))
         train(config, our_loss=options.our_loss)
+
     if options.pairs < 2:
         raise ConfigError(f"--pairs {options.pairs} must be at least 2")
     config = load_config([*overrides, *SETTINGS], world_size=options.processes)
     check_comparable(config, processes=options.processes)
     print(describe_machine())
-    print(
-        compare(
-            config,
-            processes=options.processes,
-            pairs=options.pairs,
-            our_loss=options.our_loss,
-        )
-    )
+    print(compare(config, **vars(options)))
 
 
 if __name__ == "__main__":

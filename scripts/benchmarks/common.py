@@ -122,6 +122,7 @@ def watch(
         env=dict(env),
     )
     assert process.stdout is not None, "stdout is a pipe"
+
     timer = threading.Timer(timeout_s, process.terminate)
     timer.start()
     lines: list[tuple[float, str]] = []
@@ -135,6 +136,7 @@ def watch(
         _, status, usage = os.wait4(process.pid, 0)  # unlike Popen.wait it returns the memory
         process.returncode = os.waitstatus_to_exitcode(status)
         timer.cancel()
+
     if process.returncode != 0:
         raise RunError(f"{' '.join(command)} ended with {process.returncode}:\n{_tail(lines)}")
     return Watched(tuple(lines), usage.ru_maxrss / 1024)  # KiB on Linux

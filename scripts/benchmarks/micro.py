@@ -209,6 +209,8 @@ def main(argv: list[str]) -> None:
         "checkpoint": report_checkpoints,
         "logging": report_logging,
     }
+
+    # Options of the parts; what is unknown here overrides the config.
     parser.add_argument("part", choices=reports)
     for name, default in {
         "tokens": 8192,

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import bare_loop
 import common
 import pytest
 import torch
@@ -230,3 +231,19 @@ def test_both_losses_are_the_same() -> None:
     )
     assert ours.loss == pytest.approx(plain.loss, rel=1e-5)
     assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
+
+
+def test_the_bare_loop_is_compared_by_its_losses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[tuple[str, ...]] = []
+
+    def run(config: Config, *, processes: int, program: tuple[str, ...] = ()) -> object:
+        programs.append(program)
+        seconds, loss = (0.5, 2.002) if program else (1.0, 2.0)
+        lines = [(4 + seconds * step, f"step {step}  loss {loss}") for step in range(1, 13)]
+        return Watched(tuple(lines), 256.0), [{"loss": 2.0}] * 12
+
+    monkeypatch.setattr(bare_loop, "run_config", run)
+    table = bare_loop.compare(load(), processes=2, pairs=2, our_loss=True)
+    assert "0.500 +- 0.000" in table and "losses differ by 1.0e-03 at most" in table
+    assert [bool(program) for program in programs] == [False, False, True, True, False]
+    assert programs[2][1:] == ["--our-loss"]

@@ -57,7 +57,7 @@ class ModelConfig(Section):
     name: Literal["llama3"] = "llama3"
     """Model family."""
     flavor: Name = "debugmodel"
-    """Dimensions of the model: debugmodel, 8B, 70B or 405B."""
+    """Dimensions of the model: debugmodel, 8B, 70B or 405B; 8B_16layers: 8B with 16 layers."""
     tokenizer_path: str = ""
     """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
 
