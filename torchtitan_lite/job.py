@@ -58,10 +58,11 @@ class Job:
 
     def choose(self, table: str, **values: object) -> "Job":
         """Return the job with `values` in place of the "auto" values of a table."""
-        section = getattr(self.config, table).model_copy(update=values)
+        section = getattr(self.config, table)
+        new = [f"{table}.{key}" for key, value in values.items() if value != getattr(section, key)]
+        section = section.model_copy(update=values)
         config = self.config.model_copy(update={table: section})
-        chosen = (*self.chosen, *(f"{table}.{key}" for key in values))
-        return dataclasses.replace(self, config=config, chosen=chosen)
+        return dataclasses.replace(self, config=config, chosen=(*self.chosen, *new))
 
     def to_toml(self) -> str:
         """Return the resolved config as TOML, with a comment on the values chosen for "auto"."""

@@ -202,13 +202,13 @@ class FaultyTrainer(trainer.Trainer):
             happen(f"validation {self.step}")
             return super().loss(tokens, labels, scale=scale)
         factor = happen(f"{'accumulation' if self.passes else 'forward'} {self.step + 1}")
-        self.passes = (self.passes + 1) % self.batch.grad_accum_steps
+        self.passes = (self.passes + 1) % self.job.batch.grad_accum_steps
         if self.notes_samples:
             hashes = [
                 hashlib.sha256(row.numpy().tobytes()).hexdigest()
                 for row in torch.stack([tokens, labels], dim=1)
             ]
-            with (self.path / f"samples-{RANK}.jsonl").open("a") as file:
+            with (self.job.folder / f"samples-{RANK}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": self.step + 1, "samples": hashes}) + "\n")
         return super().loss(tokens, labels, scale=scale * factor)
 
@@ -227,9 +227,9 @@ class FaultyTrainer(trainer.Trainer):
         if self.notes_weights:
             parts = [
                 parameter.to_local().numpy().tobytes()
-                for parameter in self.model.state_dict().values()
+                for parameter in self.parts.model.state_dict().values()
             ]
-            with (self.path / f"weights-{RANK}.jsonl").open("a") as file:
+            with (self.job.folder / f"weights-{RANK}.jsonl").open("a") as file:
                 file.write(
                     json.dumps(
                         {"step": step, "weights": hashlib.sha256(b"".join(parts)).hexdigest()}

@@ -17,14 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from torchtitan_lite.build import build_model
+from torchtitan_lite.build import prepare_job
+from torchtitan_lite.build_model import build_model
 from torchtitan_lite.checkpoint.state import model_state
-from torchtitan_lite.config import CommConfig, load_config, resolve_degrees
-from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.planner.meta_model import resolve_model_args
 
 
 class Traffic(TorchDispatchMode):
@@ -56,14 +55,13 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     config = load_config(
         ["--job.config_file", str(CONFIG), *overrides], world_size=dist.get_world_size()
     )
-    degrees = resolve_degrees(config.parallelism, world_size=dist.get_world_size())
-    mesh = build_mesh(degrees, device_type=device.type)
-    args = resolve_model_args(config, build_tokenizer(""))
-    model, *_ = build_model(config, args, mesh=mesh, device=device)
+    job, _ = prepare_job(config, device=device)
+    mesh = build_mesh(job.degrees, device_type=device.type)
+    model, *_ = build_model(job, mesh=mesh, device=device)
     weights = {
         name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()
     }
-    tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % args.vocab_size
+    tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % job.model_args.vocab_size
     with Traffic() as traffic:
         model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
     return {"weights": weights, "traffic": traffic.sent}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 
+from torchtitan_lite.build import prepare_job
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.errors import RunError
@@ -46,7 +47,11 @@ def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> 
         resume = find_resume(
             config.checkpoint, folder=Path(config.job.dump_folder) / config.checkpoint.folder
         )
-        Trainer(config, device=device, run_folder=None, resume=resume, watchdog=watchdog).train()
+        job, tokenizer = prepare_job(config, device=device)
+        trainer = Trainer(
+            job, tokenizer, device=device, run_folder=None, resume=resume, watchdog=watchdog
+        )
+        trainer.train()
     except RunError as error:
         return str(error)
     return ""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchtitan_lite.build import prepare_job
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.clock import HostClock
@@ -59,7 +60,10 @@ def main() -> None:
         rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
     )
     device = init_distributed(config.comm)
-    trainer = Trainer(config, device=device, run_folder=None, resume=None, watchdog=watchdog)
+    job, tokenizer = prepare_job(config, device=device)
+    trainer = Trainer(
+        job, tokenizer, device=device, run_folder=None, resume=None, watchdog=watchdog
+    )
     trainer.metrics._clock = LateClock()
     trainer.metrics._began = trainer.metrics._clock.now()
     trainer.report_progress()

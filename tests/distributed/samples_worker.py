@@ -24,13 +24,13 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
     """The loss, after its microbatch was noted, if it is one to train on."""
     if not torch.is_grad_enabled():
         return loss(trainer, tokens, labels, **options)
-    samples = trainer.batches.sample_ids(
-        trainer.step + 1, next(microbatches) % trainer.batch.grad_accum_steps
+    samples = trainer.parts.batches.sample_ids(
+        trainer.step + 1, next(microbatches) % trainer.job.batch.grad_accum_steps
     )
     hashes = [
         sha256(pair.numpy().tobytes()).hexdigest() for pair in torch.stack([tokens, labels], dim=1)
     ]
-    with Path(trainer.path, f"samples-{os.environ['RANK']}.jsonl").open("a") as file:
+    with Path(trainer.job.folder, f"samples-{os.environ['RANK']}.jsonl").open("a") as file:
         file.write(
             json.dumps(
                 {

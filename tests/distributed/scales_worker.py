@@ -40,7 +40,7 @@ class ScalesTrainer(Trainer):
         scales.clear()
         values = super().train_step(step)
         if step == 1:
-            (self.path / f"scales-{read_rank()[0]}.json").write_text(json.dumps(scales))
+            (self.job.folder / f"scales-{read_rank()[0]}.json").write_text(json.dumps(scales))
         return values
 
 

@@ -6,6 +6,7 @@ import sys
 
 from torch.profiler import ProfilerActivity, profile
 
+from torchtitan_lite.build import prepare_job
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
@@ -24,7 +25,10 @@ def main() -> None:
         rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
     )
     device = init_distributed(config.comm)
-    trainer = Trainer(config, device=device, run_folder=None, resume=None, watchdog=watchdog)
+    job, tokenizer = prepare_job(config, device=device)
+    trainer = Trainer(
+        job, tokenizer, device=device, run_folder=None, resume=None, watchdog=watchdog
+    )
     trainer.report_progress()
     waits = []
     for step in range(1, trainer.last_step + 1):

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from sample_jobs import job_of
 
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
@@ -13,7 +14,6 @@ from torchtitan_lite.config import (
     Float8Config,
     MetricsConfig,
     ModelConfig,
-    ParallelDegrees,
     TrainingConfig,
 )
 from torchtitan_lite.errors import ConfigError
@@ -46,13 +46,9 @@ def test_auto_needs_a_known_device():
     with pytest.raises(
         ConfigError, match=r'filter_fqns = \["auto"\] compares float8 with bf16 by the bf16'
     ):
-        build_meta_model(
-            config, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None
-        )
+        build_meta_model(job_of(config), emulate=True, fused_attention=True)
     off = config.model_copy(update={"float8": Float8Config(filter_fqns=("auto",))})
-    meta = build_meta_model(
-        off, FLAVORS["8B"], tp_degree=1, emulate=True, fused_attention=True, rates=None
-    )
+    meta = build_meta_model(job_of(off), emulate=True, fused_attention=True)
     assert {choice.kept_because for choice in meta.choices if choice.kind != "output"} == {
         "float8 is off"
     }
@@ -74,13 +70,8 @@ def resolve(
     memory_gib: float = 1e9,
     rates: DeviceRates | None = RATES,
 ) -> Config:
-    return resolve_auto(
-        config,
-        args,
-        degrees=ParallelDegrees(1, 64, tp),
-        rates=rates,
-        memory_gib=memory_gib,
-    )
+    job = job_of(config, args, degrees=(1, 64, tp))
+    return resolve_auto(job, rates=rates, memory_gib=memory_gib).config
 
 
 @pytest.mark.parametrize(
@@ -146,7 +137,10 @@ def test_resolved_filters_select_the_same_linears_without_rates(
         {name for choice in meta.choices if choice.converted for name in choice.names}
         for meta in (
             build_meta_model(
-                each, FLAVORS["8B"], tp_degree=tp, emulate=False, fused_attention=True, rates=rates
+                job_of(each, FLAVORS["8B"], degrees=(1, 1, tp)),
+                emulate=False,
+                fused_attention=True,
+                rates=rates,
             )
             for each, rates in ((with_auto, RATES), (resolved, None))
         )
@@ -169,9 +163,7 @@ def test_float8_is_off_where_auto_converts_nothing(caplog: pytest.LogCaptureFixt
         resolved = resolve(auto_float8(compiled=False))
     assert not resolved.float8.enable_float8_linear
     assert "x the time of bf16, as eager casts are not fused)" in caplog.text
-    build_meta_model(
-        resolved, FLAVORS["8B"], tp_degree=1, emulate=False, fused_attention=True, rates=None
-    )
+    build_meta_model(job_of(resolved), emulate=False, fused_attention=True)
 
 
 def test_a_resolved_filter_needs_the_rates() -> None:

@@ -212,7 +212,7 @@ def _choose_checkpointing(
     If none fits, choose "full".
     """
     for mode in CHEAPEST_FIRST:
-        tried = job.choose("activation_checkpoint", mode=mode)
+        tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
         choices = _select(tried, model, rates=rates)
         reserved_gib = reserved_bytes(estimate_memory(tried, choices, on_cpu=on_cpu)) / 2**30
         if reserved_gib <= memory_gib:

@@ -1,0 +1,25 @@
+"""Jobs for tests, without a tokenizer's file."""
+
+from torchtitan_lite.config import Config, ParallelDegrees, resolve_batch, resolve_shares
+from torchtitan_lite.job import Job, TokenizerValues, build_job
+from torchtitan_lite.models.flavors import ModelArgs
+
+TOKENIZER = TokenizerValues(path="some.model", vocab_size=2256, bos_id=1, fingerprint="f" * 64)
+
+
+def job_of(
+    config: Config, args: ModelArgs | None = None, *, degrees: tuple[int, int, int] = (1, 1, 1)
+) -> Job:
+    """Return the job of a config whose degrees, (dp_replicate, dp_shard, tp), and dimensions may be
+    given."""
+    if args is None and degrees == (1, 1, 1):
+        return build_job(config, world_size=1, tokenizer=TOKENIZER)
+    parallel = ParallelDegrees(*degrees)
+    return Job(
+        config=config,
+        degrees=parallel,
+        batch=resolve_batch(config.training, dp_degree=parallel.dp),
+        dataset_shares=resolve_shares(config.training.datasets),
+        model_args=args or build_job(config, world_size=1, tokenizer=TOKENIZER).model_args,
+        tokenizer=TOKENIZER,
+    )

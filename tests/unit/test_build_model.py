@@ -1,0 +1,63 @@
+"""What is asked of a step."""
+
+from typing import Any
+
+import pytest
+from sample_jobs import job_of
+
+from torchtitan_lite.build_model import asked_of_step
+from torchtitan_lite.config import Config, Float8Config, TrainingConfig
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.planner.meta_model import build_meta_model
+
+
+@pytest.mark.parametrize(
+    ("float8", "degrees", "expected"),
+    [
+        ({}, (1, 2, 2), (0, 0, 0, 0)),
+        ({"enable_float8_linear": True}, (1, 2, 2), (14, 168, 0, 32)),
+        ({"enable_float8_linear": True, "recipe_name": "rowwise"}, (1, 2, 2), (14, 168, 0, 0)),
+        (
+            {"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp"},
+            (1, 4, 1),
+            (14, 56, 0, 0),
+        ),
+        (
+            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True},
+            (2, 2, 1),
+            (14, 84, 2, 0),
+        ),
+        (
+            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True},
+            (4, 1, 1),
+            (14, 84, 0, 0),
+        ),
+        (
+            {"enable_float8_linear": True, "filter_fqns": ("wk", "layers.1")},
+            (1, 2, 2),
+            (6, 72, 0, 12),
+        ),
+        (
+            {
+                "enable_float8_linear": True,
+                "enable_fsdp_float8_all_gather": True,
+                "convert_output": True,
+            },
+            (1, 2, 2),
+            (15, 180, 3, 36),
+        ),
+    ],
+)
+def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
+    float8: dict[str, Any], degrees: tuple[int, int, int], expected: tuple[int, ...]
+) -> None:
+    args = ModelArgs(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=64, max_seq_len=32
+    )
+    training = TrainingConfig(seq_len=32, local_batch_size=1, global_batch_size=8)
+    asking = Config(training=training, float8=Float8Config(**float8))
+    job = job_of(asking, args, degrees=degrees)
+    meta = build_meta_model(job, emulate=True, fused_attention=True)
+    asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
+    assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
+    assert asked.matmuls_run_in == ("float32" if float8 else "float8")
