@@ -10,6 +10,7 @@ Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, 
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torchtitan_lite.config import Config, ParallelDegrees, resolve_batch
 from torchtitan_lite.models import loss
@@ -57,11 +58,6 @@ class Rank:
     def reduce_width(self) -> int:
         """Bytes of an element of a gradient that is being reduced."""
         return WIDTHS[self.config.training.mixed_precision_reduce]
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the blocks are compiled."""
-        return self.config.compile.covers("model")
 
     @property
     def gathers_logits(self) -> bool:
@@ -161,15 +157,15 @@ def step_memory(rank: Rank) -> list[Moment]:
     last = len(groups) - 1
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
 
+    moment = partial(_moment, rank, groups)
+
     # The loss: all activations are kept. FSDP holds the buffer that it copied the head's weights
     # from until it gathers others.
-    loss_buffers = _gathered(groups[kept_from:])
+    buffers = _gathered(groups[kept_from:])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
-        loss_buffers += groups[-1].gathered
-    kept, working = sum(group.saved for group in groups), _loss_working(rank)
-    moments = [
-        _moment(rank, groups, "loss", activations=kept, logits=working, buffers=loss_buffers)
-    ]
+        buffers += groups[-1].gathered
+    kept, logits = sum(group.saved for group in groups), _loss_working(rank)
+    moments = [moment("loss", activations=kept, logits=logits, buffers=buffers)]
 
     # The backward of each group, from the last to the first.
     for i, group in reversed(list(enumerate(groups))):
@@ -179,21 +175,16 @@ def step_memory(rank: Rank) -> list[Moment]:
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
         ahead = _gathered(groups[min(kept_from, next_up) : i])
         scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
-        logits = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
-        height = _moment(
-            rank,
-            groups,
+        height = moment(
             f"backward of {group.name}",
             left=i + 1,
             activations=kept + group.working,
-            logits=logits,
+            logits=rank.width * rank.logits if i == last and not rank.fuses_loss else 0,
             buffers=ahead + group.gathered + scattering,
         )
         # The buffer to scatter from replaces the group's weights and the buffer before.
         replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
-        end = _moment(
-            rank,
-            groups,
+        end = moment(
             f"gradients of {group.name}",
             left=i + 1,
             activations=kept + rank.residual,
@@ -204,7 +195,7 @@ def step_memory(rank: Rank) -> list[Moment]:
     # The update: the "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
     copies = _sharded(rank, groups) if foreach else 0
-    return [*moments, _moment(rank, groups, "optimizer step", left=0, buffers=copies)]
+    return [*moments, moment("optimizer step", left=0, buffers=copies)]
 
 
 def _moment(
@@ -317,7 +308,7 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
     attention_width = FLOAT32 if float32_attention else width
     float8_attention = rank.gathers_float8(_readers("attention"))
     no_cast = attention_width == width or float8_attention
-    norm_input = rank.norm_input(compiled=rank.compiled)
+    norm_input = rank.norm_input(compiled=rank.config.compile.covers("model"))
     return {
         "input" if norm_input == rank.residual else "input in float32": norm_input,
         "attention_norm": read("attention_norm", rank.tokens * model.dim),
@@ -340,7 +331,7 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
 def _recomputed_by_compiler(rank: Rank) -> set[str]:
     """Tensors that torch.compile recomputes, since that is cheap: silu, and the inputs that linears
     only cast to float8, unless tensor parallelism gathered them."""
-    if not rank.compiled:
+    if not rank.config.compile.covers("model"):
         return set()
     if not rank.config.float8.recipe.divides_tokens:
         return {"silu"}  # the weight gradient reads the uncast input
@@ -360,6 +351,6 @@ def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
         kept[output] = rank.tokens * of_matmul // rank.degrees.tp * rank.width
     scattered = rank.residual if rank.degrees.tp > 1 else 0
     kept["wo scattered"] = scattered
-    if not rank.compiled:
+    if not rank.config.compile.covers("model"):
         kept |= {"w2": rank.hidden, "w2 scattered": scattered}
     return kept
