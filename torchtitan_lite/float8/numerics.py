@@ -142,7 +142,7 @@ class NumericsMonitor:
 
         - sqnr_db: signal over quantization noise in decibels; inf without noise, -inf if not finite
         - amax: largest magnitude; inf if not finite
-        - underflow, saturation: share of values that became 0, or were cut off to the largest number
+        - underflow, saturation: share of values that became 0, or the largest number
 
         Roles without casts are left out. Waits for the device. A collective call."""
         dist.all_reduce(self._sums)

@@ -152,50 +152,57 @@ def step_memory(rank: Rank) -> list[Moment]:
 
     The step is not the first, so the optimizer has its states; its microbatch is the last one."""
     groups = [_embedding(rank), *(_block(rank, i) for i in range(rank.model.n_layers)), _head(rank)]
+    last = len(groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
-    last = len(groups) - 1
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
 
-    moment = partial(_moment, rank, groups)
-
-    # The loss: all activations are kept. FSDP holds the buffer that it copied the head's weights
+    # In the loss all activations are kept. FSDP holds the buffer that it copied the head's weights
     # from until it gathers others.
+    kept = sum(group.saved for group in groups)
     buffers = _gathered(groups[kept_from:])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += groups[-1].gathered
-    kept, logits = sum(group.saved for group in groups), _loss_working(rank)
-    moments = [moment("loss", activations=kept, logits=logits, buffers=buffers)]
+    working = _loss_working(rank)
+    loss_moment = _moment(rank, groups, "loss", activations=kept, logits=working, buffers=buffers)
 
-    # The backward of each group, from the last to the first.
-    for i, group in reversed(list(enumerate(groups))):
-        kept -= group.saved
-        # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of
-        # the group before.
-        next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
-        ahead = _gathered(groups[min(kept_from, next_up) : i])
-        scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
-        height = moment(
-            f"backward of {group.name}",
-            left=i + 1,
-            activations=kept + group.working,
-            logits=rank.width * rank.logits if i == last and not rank.fuses_loss else 0,
-            buffers=ahead + group.gathered + scattering,
-        )
-        # The buffer to scatter from replaces the group's weights and the buffer before.
-        replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
-        end = moment(
-            f"gradients of {group.name}",
-            left=i + 1,
-            activations=kept + rank.residual,
-            buffers=ahead + rank.width * group.weights + replaced,
-        )
-        moments += [height, end]
+    backward: list[Moment] = []
+    for i in range(last, -1, -1):
+        kept -= groups[i].saved
+        backward += _backward_moments(rank, groups, i, kept=kept, kept_from=kept_from)
 
-    # The update: the "foreach" optimizer copies the parameters.
+    # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
     copies = _sharded(rank, groups) if foreach else 0
-    return [*moments, moment("optimizer step", left=0, buffers=copies)]
+    return [loss_moment, *backward, _moment(rank, groups, "optimizer step", left=0, buffers=copies)]
+
+
+def _backward_moments(
+    rank: Rank, groups: Sequence[Group], i: int, *, kept: int, kept_from: int
+) -> tuple[Moment, Moment]:
+    """The height and the end of the backward of group `i`, with `kept` for the groups before it."""
+    group, is_head = groups[i], i == len(groups) - 1
+    # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of the
+    # group after this one, whose backward was before.
+    next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
+    ahead = _gathered(groups[min(kept_from, next_up) : i])
+    scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
+    # At the end, the buffer to scatter from replaces the group's weights and the buffer before.
+    replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
+
+    moment = partial(_moment, rank, groups, left=i + 1)
+    height = moment(
+        name=f"backward of {group.name}",
+        activations=kept + group.working,
+        logits=rank.width * rank.logits if is_head and not rank.fuses_loss else 0,
+        buffers=ahead + group.gathered + scattering,
+    )
+    end = moment(
+        name=f"gradients of {group.name}",
+        activations=kept + rank.residual,
+        buffers=ahead + rank.width * group.weights + replaced,
+    )
+    return height, end
 
 
 def _moment(

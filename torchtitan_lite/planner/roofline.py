@@ -1,4 +1,4 @@
-"""Predict what float8 gains: the time of each linear, and of a training step, in bf16 and in float8.
+"""Predict what float8 gains: the time of each linear and of a step, in bf16 and in float8.
 
 A roofline model: a kernel takes as long as its arithmetic or its memory traffic, whichever is
 longer, plus a launch; a step as long as its kernels, or as the host needs to issue them. Not
