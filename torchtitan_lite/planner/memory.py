@@ -1,9 +1,8 @@
 """Estimate a rank's memory at each moment of a training step, in bytes, from shapes alone.
 
-Counted are a step's tensors. Not counted are the temporary copies of a cast to float8, and what
-depends on the device: on CPU the packed weights of a matmul, and the float32 operands of an
-emulated float8 one; on a GPU the CUDA context, the buffers of cuBLAS and NCCL, and memory that the
-allocator holds without using it.
+Not counted are temporary copies of a cast to float8, packed weights and operands of emulated
+matmuls on CPU, and on a GPU the CUDA context, cuBLAS's and NCCL's buffers, and the allocator's
+unused memory.
 
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, V vocab_size.
 """
@@ -20,12 +19,7 @@ from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
 """Bytes of an element."""
-MOMENT_WIDTHS = {
-    "float32": FLOAT32,
-    "bfloat16": 2,
-    "int8": 1 + FLOAT32 / 128,
-    "float8": 1 + FLOAT32 / 128,
-}
+MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 128, "float8": 1 + 4 / 128}
 """Bytes per weight of each of AdamW's moments, with its share of the scales."""
 RESERVED_RATIO = 1.26
 """Upper bound of the memory that a GPU reserves over the peak counted here: 1.18 to 1.26 in eight
@@ -83,8 +77,7 @@ class Rank:
 
     @property
     def residual(self) -> int:
-        """Bytes of the residual stream [N, D], which tensor parallelism splits along the
-        sequence."""
+        """Bytes of the residual stream [N, D], split along the sequence."""
         return self.hidden // self.degrees.tp
 
     @property
@@ -93,8 +86,7 @@ class Rank:
         return self.model.vocab_size * self.model.dim // self.degrees.tp
 
     def norm_input(self, *, compiled: bool) -> int:
-        """Bytes that a norm saves: its input. Eager on CPU, where a norm is several kernels, its
-        input and the normalised one, both in float32."""
+        """Bytes that a norm saves: its input; eager on CPU also its output, both in float32."""
         several = self.on_cpu and not compiled
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
@@ -160,7 +152,7 @@ def step_memory(rank: Rank) -> list[Moment]:
     # In the loss all activations are kept. FSDP holds the buffer that it copied the head's weights
     # from until it gathers others.
     kept = sum(group.saved for group in groups)
-    buffers = _gathered(groups[kept_from:])
+    buffers = sum(group.gathered for group in groups[kept_from:])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += groups[-1].gathered
     working = _loss_working(rank)
@@ -185,7 +177,7 @@ def _backward_moments(
     # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of the
     # group after this one, whose backward was before.
     next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
-    ahead = _gathered(groups[min(kept_from, next_up) : i])
+    ahead = sum(group.gathered for group in groups[min(kept_from, next_up) : i])
     scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
     # At the end, the buffer to scatter from replaces the group's weights and the buffer before.
     replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
@@ -229,10 +221,6 @@ def _sharded(rank: Rank, groups: Sequence[Group]) -> int:
     if rank.config.training.enable_cpu_offload:
         return 0
     return FLOAT32 * sum(group.weights for group in groups) // rank.degrees.dp_shard
-
-
-def _gathered(groups: Sequence[Group]) -> int:
-    return sum(group.gathered for group in groups)
 
 
 def _loss_working(rank: Rank) -> int:
@@ -356,8 +344,7 @@ def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
     kept = {name: tensors[name] for name in ("attention", "log_sum_exp", "w1")}
     for output, of_matmul in (("q", rank.model.q_dim), ("v", rank.model.kv_dim)):
         kept[output] = rank.tokens * of_matmul // rank.degrees.tp * rank.width
-    scattered = rank.residual if rank.degrees.tp > 1 else 0
-    kept["wo scattered"] = scattered
+    kept["wo scattered"] = scattered = rank.residual if rank.degrees.tp > 1 else 0
     if not rank.config.compile.covers("model"):
         kept |= {"w2": rank.hidden, "w2 scattered": scattered}
     return kept

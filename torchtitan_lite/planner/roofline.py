@@ -10,6 +10,7 @@ float8/recipes.py explains the three matmuls of a linear. Float8 halves their ar
 and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are large.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,18 +34,15 @@ ATTENTION_FRACTION = 0.34
 """Fraction of the bf16 matmul rate that fused attention reaches: 335 of 989 TFLOPS on an H100,
 forward and backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 HOST_SECONDS_PER_KERNEL = 8e-6
-"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017);
-7.3 us for an eager operator, from the CPU time that casts add to a step of the debug model on next
-to no tokens."""
+"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017),
+7.3 us eager, by the CPU time that casts add to a step of the debug model on few tokens."""
 HOST_SECONDS_PER_BLOCK = 2e-3
-"""Host time per transformer block and step besides its kernels: FSDP2's hooks, views, autograd,
-clipping and the optimizer (the rest of the same CPU time)."""
+"""Host time per block and step for hooks, autograd, clipping and the optimizer (the rest)."""
 RESOLUTION = 0.05
 """Predictions are no better than this: a smaller relative difference is reported as none."""
 
 _GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
-"""Casts of a weight under the float8 all-gather, forward and backward: the shards are cast once for
-all passes, and grad_input reads the gathered weight transposed."""
+"""Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,12 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a model trains in float8."""
+    """How a model trains in float8: the recipe, whether the blocks are compiled, which fuses the
+    casts, and whether FSDP gathers the weights in float8."""
 
     recipe: str
     compiled: bool
-    """Whether the blocks are compiled, which fuses the casts."""
     float8_all_gather: bool = False
-    """Whether FSDP gathers the weights in float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,6 @@ class Rest:
 
     args: ModelArgs
     tp: int
-    """Tensor parallel degree."""
     tokens: int
     """Tokens of a microbatch."""
     gathered_parameters: int
@@ -129,8 +125,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in bf16 and in float8, with the kinds of linears that are converted and those of them
-    that would be faster in bf16."""
+    """A step in bf16 and in float8; kinds of linears converted, and better kept in bf16."""
 
     bf16: StepTime
     float8: StepTime
@@ -277,8 +272,7 @@ def added_ratio(
 def _rest_costs(
     rest: Rest, rates: DeviceRates, *, compiled: bool, with_output: bool
 ) -> dict[str, Cost]:
-    """Costs of the parts of a step besides its linears, by name, `with_output` that of the
-    projection to the vocabulary."""
+    """Costs of a step besides its linears, by part; `with_output` with the last projection."""
     args, tp, tokens, n_layers = rest.args, rest.tp, rest.tokens, rest.args.n_layers
     q_dim, ffn_dim, vocab_size = args.q_dim // tp, args.ffn_dim // tp, args.vocab_size // tp
 
@@ -293,8 +287,7 @@ def _rest_costs(
     forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
     backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
     elements = forward * (n_layers + rest.recomputed_layers) + backward * n_layers
-    # Kernels of a block besides matmuls and attention, as Inductor generates them or as the
-    # profiler counts them in an eager one.
+    # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
     kernels = 34 if compiled else 130
 
     output = Cost()
@@ -333,12 +326,9 @@ def step_time(
 
     # FSDP copies what it gathered, before the forward and the backward pass, and casts gradients to
     # float32 to reduce them.
-    gathered_in_float8 = sum(
-        len(linear.names) * linear.local_shape[0] * linear.local_shape[1]
-        for linear in converted
-        if scheme.float8_all_gather
-    )
-    copied = 14 * rest.gathered_parameters - 4 * gathered_in_float8
+    sizes = [len(linear.names) * math.prod(linear.local_shape) for linear in converted]
+    in_float8 = sum(sizes) if scheme.float8_all_gather else 0
+    copied = 14 * rest.gathered_parameters - 4 * in_float8
     costs["fsdp copies"] = _move(rates, copied, 10 * rest.args.n_layers)
 
     host = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
@@ -349,8 +339,7 @@ def step_time(
 def predict(
     linears: Sequence[LinearChoice], rest: Rest, rates: DeviceRates, *, scheme: Scheme
 ) -> Prediction:
-    """Predict the gain of training the converted ones of `linears` in float8, and which of them
-    would be better kept in bf16."""
+    """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
     converted = [linear for linear in linears if linear.converted]
     chosen = choose_linears(converted, rates, tokens=rest.tokens, scheme=scheme)
     return Prediction(
