@@ -1,13 +1,12 @@
-"""What a run will cost and gain, before it is paid for: FLOPs, float8's effect, memory, rates and
-time.
+"""Predict what a run will cost and gain: FLOPs, float8's effect, memory, rates and time.
 
 python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"] [--tps X]
 [--json] [overrides]
 
-  --world-size N   processes, one a GPU (default: 8)
-  --device NAME    GPU to plan for (default: the one at hand; needed where there is none)
-  --tps X          tokens per second per device that a run reached, to see its MFU (default: predicted)
-  --json           every number, as docs/plan.md documents it
+  --world-size N   number of processes, one per GPU (default: 8)
+  --device NAME    GPU to plan for (default: the GPU of this machine)
+  --tps X          tokens per second per device that a run reached (default: predicted)
+  --json           print every number; docs/plan.md documents the keys
   overrides        any key of the config, as in training
 """
 
@@ -22,7 +21,7 @@ from torchtitan_lite.planner.report import format_plan
 
 
 def main(argv: list[str]) -> None:
-    """Print the plan that `argv` asks for. Raises RunError."""
+    """Print the plan for the options in `argv`. Raises RunError."""
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return

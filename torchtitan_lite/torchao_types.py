@@ -1,6 +1,8 @@
-"""Whether a module or a tensor is one of torchao's, told without importing torchao: what has not
-been imported has made none. The import is a twentieth of the start of a short run, and bf16 does
-not need it."""
+"""Type checks for torchao's modules and tensors that do not import torchao.
+
+If its module has not been imported, no object has the type. The import takes a twentieth of the
+start of a short run, and bf16 runs do not need it.
+"""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -12,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def is_float8_linear(module: object) -> "TypeGuard[Float8Linear]":
-    """Whether `module` is a Float8Linear."""
+    """Return whether `module` is a Float8Linear."""
     return _is_instance(module, "float8_linear", "Float8Linear")
 
 
 def is_float8_tensor(tensor: object) -> "TypeGuard[Float8TrainingTensor]":
-    """Whether `tensor` is one in float8, with its scale."""
+    """Return whether `tensor` is float8 data with a scale."""
     return _is_instance(tensor, "float8_training_tensor", "Float8TrainingTensor")
 
 
 def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8CastTensor]":
-    """Whether `weight` is wrapped so that FSDP casts it to float8 before it gathers it."""
+    """Return whether FSDP casts `weight` to float8 before gathering it."""
     return _is_instance(weight, "fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 
 

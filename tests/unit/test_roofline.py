@@ -85,17 +85,11 @@ def run_of(
     parameters = sum(len(linear.names) * math.prod(linear.local_shape) for linear in linears)
     parameters += 2 * args.vocab_size * args.dim // tp
     rest = Rest(
+        args=replace(args, max_seq_len=seq_len),
+        tp=tp,
         tokens=tokens,
-        seq_len=seq_len,
-        n_layers=args.n_layers,
-        dim=args.dim,
-        q_dim=args.q_dim // tp,
-        kv_dim=args.kv_dim // tp,
-        ffn_dim=args.ffn_dim // tp,
-        vocab_size=args.vocab_size // tp,
         gathered_parameters=parameters,
         sharded_parameters=parameters // dp,
-        sequence_shards=tp,
         recomputed_layers=args.n_layers if recomputed else 0,
     )
     return linears, rest

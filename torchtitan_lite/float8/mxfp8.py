@@ -1,6 +1,6 @@
-"""MXFP8 training on torchao's prototype: e4m3 numbers with a power-of-two scale for each 32 elements
-of the dimension that a matmul sums over (OCP Microscaling Formats 1.0). All three matmuls of a
-linear cast both operands, and round the scale up, so nothing saturates.
+"""MXFP8 training on torchao's prototype: e4m3 numbers with a power-of-two scale for each 32
+elements of the dimension that a matmul sums over (OCP Microscaling Formats 1.0). All three matmuls
+of a linear cast both operands, and round the scale up, so nothing saturates.
 """
 
 from collections.abc import Callable, Collection
@@ -12,8 +12,8 @@ from torchtitan_lite.errors import ConfigError
 
 
 class MXFP8Linear(nn.Linear):
-    """A linear that takes over the weight of another, and multiplies with `multiply(input, weight)`:
-    input [..., K], weight [N, K], output [..., N]."""
+    """A linear with the weight of another, whose output [..., N] is `multiply(input, weight)` for
+    an input [..., K] and the weight [N, K]."""
 
     def __init__(
         self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], *, emulate: bool

@@ -1,11 +1,11 @@
-"""What the casts to float8 lose, measured on the casts that a training step makes.
+"""Measure what casts to float8 lose, on the casts of a real training step.
 
-torchao makes every cast of a Float8Linear through one function, wherever that is: before a matmul,
-before FSDP gathers a weight, before tensor parallelism gathers an input. While casts are observed,
-a function that also looks on is in its place. Each cast carries the config object that its linear
-made for itself, which tells whose it is.
+torchao casts all tensors of a Float8Linear through one function: before a matmul, before FSDP
+gathers a weight, before tensor parallelism gathers an input. During a measurement that function is
+replaced by one that also records. Each cast carries the config object of its linear, which
+identifies the linear.
 
-Shapes: L Float8Linears of the model, R roles of what is cast.
+Shapes: L Float8Linears of the model, R roles of the tensors that are cast.
 """
 
 import math
@@ -23,26 +23,27 @@ from torchtitan_lite.patches import observe_float8_casts
 from torchtitan_lite.torchao_types import is_float8_linear
 
 ROLES = ("input", "weight", "grad_output")
-"""What a linear casts, by the names of torchao's GemmInputRole."""
+"""The tensors that a linear casts, by the names of torchao's GemmInputRole."""
 Numerics = dict[str, dict[str, dict[str, float]]]
-"""Figures by kind of linear, role and name."""
+"""Figures by kind of linear, role and name of the figure."""
 FIGURES: dict[str, Any] = {"sqnr_db": min, "amax": max, "underflow": max, "saturation": max}
-"""The figures of a cast, and which of two is the worse."""
+"""The figures of a cast, and how to find the worst of several."""
 _LAYER = re.compile(r"layers\.(\d+)\.(?:_checkpoint_wrapped_module\.)?")
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
-    """The least magnitude that is cut off to the largest number of a float8 type, and not merely
-    rounded to it: half their spacing above it."""
+    """Return the magnitude from which values saturate instead of being rounded: half a spacing
+    above the largest number of a float8 type."""
     largest = torch.tensor(torch.finfo(dtype).max).to(dtype)
     below = (largest.view(torch.uint8) - 1).view(dtype)
     return 1.5 * largest.item() - 0.5 * below.item()
 
 
 def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the cast of `tensor` to the float8 `data` [same shape], which is `tensor` times `scale`:
-    the sum of squares, that of the squared errors, how many values became 0, how many were cut off,
-    and how many there are, [5] float64; and the largest magnitude, [] float32."""
+    """Measure the cast of `tensor` to the float8 `data` [same shape], which is `tensor` * `scale`.
+
+    Returns [5] float64: the sum of squares, the sum of squared errors, and the numbers of values
+    that became 0, that saturated, and in total; and the largest magnitude, [] float32."""
     values, rounded = tensor.float(), data.float()
     signal, noise = (
         torch.linalg.vector_norm(x).double().square() for x in (values, values - rounded / scale)
@@ -57,9 +58,9 @@ def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, T
 
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
-    """Run the modules of `model` that are compiled without their compiled code, which is kept.
-    Unlike under the compiler's "force_eager", what else is compiled stays so: FlexAttention, which
-    eager computes every score."""
+    """Run the compiled modules of `model` without their compiled code, which is kept. Unlike the
+    compiler's "force_eager", this leaves FlexAttention compiled, which eager computes all scores.
+    """
     compiled = {
         module: module._compiled_call_impl
         for module in model.modules()
@@ -75,10 +76,10 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 class NumericsMonitor:
-    """Measures, every `freq` steps, what a model's casts to float8 lose."""
+    """Measure every `freq` steps what a model's casts to float8 lose."""
 
     def __init__(self, model: nn.Module, *, freq: int, device: torch.device) -> None:
-        """`freq` 0: never. `device` is that of the casts."""
+        """`freq` 0 measures never. `device` is the device of the model."""
         self._model = model
         self._freq = freq
         linears = [
@@ -90,20 +91,20 @@ class NumericsMonitor:
         for row, (name, _) in enumerate(linears):
             layer = _LAYER.match(name)
             self._kinds.setdefault(_LAYER.sub("", name), {})[int(layer[1]) if layer else None] = row
-        # FSDP casts weights on a stream of its own. No other cast adds to the same elements.
+        # FSDP casts weights on its own stream; no other cast adds to the same elements.
         self._sums = torch.zeros(
             len(linears), len(ROLES), 5, dtype=torch.float64, device=device
         )  # [L, R, 5]
         self._amax = torch.zeros(len(linears), len(ROLES), device=device)  # [L, R]
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one to measure; none is if nothing is cast."""
+        """Return whether to measure in `step`; never if the model has no float8 linear."""
         return self._freq > 0 and step % self._freq == 0 and bool(self._rows)
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Measure the casts that are made until the end, and no others. Compiled blocks run eagerly
-        meanwhile: a compiled cast cannot be looked at."""
+        """Measure all casts inside the context. Compiled blocks run eagerly meanwhile, because a
+        compiled cast cannot be observed."""
         self._sums.zero_()
         self._amax.zero_()
         with run_eagerly(self._model), observe_float8_casts(self._add):
@@ -111,8 +112,8 @@ class NumericsMonitor:
 
     @torch.no_grad()
     def _add(self, tensor: Tensor, cast: Any) -> None:
-        """Count a cast of this rank. Uses no operator whose results activation checkpointing
-        keeps."""
+        """Record a cast of this rank. Must not use an operator whose result activation
+        checkpointing keeps."""
         tensor, cast = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, cast))
         row = self._rows.get(id(cast._linear_mm_config))
         assert row is not None, "a cast carries the config object of its linear"
@@ -122,17 +123,19 @@ class NumericsMonitor:
         self._amax[row, role] = torch.maximum(self._amax[row, role], amax)
 
     def figures(self) -> Numerics:
-        """What the observed casts of all ranks lost, by kind of linear, which is its name without
-        the layer, by role, and by name; of a kind's layers the worst each, and its number as
-        NAME_layer, but for `output`:
+        """Return the figures of the last measurement over all ranks, by kind of linear (its name
+        without the layer), role and figure. Each is the worst of the kind's layers, whose number is
+        added as FIGURE_layer, except for `output`:
 
-        sqnr_db: ratio of signal to quantisation noise, in decibels; inf without noise, -inf if not
-        finite amax: largest magnitude; inf if not finite underflow, saturation: share of values
-        that became 0, and that were cut off to the largest number
+        - sqnr_db: signal over quantization noise in decibels; inf without noise, -inf if not finite
+        - amax: largest magnitude; inf if not finite
+        - underflow, saturation: share of values that became 0, or the largest number
 
-        A role that nothing was cast in is left out. Waits for the device. A collective call."""
+        Roles without casts are left out. Waits for the device. A collective call."""
         dist.all_reduce(self._sums)
         dist.all_reduce(self._amax, op=dist.ReduceOp.MAX)
+
+        # Compute the figures of each linear and role.
         signal, noise, underflows, saturated, count = self._sums.cpu().unbind(-1)  # [L, R] each
         sqnr = 10 * torch.log10(signal / noise)
         sqnr[noise == 0] = math.inf
@@ -141,6 +144,8 @@ class NumericsMonitor:
         amax = self._amax.cpu()
         amax[not_finite] = math.inf  # a maximum over ranks may lose a NaN; a sum does not
         table = torch.stack([sqnr, amax, underflows / count, saturated / count], dim=-1).tolist()
+
+        # Find the worst layer of each kind.
         kinds: Numerics = {}
         for kind, rows in self._kinds.items():
             kinds[kind] = {}
@@ -154,7 +159,7 @@ class NumericsMonitor:
 
 
 def _worst(layers: Mapping[int | None, Sequence[float]]) -> dict[str, float]:
-    """The worst of each of FIGURES, by layer in this order, and which layer's it is."""
+    """Return the worst of each figure, and its layer. `layers` holds the FIGURES by layer."""
     worst: dict[str, float] = {}
     for (name, choose), values in zip(
         FIGURES.items(), zip(*layers.values(), strict=True), strict=True

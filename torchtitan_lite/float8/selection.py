@@ -78,10 +78,36 @@ def select_linears(
 
     Raises ConfigError for a filter that matches nothing or that keeps what `convert_output` asks
     for, and for each converted kind with a size that is not a multiple of the recipe's."""
+    patterns = [pattern for pattern in filter_fqns if pattern != AUTO]
+    choices, errors = _apply_filters(model, patterns, tp_degree, convert_output)
+
+    # Refuse or keep what float8 matmuls cannot multiply, then keep what would be slower.
+    if AUTO in filter_fqns:
+        assert slower is not None, "auto needs a function that finds what float8 slows down"
+        obstacles = (_obstacle(choice, recipe, tokens, tp_degree) for choice in choices)
+        choices = list(map(_keep, choices, obstacles))
+        reasons = slower([choice for choice in choices if choice.converted])
+        choices = [_keep(choice, reasons.get(choice.kind, "")) for choice in choices]
+    else:
+        errors += _size_errors(choices, recipe, tokens, tp_degree)
+        if not any(choice.converted for choice in choices):
+            errors.append(
+                f"[float8] filter_fqns = {patterns} keeps all "
+                f"{sum(len(choice.names) for choice in choices)} linears in high precision; remove "
+                "a filter, or set [float8] enable_float8_linear = false."
+            )
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return choices
+
+
+def _apply_filters(
+    model: nn.Module, patterns: Sequence[str], tp_degree: int, convert_output: bool
+) -> tuple[list[LinearChoice], list[str]]:
+    """Group the linears by kind and by what keeps them, and list what is wrong with the filters."""
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    patterns = [pattern for pattern in filter_fqns if pattern != AUTO]
     last_parts = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
     errors = [
         f"[float8] filter_fqns holds {pattern!r}, which matches no linear; use parts of the names "
@@ -90,7 +116,6 @@ def select_linears(
         if not any(matches(pattern, name) for name in linears)
     ]
 
-    # Group the linears by kind and by what the user keeps.
     names: dict[tuple[str, str], list[str]] = {}
     for name in linears:
         kept_by = next((f"filter_fqns {p!r}" for p in patterns if matches(p, name)), "")
@@ -102,32 +127,16 @@ def select_linears(
                 "remove that filter, or set convert_output = false."
             )
         names.setdefault((re.sub(r"^layers\.\d+\.", "", name), kept_by), []).append(name)
+
     choices = []
     for (kind, kept_by), group in names.items():
         shape = (linears[group[0]].out_features, linears[group[0]].in_features)
-        split = SPLIT_DIMS.get(kind)
         out, in_ = (
-            math.ceil(size / tp_degree) if dim == split else size for dim, size in enumerate(shape)
+            math.ceil(size / tp_degree) if dim == SPLIT_DIMS.get(kind) else size
+            for dim, size in enumerate(shape)
         )
         choices.append(LinearChoice(kind, tuple(group), shape, (out, in_), kept_by))
-
-    # Refuse or keep what float8 matmuls cannot multiply, then what would be slower.
-    if AUTO in filter_fqns:
-        assert slower is not None, "auto needs a function that finds what float8 slows down"
-        obstacles = (_obstacle(choice, recipe, tokens, tp_degree) for choice in choices)
-        choices = list(map(_keep, choices, obstacles))
-        reasons = slower([choice for choice in choices if choice.converted])
-        choices = [_keep(choice, reasons.get(choice.kind, "")) for choice in choices]
-    else:
-        errors += _size_errors(choices, recipe, tokens, tp_degree)
-        if not any(choice.converted for choice in choices):
-            errors.append(
-                f"[float8] filter_fqns = {patterns} keeps all {len(linears)} linears in high "
-                "precision; remove a filter, or set [float8] enable_float8_linear = false."
-            )
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return choices
+    return choices, errors
 
 
 def _keep(choice: LinearChoice, reason: str) -> LinearChoice:

@@ -89,7 +89,7 @@ def find_flavor(name: str) -> ModelArgs | None:
 
 @dataclass(frozen=True)
 class BlockLinear:
-    """One of the seven linears of a transformer block. Sizes are names of `ModelArgs` attributes."""
+    """One of a block's seven linears. Sizes are the names of `ModelArgs` attributes."""
 
     out_features: str
     in_features: str

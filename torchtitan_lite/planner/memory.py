@@ -1,15 +1,15 @@
 """Estimate a rank's memory at each moment of a training step, in bytes, from shapes alone.
 
-Counted are a step's tensors. Not counted are the temporary copies of a cast to float8, and what
-depends on the device: on CPU the packed weights of a matmul, and the float32 operands of an
-emulated float8 one; on a GPU the CUDA context, the buffers of cuBLAS and NCCL, and memory that the
-allocator holds without using it.
+Not counted are temporary copies of a cast to float8, packed weights and operands of emulated
+matmuls on CPU, and on a GPU the CUDA context, cuBLAS's and NCCL's buffers, and the allocator's
+unused memory.
 
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, V vocab_size.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torchtitan_lite.config import Config, ParallelDegrees, resolve_batch
 from torchtitan_lite.models import loss
@@ -19,12 +19,7 @@ from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
 """Bytes of an element."""
-MOMENT_WIDTHS = {
-    "float32": FLOAT32,
-    "bfloat16": 2,
-    "int8": 1 + FLOAT32 / 128,
-    "float8": 1 + FLOAT32 / 128,
-}
+MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 128, "float8": 1 + 4 / 128}
 """Bytes per weight of each of AdamW's moments, with its share of the scales."""
 RESERVED_RATIO = 1.26
 """Upper bound of the memory that a GPU reserves over the peak counted here: 1.18 to 1.26 in eight
@@ -59,11 +54,6 @@ class Rank:
         return WIDTHS[self.config.training.mixed_precision_reduce]
 
     @property
-    def compiled(self) -> bool:
-        """Whether the blocks are compiled."""
-        return self.config.compile.covers("model")
-
-    @property
     def gathers_logits(self) -> bool:
         """Whether tensor parallelism gathers the logits for the loss."""
         return self.degrees.tp > 1 and self.config.parallelism.disable_loss_parallel
@@ -87,8 +77,7 @@ class Rank:
 
     @property
     def residual(self) -> int:
-        """Bytes of the residual stream [N, D], which tensor parallelism splits along the
-        sequence."""
+        """Bytes of the residual stream [N, D], split along the sequence."""
         return self.hidden // self.degrees.tp
 
     @property
@@ -97,8 +86,7 @@ class Rank:
         return self.model.vocab_size * self.model.dim // self.degrees.tp
 
     def norm_input(self, *, compiled: bool) -> int:
-        """Bytes that a norm saves: its input. Eager on CPU, where a norm is several kernels, its
-        input and the normalised one, both in float32."""
+        """Bytes that a norm saves: its input; eager on CPU also its output, both in float32."""
         several = self.on_cpu and not compiled
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
@@ -156,55 +144,57 @@ def step_memory(rank: Rank) -> list[Moment]:
 
     The step is not the first, so the optimizer has its states; its microbatch is the last one."""
     groups = [_embedding(rank), *(_block(rank, i) for i in range(rank.model.n_layers)), _head(rank)]
+    last = len(groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
-    last = len(groups) - 1
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
 
-    # The loss: all activations are kept. FSDP holds the buffer that it copied the head's weights
+    # In the loss all activations are kept. FSDP holds the buffer that it copied the head's weights
     # from until it gathers others.
-    loss_buffers = _gathered(groups[kept_from:])
+    kept = sum(group.saved for group in groups)
+    buffers = sum(group.gathered for group in groups[kept_from:])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
-        loss_buffers += groups[-1].gathered
-    kept, working = sum(group.saved for group in groups), _loss_working(rank)
-    moments = [
-        _moment(rank, groups, "loss", activations=kept, logits=working, buffers=loss_buffers)
-    ]
+        buffers += groups[-1].gathered
+    working = _loss_working(rank)
+    loss_moment = _moment(rank, groups, "loss", activations=kept, logits=working, buffers=buffers)
 
-    # The backward of each group, from the last to the first.
-    for i, group in reversed(list(enumerate(groups))):
-        kept -= group.saved
-        # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of
-        # the group before.
-        next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
-        ahead = _gathered(groups[min(kept_from, next_up) : i])
-        scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
-        logits = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
-        height = _moment(
-            rank,
-            groups,
-            f"backward of {group.name}",
-            left=i + 1,
-            activations=kept + group.working,
-            logits=logits,
-            buffers=ahead + group.gathered + scattering,
-        )
-        # The buffer to scatter from replaces the group's weights and the buffer before.
-        replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
-        end = _moment(
-            rank,
-            groups,
-            f"gradients of {group.name}",
-            left=i + 1,
-            activations=kept + rank.residual,
-            buffers=ahead + rank.width * group.weights + replaced,
-        )
-        moments += [height, end]
+    backward: list[Moment] = []
+    for i in range(last, -1, -1):
+        kept -= groups[i].saved
+        backward += _backward_moments(rank, groups, i, kept=kept, kept_from=kept_from)
 
-    # The update: the "foreach" optimizer copies the parameters.
+    # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
     copies = _sharded(rank, groups) if foreach else 0
-    return [*moments, _moment(rank, groups, "optimizer step", left=0, buffers=copies)]
+    return [loss_moment, *backward, _moment(rank, groups, "optimizer step", left=0, buffers=copies)]
+
+
+def _backward_moments(
+    rank: Rank, groups: Sequence[Group], i: int, *, kept: int, kept_from: int
+) -> tuple[Moment, Moment]:
+    """The height and the end of the backward of group `i`, with `kept` for the groups before it."""
+    group, is_head = groups[i], i == len(groups) - 1
+    # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of the
+    # group after this one, whose backward was before.
+    next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
+    ahead = sum(group.gathered for group in groups[min(kept_from, next_up) : i])
+    scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
+    # At the end, the buffer to scatter from replaces the group's weights and the buffer before.
+    replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
+
+    moment = partial(_moment, rank, groups, left=i + 1)
+    height = moment(
+        name=f"backward of {group.name}",
+        activations=kept + group.working,
+        logits=rank.width * rank.logits if is_head and not rank.fuses_loss else 0,
+        buffers=ahead + group.gathered + scattering,
+    )
+    end = moment(
+        name=f"gradients of {group.name}",
+        activations=kept + rank.residual,
+        buffers=ahead + rank.width * group.weights + replaced,
+    )
+    return height, end
 
 
 def _moment(
@@ -231,10 +221,6 @@ def _sharded(rank: Rank, groups: Sequence[Group]) -> int:
     if rank.config.training.enable_cpu_offload:
         return 0
     return FLOAT32 * sum(group.weights for group in groups) // rank.degrees.dp_shard
-
-
-def _gathered(groups: Sequence[Group]) -> int:
-    return sum(group.gathered for group in groups)
 
 
 def _loss_working(rank: Rank) -> int:
@@ -317,7 +303,7 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
     attention_width = FLOAT32 if float32_attention else width
     float8_attention = rank.gathers_float8(_readers("attention"))
     no_cast = attention_width == width or float8_attention
-    norm_input = rank.norm_input(compiled=rank.compiled)
+    norm_input = rank.norm_input(compiled=rank.config.compile.covers("model"))
     return {
         "input" if norm_input == rank.residual else "input in float32": norm_input,
         "attention_norm": read("attention_norm", rank.tokens * model.dim),
@@ -340,7 +326,7 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
 def _recomputed_by_compiler(rank: Rank) -> set[str]:
     """Tensors that torch.compile recomputes, since that is cheap: silu, and the inputs that linears
     only cast to float8, unless tensor parallelism gathered them."""
-    if not rank.compiled:
+    if not rank.config.compile.covers("model"):
         return set()
     if not rank.config.float8.recipe.divides_tokens:
         return {"silu"}  # the weight gradient reads the uncast input
@@ -358,8 +344,7 @@ def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
     kept = {name: tensors[name] for name in ("attention", "log_sum_exp", "w1")}
     for output, of_matmul in (("q", rank.model.q_dim), ("v", rank.model.kv_dim)):
         kept[output] = rank.tokens * of_matmul // rank.degrees.tp * rank.width
-    scattered = rank.residual if rank.degrees.tp > 1 else 0
-    kept["wo scattered"] = scattered
-    if not rank.compiled:
+    kept["wo scattered"] = scattered = rank.residual if rank.degrees.tp > 1 else 0
+    if not rank.config.compile.covers("model"):
         kept |= {"w2": rank.hidden, "w2 scattered": scattered}
     return kept

@@ -252,6 +252,7 @@ def _choose_linears(job: Job, model: Transformer, *, rates: DeviceRates | None) 
 def predict_step(job: Job, meta: MetaModel, *, rates: DeviceRates) -> Prediction:
     """Predict the time of a microbatch of `meta` in bf16, and in float8 as converted."""
     config, args, degrees = job.config, job.model_args, job.degrees
+    # An unconverted projection to the vocabulary is no linear to the roofline.
     converted = [choice for choice in meta.choices if choice.converted]
     converts_output = any(choice.kind == OUTPUT for choice in converted)
     kept = [
@@ -261,21 +262,14 @@ def predict_step(job: Job, meta: MetaModel, *, rates: DeviceRates) -> Prediction
     ]
     parameters = meta.parameters // degrees.tp
     rest = Rest(
+        args=args,
+        tp=degrees.tp,
         tokens=config.training.microbatch_tokens,
-        seq_len=config.training.seq_len,
-        n_layers=args.n_layers,
-        dim=args.dim,
-        q_dim=args.q_dim // degrees.tp,
-        kv_dim=args.kv_dim // degrees.tp,
-        ffn_dim=args.ffn_dim // degrees.tp,
-        vocab_size=args.vocab_size // degrees.tp,
         gathered_parameters=parameters,
         sharded_parameters=parameters
         // degrees.dp_shard
         // job.batch.grad_accum_steps,  # updated once a step
         recomputed_layers=len(config.activation_checkpoint.checkpointed_layers(args.n_layers)),
         recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
-        output_among_linears=converts_output,
-        sequence_shards=degrees.tp,
     )
     return predict([*converted, *kept], rest, rates, scheme=float8_scheme(config))

@@ -29,7 +29,7 @@ from .meta_model import (
     predict_step,
     resolve_auto,
 )
-from .roofline import DeviceRates, added_ratio, time_linears
+from .roofline import DeviceRates, StepTime, added_ratio, time_linears
 
 SECONDS_PER_DAY = 86_400
 
@@ -187,20 +187,17 @@ def _plan_linears(run: _Run, meta: MetaModel) -> list[dict[str, Any]]:
     rows = []
     for choice in meta.choices:
         precision, (n, k) = precisions[choice.names[0]], choice.local_shape
+        gemms = {
+            "output": (tokens, n, k, precision.output),
+            "grad_input": (tokens, k, n, precision.grad_input),
+            "grad_weight": (n, k, tokens, precision.grad_weight),
+        }
+        keys = ("m", "n", "k", "precision")
         rows.append(
             {
                 "kind": choice.kind,
                 "count": len(choice.names),
-                "gemms": {
-                    "output": {"m": tokens, "n": n, "k": k, "precision": precision.output},
-                    "grad_input": {"m": tokens, "n": k, "k": n, "precision": precision.grad_input},
-                    "grad_weight": {
-                        "m": n,
-                        "n": k,
-                        "k": tokens,
-                        "precision": precision.grad_weight,
-                    },
-                },
+                "gemms": {name: dict(zip(keys, gemm, strict=True)) for name, gemm in gemms.items()},
                 "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
                 "time_ratio": ratios.get(choice.names),
                 "converted": choice.converted,
@@ -239,20 +236,18 @@ def _plan_prediction(run: _Run, meta: MetaModel) -> dict[str, Any]:
             "float8": None,
         }
     found = predict_step(run.job, meta, rates=run.rates)
-    steps = {
-        name: {
-            "microbatch_s": step.seconds,
-            "host_s": step.host,
-            "device_parts_s": dict(step.parts),
-        }
-        for name, step in (("bf16", found.bf16), ("float8", found.float8))
-    }
+
+    def as_dict(step: StepTime) -> dict[str, Any]:
+        times = {"microbatch_s": step.seconds, "host_s": step.host}
+        return times | {"device_parts_s": dict(step.parts)}
+
     return {
         "step_speedup": found.step_speedup,
         "verdict": found.verdict,
         "converted": list(found.converted),
         "better_kept": list(found.better_kept),
-        **steps,
+        "bf16": as_dict(found.bf16),
+        "float8": as_dict(found.float8),
     }
 
 

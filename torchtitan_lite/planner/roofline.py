@@ -1,16 +1,16 @@
-"""Predict what float8 gains: the time of each linear, and of a training step, in bf16 and in float8.
+"""Predict what float8 gains: the time of each linear and of a step, in bf16 and in float8.
 
-A roofline model. A kernel takes as long as its arithmetic or its memory traffic, whichever is
-longer, plus a launch. A step takes as long as its kernels on the device, or as the host needs to
-issue them. Three things are left out: communication, which is assumed to overlap with compute; the
-memory traffic of eager operators other than casts; and, under tensor parallelism, that a cast
-before the gather reads only a shard. The constants are published or measured; none is fitted to a
-speedup.
+A roofline model: a kernel takes as long as its arithmetic or its memory traffic, whichever is
+longer, plus a launch; a step as long as its kernels, or as the host needs to issue them. Not
+modelled are communication, which is assumed to overlap with compute, the memory traffic of eager
+operators other than casts, and, under tensor parallelism, that a cast before the gather reads only
+a shard. The constants are published or measured; none is fitted to a speedup.
 
 float8/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic, M * N * K,
 and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are large.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from itertools import combinations
 
 from torchtitan_lite.float8.recipes import RECIPES, Traffic
 from torchtitan_lite.float8.selection import LinearChoice
+from torchtitan_lite.models.flavors import OUTPUT, ModelArgs
 
 GEMM_FRACTION = 0.78
 """Fraction of the data sheet's matmul rate that large matmuls reach (torchao's roofline_utils.py,
@@ -33,18 +34,15 @@ ATTENTION_FRACTION = 0.34
 """Fraction of the bf16 matmul rate that fused attention reaches: 335 of 989 TFLOPS on an H100,
 forward and backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 HOST_SECONDS_PER_KERNEL = 8e-6
-"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017);
-7.3 us for an eager operator, from the CPU time that casts add to a step of the debug model on next
-to no tokens."""
+"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017),
+7.3 us eager, by the CPU time that casts add to a step of the debug model on few tokens."""
 HOST_SECONDS_PER_BLOCK = 2e-3
-"""Host time per transformer block and step besides its kernels: FSDP2's hooks, views, autograd,
-clipping and the optimizer (the rest of the same CPU time)."""
+"""Host time per block and step for hooks, autograd, clipping and the optimizer (the rest)."""
 RESOLUTION = 0.05
 """Predictions are no better than this: a smaller relative difference is reported as none."""
 
 _GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
-"""Casts of a weight under the float8 all-gather, forward and backward: the shards are cast once for
-all passes, and grad_input reads the gathered weight transposed."""
+"""Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +56,22 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a model trains in float8."""
+    """How a model trains in float8: the recipe, whether the blocks are compiled, which fuses the
+    casts, and whether FSDP gathers the weights in float8."""
 
     recipe: str
     compiled: bool
-    """Whether the blocks are compiled, which fuses the casts."""
     float8_all_gather: bool = False
-    """Whether FSDP gathers the weights in float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """What determines a rank's work in a step besides the linears of its blocks. Dimensions are
-    those after tensor parallelism."""
+    """What determines a rank's work in a step besides its linears."""
 
+    args: ModelArgs
+    tp: int
     tokens: int
-    seq_len: int
-    n_layers: int
-    dim: int
-    q_dim: int
-    kv_dim: int
-    ffn_dim: int
-    vocab_size: int
+    """Tokens of a microbatch."""
     gathered_parameters: int
     """Parameters that FSDP gathers for this rank."""
     sharded_parameters: int
@@ -88,10 +80,6 @@ class Rest:
     """Layers whose pointwise operators run again in the backward pass."""
     recomputed_attention: int = 0
     """Layers whose attention runs again in the backward pass."""
-    output_among_linears: bool = False
-    """Whether the projection to the vocabulary is passed among the linears."""
-    sequence_shards: int = 1
-    """Ranks among which tensor parallelism splits norms and residuals along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class LinearTime:
-    """Device seconds of all linears of a kind in one step: forward, recomputed and backward."""
+    """Device seconds of all linears of a kind in a step: forward, recomputed and backward."""
 
     kind: str
     bf16: float
@@ -137,8 +125,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in bf16 and in float8, with the kinds of linears that are converted and those of them
-    that would be faster in bf16."""
+    """A step in bf16 and in float8; kinds of linears converted, and better kept in bf16."""
 
     bf16: StepTime
     float8: StepTime
@@ -207,10 +194,8 @@ def _float8_cost(
     def cast(elements: int, traffic: Traffic) -> Cost:
         return _move(rates, elements * traffic.bytes, traffic.kernels)
 
-    forward, backward = (
-        cast(m * k, of_input) * share + cast(n * k, of_weight)
-        for of_input, of_weight in zip(casts.input, weight, strict=True)
-    )
+    forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
+    backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])
     forward += _gemm(rates, m, n, k, fp8=True)
 
     # grad_input [M, K] over N, then grad_weight [N, K] over M
@@ -246,10 +231,9 @@ def _seconds(
 ) -> float:
     """Time of `linears` in a step, with those `converted` in float8."""
     float8 = [linear for linear in linears if linear in converted]
-    bf16 = [linear for linear in linears if linear not in converted]
     float8_times = time_linears(float8, rates, tokens=tokens, scheme=scheme)
-    bf16_times = time_linears(bf16, rates, tokens=tokens, scheme=scheme)
-    return sum(time.float8 for time in float8_times) + sum(time.bf16 for time in bf16_times)
+    bf16 = [_bf16_cost(linear, rates, tokens) for linear in linears if linear not in converted]
+    return sum(time.float8 for time in float8_times) + sum(cost.seconds for cost in bf16)
 
 
 def choose_linears(
@@ -279,42 +263,44 @@ def added_ratio(
     """Return the time in float8 over that in bf16 of `linear`, if it were converted in addition to
     `beside`."""
     every = [*beside, linear]
-    with_it, without = (
-        _seconds(every, converted, rates, tokens, scheme) for converted in (every, beside)
-    )
-    bf16 = _seconds([linear], [], rates, tokens, scheme)
+    with_it = _seconds(every, every, rates, tokens, scheme)
+    without = _seconds(every, beside, rates, tokens, scheme)
+    bf16 = _bf16_cost(linear, rates, tokens).seconds
     return (with_it - without + bf16) / bf16
 
 
-def _rest_costs(rest: Rest, rates: DeviceRates, compiled: bool) -> dict[str, Cost]:
-    """Costs of the parts of a step that float8 does not change, by name."""
-    tokens, dim, ffn_dim, rotated = rest.tokens, rest.dim, rest.ffn_dim, rest.q_dim + rest.kv_dim
+def _rest_costs(
+    rest: Rest, rates: DeviceRates, *, compiled: bool, with_output: bool
+) -> dict[str, Cost]:
+    """Costs of a step besides its linears, by part; `with_output` with the last projection."""
+    args, tp, tokens, n_layers = rest.args, rest.tp, rest.tokens, rest.args.n_layers
+    q_dim, ffn_dim, vocab_size = args.q_dim // tp, args.ffn_dim // tp, args.vocab_size // tp
 
     # Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which recomputes
     # the scores.
-    matmul = tokens * rest.seq_len * rest.q_dim
-    matmuls = 7 * rest.n_layers + 2 * rest.recomputed_attention
-    attention_seconds = matmul * matmuls / (rates.bf16_flops * ATTENTION_FRACTION)
+    flops = tokens * args.max_seq_len * q_dim * (7 * n_layers + 2 * rest.recomputed_attention)
+    attention_seconds = flops / (rates.bf16_flops * ATTENTION_FRACTION)
 
     # Elements that fused norms, rotary embeddings, SwiGLU and residuals read and write, in bf16.
-    forward = 9 * dim / rest.sequence_shards + 2 * rotated + 3 * ffn_dim
-    backward = 11 * dim / rest.sequence_shards + 2 * rotated + 5 * ffn_dim
-    runs = forward * (rest.n_layers + rest.recomputed_layers) + backward * rest.n_layers
-    # Kernels of a block besides matmuls and attention, as Inductor generates them or as the
-    # profiler counts them in an eager one.
+    # Tensor parallelism splits norms and residuals along the sequence.
+    rotated = q_dim + args.kv_dim // tp
+    forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
+    backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
+    elements = forward * (n_layers + rest.recomputed_layers) + backward * n_layers
+    # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
     kernels = 34 if compiled else 130
 
     output = Cost()
-    if not rest.output_among_linears:
-        output += _gemm(rates, tokens, rest.vocab_size, dim)
-        grad_input = _gemm(rates, tokens, dim, rest.vocab_size)
-        output += grad_input + _gemm(rates, rest.vocab_size, dim, tokens)
+    if with_output:
+        grad_input = _gemm(rates, tokens, args.dim, vocab_size)
+        grad_weight = _gemm(rates, vocab_size, args.dim, tokens)
+        output = _gemm(rates, tokens, vocab_size, args.dim) + (grad_input + grad_weight)
     return {
-        "attention": Cost(attention_seconds, 4 * rest.n_layers),
+        "attention": Cost(attention_seconds, 4 * n_layers),
         "output": output,
-        "pointwise": _move(rates, 2 * tokens * runs, rest.n_layers * kernels),
+        "pointwise": _move(rates, 2 * tokens * elements, n_layers * kernels),
         # The logits in float32, their log-softmax, its gradient, and that in bf16.
-        "loss": _move(rates, 28 * tokens * rest.vocab_size, 6),
+        "loss": _move(rates, 28 * tokens * vocab_size, 6),
         # AdamW reads weight, gradient and two moments in float32 and writes three of them; clipping
         # takes another 12 bytes.
         "optimizer": _move(rates, 40 * rest.sharded_parameters, 8),
@@ -322,17 +308,14 @@ def _rest_costs(rest: Rest, rates: DeviceRates, compiled: bool) -> dict[str, Cos
 
 
 def step_time(
-    linears: Sequence[LinearChoice],
-    rest: Rest,
-    rates: DeviceRates,
-    *,
-    scheme: Scheme,
-    float8: bool,
+    linears: Sequence[LinearChoice], rest: Rest, rates: DeviceRates, *, scheme: Scheme, float8: bool
 ) -> StepTime:
-    """Time a step, with the converted ones of `linears` in float8, or with all in bf16."""
+    """Time a step, with the converted ones of `linears` in float8, or with all in bf16. Unless the
+    projection to the vocabulary is among them, it is in bf16 and a part of its own."""
     converted = [linear for linear in linears if linear.converted and float8]
     readers = Counter(linear.reads for linear in converted)
-    costs = _rest_costs(rest, rates, scheme.compiled)
+    with_output = all(linear.kind != OUTPUT for linear in linears)
+    costs = _rest_costs(rest, rates, compiled=scheme.compiled, with_output=with_output)
     costs["linears"] = Cost()
     for linear in linears:
         costs["linears"] += (
@@ -343,24 +326,20 @@ def step_time(
 
     # FSDP copies what it gathered, before the forward and the backward pass, and casts gradients to
     # float32 to reduce them.
-    gathered_in_float8 = sum(
-        len(linear.names) * linear.local_shape[0] * linear.local_shape[1]
-        for linear in converted
-        if scheme.float8_all_gather
-    )
-    copied = 14 * rest.gathered_parameters - 4 * gathered_in_float8
-    costs["fsdp copies"] = _move(rates, copied, 10 * rest.n_layers)
+    sizes = [len(linear.names) * math.prod(linear.local_shape) for linear in converted]
+    in_float8 = sum(sizes) if scheme.float8_all_gather else 0
+    copied = 14 * rest.gathered_parameters - 4 * in_float8
+    costs["fsdp copies"] = _move(rates, copied, 10 * rest.args.n_layers)
 
     host = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
-    host += rest.n_layers * HOST_SECONDS_PER_BLOCK
+    host += rest.args.n_layers * HOST_SECONDS_PER_BLOCK
     return StepTime({part: cost.seconds for part, cost in costs.items()}, host)
 
 
 def predict(
     linears: Sequence[LinearChoice], rest: Rest, rates: DeviceRates, *, scheme: Scheme
 ) -> Prediction:
-    """Predict the gain of training the converted ones of `linears` in float8, and which of them
-    would be better kept in bf16."""
+    """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
     converted = [linear for linear in linears if linear.converted]
     chosen = choose_linears(converted, rates, tokens=rest.tokens, scheme=scheme)
     return Prediction(
