@@ -1,14 +1,10 @@
-"""The launcher of a run on this node: `python -m torchtitan_lite.launch`, as run_train.sh calls it.
+"""The launcher of a run on this node: `python -m torchtitan_lite.launch`, which run_train.sh calls.
 
-Three kinds of processes, each the parent of the next:
-
-  launcher   checks the environment and the config, waits, passes signals on, reports the end
-  agent      torchtitan_lite.agent: torch's elastic agent, which starts and restarts the workers
-  worker     torchtitan_lite.train, one process per rank
-
-The launcher does not import torch, so a wrong config is reported within a second. The agent is a
-process of its own because torch replaces all signal handlers, ignores a second signal, and waits
-for other nodes in C++, where no Python handler runs.
+It checks the environment and the config, starts torchtitan_lite.agent, passes signals on, and
+reports how the run ended. The agent is torch's elastic agent, which starts and restarts a worker,
+torchtitan_lite.train, for each rank. It is a process of its own because torch replaces all signal
+handlers, ignores a second signal, and waits for other nodes in C++, where no Python handler runs.
+The launcher does not import torch, so a wrong config is reported within a second.
 """
 
 import json
@@ -56,7 +52,6 @@ exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or tim
 """
 DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
-SHUTDOWN_SECONDS = "600"
 DUPLICATE_SECONDS = 3.0
 """A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
 NEXT = {
@@ -83,35 +78,29 @@ class Launch:
     node_rank: int
     endpoint: str
     max_restarts: int
+    shutdown_seconds: int
     overrides: Sequence[str]
-    program: str
-    """The shell command of the launcher."""
+    program: str  # shell command of the launcher
 
     @property
     def words(self) -> list[str]:
         """Arguments of `torchtitan_lite.train`."""
         return ["--job.config_file", self.config_file, *self.overrides]
 
-    @property
-    def first_rank(self) -> int:
-        """Lowest rank on this node."""
-        return self.node_rank * self.ngpu
-
     def elastic_config(self) -> dict[str, Any]:
         """Return arguments of torch's LaunchConfig. c10d's rendezvous ignores node ranks, so
         several nodes use the static one."""
-        config: dict[str, Any] = {
+        alone = self.nnodes == 1
+        return {
             "min_nodes": self.nnodes,
             "max_nodes": self.nnodes,
             "nproc_per_node": self.ngpu,
             "max_restarts": self.max_restarts,
+            "run_id": str(uuid.uuid4()) if alone else "none",
+            "rdzv_backend": "c10d" if alone else "static",
+            "rdzv_endpoint": "localhost:0" if alone else self.endpoint,
+            "rdzv_configs": {} if alone else {"rank": self.node_rank},
         }
-        if self.nnodes == 1:
-            own = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-            return config | own | {"run_id": str(uuid.uuid4())}
-
-        shared = {"rdzv_backend": "static", "rdzv_endpoint": self.endpoint, "run_id": "none"}
-        return config | shared | {"rdzv_configs": {"rank": self.node_rank}}
 
     def command(self) -> str:
         """Return the shell command that starts the run again. It leaves out --checkpoint.load_step,
@@ -127,19 +116,16 @@ class Launch:
 
 def read_launch(env: Mapping[str, str], overrides: Sequence[str]) -> Launch:
     """Return the launch that the variables of `env` describe. Raises ConfigError."""
-    read_count(env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", default=SHUTDOWN_SECONDS, minimum=0)
     cuda_devices, script = count_cuda_devices(env), env.get("LAUNCHED_AS")
     nnodes = read_count(env, "NNODES", default="1", minimum=1)
-    node_rank, endpoint = 0, ""
-    if nnodes > 1:
-        node_rank = read_count(env, "NODE_RANK", default="", minimum=0)
-        endpoint = env.get("RDZV_ENDPOINT", "")
-        if node_rank >= nnodes:
-            raise ConfigError(
-                f"NODE_RANK={node_rank} must be below NNODES={nnodes}; nodes count from 0."
-            )
-        if ":" not in endpoint:
-            raise ConfigError(f"RDZV_ENDPOINT={endpoint} must be host:port of node 0.")
+    node_rank = read_count(env, "NODE_RANK", default="", minimum=0) if nnodes > 1 else 0
+    endpoint = env.get("RDZV_ENDPOINT", "")
+    if node_rank >= nnodes:
+        raise ConfigError(
+            f"NODE_RANK={node_rank} must be below NNODES={nnodes}; nodes count from 0."
+        )
+    if nnodes > 1 and ":" not in endpoint:
+        raise ConfigError(f"RDZV_ENDPOINT={endpoint} must be host:port of node 0.")
 
     return Launch(
         config_file=env.get("CONFIG_FILE") or str(DEFAULT_CONFIG),
@@ -149,6 +135,9 @@ def read_launch(env: Mapping[str, str], overrides: Sequence[str]) -> Launch:
         node_rank=node_rank,
         endpoint=endpoint,
         max_restarts=read_count(env, "MAX_RESTARTS", default="0", minimum=0),
+        shutdown_seconds=read_count(
+            env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", default="600", minimum=0
+        ),
         overrides=overrides,
         program=shlex.quote(script) if script else "python -m torchtitan_lite.launch",
     )
@@ -174,24 +163,21 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
-def worker_environment(
-    env: Mapping[str, str], launch: Launch, *, on_terminal: bool
-) -> dict[str, str]:
+def worker_environment(launch: Launch, env: Mapping[str, str], *, color: bool) -> dict[str, str]:
     """Return the variables that the workers get on top of `env`; the user's own values stay."""
-    cores = len(os.sched_getaffinity(0))
-    defaults = {
-        "LOG_RANK": "0",
-        "OMP_NUM_THREADS": str(max(1, cores // launch.ngpu)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_SECONDS,
+    threads = max(1, len(os.sched_getaffinity(0)) // launch.ngpu)
+    added = {
+        "LOG_RANK": env.get("LOG_RANK") or "0",
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.shutdown_seconds),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
     }
-    added = {name: env.get(name) or default for name, default in defaults.items()}
-    added["PYTHONUNBUFFERED"] = "1"
-    added["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank${rank}] "
 
     # Spinning threads take the cores from working ones where others load the machine too.
     if launch.cuda_devices == 0:
         added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
-    if on_terminal and not env.get("NO_COLOR"):
+    if color and not env.get("NO_COLOR"):
         added["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
     return added
 
@@ -217,18 +203,14 @@ def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
     signals = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
-    reader, writer = os.pipe()
     terminal = os.dup(2)
-    spec = {
-        "elastic": launch.elastic_config(),
-        "log_dir": str(log_dir),
-        "terminal": terminal,
-        "failure": writer,
-    }
+    reader, writer = os.pipe()
+    spec: dict[str, Any] = {"elastic": launch.elastic_config(), "log_dir": str(log_dir)}
+    spec |= {"terminal": terminal, "failure": writer}
     with (log_dir / "torchrun.log").open("wb") as log:
         agent = subprocess.Popen(
             [*AGENT, json.dumps(spec), *launch.words],
-            env=os.environ | worker_environment(os.environ, launch, on_terminal=os.isatty(1)),
+            env=os.environ | worker_environment(launch, os.environ, color=os.isatty(1)),
             stdin=subprocess.DEVNULL,
             stderr=log,
             pass_fds=(terminal, writer),
@@ -254,10 +236,7 @@ def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> bool:
             continue
         if stopped_at is None:
             stopped_at = time.monotonic()
-            say(
-                "stopping, and saving where checkpoints are enabled; Ctrl-C, or another signal in "
-                f"{DUPLICATE_SECONDS:.0f} s, kills the run"
-            )
+            say("stopping and saving; Ctrl-C, or another signal after 3 s, kills the run")
             agent.terminate()
         elif (
             received.si_signo == signal.SIGINT or time.monotonic() - stopped_at > DUPLICATE_SECONDS
@@ -278,65 +257,53 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
             os.killpg(int(child), signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended that did not finish, and the rank that the cause is about, if any."""
-
-    cause: str
-    exit_code: int
-    rank: int | None = None
-
-
-def find_outcome(status: Status | None, end: AgentEnd) -> Outcome:
-    """Return how a run ended that did not finish. `status` is None if the run ended before it
-    opened its folder. A killed rank counts before what other ranks report, except what they found
-    out about a lost rank."""
+def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | None]:
+    """Return the cause, the exit code, and the rank that the cause is about, of a run that did not
+    finish. `status` is None if it ended before it opened its folder. A killed rank counts before
+    what other ranks report, except what they found out about a lost rank."""
     lost = RankLostError.exit_code
     if end.rank_code < 0:
         killed = f"rank {end.rank} was killed by {signal.Signals(-end.rank_code).name}"
         if status is None or status.exit_code != lost:
-            return Outcome(killed, lost, end.rank)
-        rank = end.rank if status.rank is None else status.rank
-        return Outcome(f"{status.cause} ({killed})", lost, rank)
+            return killed, lost, end.rank
+        return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
 
     if status is not None and status.exit_code is not None:
-        return Outcome(status.cause or status.state, status.exit_code, status.rank)
+        return status.cause or status.state, status.exit_code, status.rank
     if end.rank_code > 0:
-        cause = f"rank {end.rank} ended with exit code {end.rank_code}"
-        return Outcome(cause, end.rank_code, end.rank)
+        return f"rank {end.rank} ended with exit code {end.rank_code}", end.rank_code, end.rank
     if end.signalled and status is None:
-        return Outcome("stopped by a signal before the first step", STOPPED_EXIT_CODE)
+        return "stopped by a signal before the first step", STOPPED_EXIT_CODE, None
     if end.signalled:
-        return Outcome("killed before it could stop at a step's end", lost)
+        return "killed before it could stop at a step's end", lost, None
     if end.exit_code < 0:
-        name = signal.Signals(-end.exit_code).name
-        return Outcome(f"the elastic agent was killed by {name}", lost)
-    return Outcome("the elastic agent failed", 1)
+        return f"the agent was killed by {signal.Signals(-end.exit_code).name}", lost, None
+    return "the agent failed", 1, None
 
 
 def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, since: float) -> int:
     """Print how a run ended that did not finish, correct its status.json if that does not know, and
     return its exit code. `path` is the run folder, `since` a time before the start."""
     on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
-    outcome = find_outcome(status, end)
-    code = outcome.exit_code
+    cause, code, rank = find_outcome(status, end)
     if status is not None and status.exit_code != code:
-        overrule_status(path, status, cause=outcome.cause, exit_code=code, rank=outcome.rank)
+        overrule_status(path, status, cause=cause, exit_code=code, rank=rank)
 
     # No worker could say what went wrong, but the agent may have.
     if status is None and code == 1:
         with suppress(OSError):
-            report = (log_dir / "torchrun.log").read_text(errors="replace").splitlines()
-            say("\n".join(report[-20:]))
+            say(*(log_dir / "torchrun.log").read_text(errors="replace").splitlines()[-20:])
 
     step, last_checkpoint = (on_file.step, on_file.last_checkpoint) if on_file else (0, None)
     effect = "continues from the last checkpoint" if last_checkpoint else "starts from step 1"
-    rank = "" if outcome.rank is None else f"rank: {outcome.rank}\n"
     say(
-        f"exit code {code}: {outcome.cause}\n{rank}step: {step}\n"
-        f"last checkpoint: {last_checkpoint or 'none'}\nrun folder: {path}\n"
-        f"logs: {find_logs(log_dir, rank=outcome.rank, first_rank=launch.first_rank)}\n"
-        f"next: {NEXT.get(code, NEXT[1]).format(path=path)}; this {effect}: {launch.command()}"
+        f"exit code {code}: {cause}",
+        *([] if rank is None else [f"rank: {rank}"]),
+        f"step: {step}",
+        f"last checkpoint: {last_checkpoint or 'none'}",
+        f"run folder: {path}",
+        f"logs: {find_logs(log_dir, rank=rank, first_rank=launch.node_rank * launch.ngpu)}",
+        f"next: {NEXT.get(code, NEXT[1]).format(path=path)}; this {effect}: {launch.command()}",
     )
     return code
 
@@ -345,17 +312,15 @@ def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
     """Return the log files of the last attempt of `rank`, if it ran on this node, else `folder`.
 
     torch writes RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log."""
-    attempts = [] if rank is None else [*folder.glob(f"*/attempt_*/{rank - first_rank}")]
-    if not attempts:
-        return str(folder)
-    last = max(attempts, key=lambda path: int(path.parent.name.removeprefix("attempt_")))
-    return f"{last}/{{stdout,stderr}}.log"
+    attempts = [] if rank is None else folder.glob(f"*/attempt_*/{rank - first_rank}")
+    numbered = {int(path.parent.name.removeprefix("attempt_")): path for path in attempts}
+    return f"{numbered[max(numbered)]}/{{stdout,stderr}}.log" if numbered else str(folder)
 
 
-def say(text: str) -> None:
+def say(*lines: str) -> None:
     """Write to stderr, whose terminal or disk may be gone."""
     with suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+        os.write(2, "".join(f"{line}\n" for line in lines).encode())
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -27,35 +27,26 @@ from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
-BLOCK_BYTES = 4096
-"""Block size of most file systems: a file up to this size can be overwritten on a full disk."""
+BLOCK_BYTES = 4096  # of most file systems; a full disk still takes a file of one block in place
 LOCK_FILE = ".lock"
-OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")
-"""Content of a lock file: the last run that held it, or nothing yet."""
-LOCK_SECONDS = 10.0
-"""How long a new run waits for the lock: the workers of a killed agent need seconds to end."""
+OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # the last run that held it, or nothing yet
+LOCK_SECONDS = 10.0  # for a new run to wait: the workers of a killed agent need seconds to end
 
 
 @dataclass(frozen=True)
 class Status:
-    """Content of status.json."""
+    """Content of status.json. Times are Unix seconds."""
 
     state: Literal["running", "done", "stopped", "failed"]
     started: float
-    """Unix seconds, like `time`."""
-    time: float
-    """Last change."""
-    step: int = 0
-    """Last finished step; of a failed run, the step that failed."""
+    time: float  # last change
+    step: int = 0  # last finished step; of a failed run, the step that failed
     last_checkpoint: str | None = None
     cause: str | None = None
     exit_code: int | None = None
-    rank: int | None = None
-    """The rank that the cause is about, if any."""
-    job: str | None = None
-    """The agent that started the run, and may start its processes again."""
-    before: dict[str, Any] | None = None
-    """Status of the run before, whose launcher may not have read it yet."""
+    rank: int | None = None  # the rank that the cause is about, if any
+    job: str | None = None  # the agent that started the run, and may start its processes again
+    before: dict[str, Any] | None = None  # the run before; its launcher may not have read it yet
 
 
 @dataclass(frozen=True)
@@ -66,8 +57,7 @@ class RunFolder:
     _lock: int
 
     def earlier_attempt(self) -> Status | None:
-        """Return the status that this job left before it was started again; None in its first
-        attempt."""
+        """Return the status that this job's attempt before left; None in the first attempt."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
         status = read_status(self.path)
@@ -82,23 +72,22 @@ class RunFolder:
         folders stay. A resumed run moves nothing, and keeps step and last checkpoint in the status
         until its first step. Raises ConfigError if it would move or replace what no run wrote,
         StorageError if the disk fails."""
-        before, resumes = read_status(self.path), resumed_config is not None
+        before = read_status(self.path)
         names = [*entries, CONFIG_FILE, STATUS_FILE]
         with _explained(self.path):
             if before is None:
                 _check_nothing_foreign(self.path, names, resumed_config=resumed_config)
-            elif not resumes:
+            elif resumed_config is None:
                 _move_to_previous(self.path, names, started=before.started)
-        self._begin(before, state="running", keeps_progress=resumes)
+        self._begin(before, state="running", keeps_progress=resumed_config is not None)
 
     def refuse(self, *, cause: str, exit_code: int) -> None:
         """Write into status.json why the run did not begin; step and last checkpoint stay the
         earlier run's. Without an earlier run write nothing: a status.json would mark foreign files
         as a run's."""
         if (before := read_status(self.path)) is not None:
-            self._begin(
-                before, keeps_progress=True, state="failed", cause=cause, exit_code=exit_code
-            )
+            ended = {"state": "failed", "cause": cause, "exit_code": exit_code}
+            self._begin(before, keeps_progress=True, **ended)
 
     def _begin(self, before: Status | None, *, keeps_progress: bool, **fields: Any) -> None:
         now = time.time()
@@ -124,8 +113,7 @@ class RunFolder:
             )
 
     def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write the progress into status.json. Raises StorageError if the folder is no longer this
-        run's."""
+        """Write the progress into status.json. Raises StorageError if the folder is not ours."""
         self.check_is_ours(step=step)
         _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
 
@@ -160,8 +148,7 @@ def make_log_folder(path: Path) -> Path:
 
 
 def lock_inode(path: Path) -> int | None:
-    """Return the inode of the folder's lock file, which identifies the run that holds it; None
-    without such a file."""
+    """Return the inode of the lock file, which identifies the run that holds it; None without."""
     try:
         return (path / LOCK_FILE).stat().st_ino
     except OSError:
@@ -220,35 +207,26 @@ def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None, 
     _update_status(path, state="failed", **ended, **({"step": step} if step else {}))
 
 
-def overrule_status(
-    path: Path, status: Status, *, cause: str, exit_code: int, rank: int | None
-) -> None:
-    """Replace `status`, the run's own, by what its launcher found out about its end. A full disk is
-    no error, because the launcher prints the same."""
-    ended: dict[str, Any] = {"cause": cause, "exit_code": exit_code, "rank": rank}
+def overrule_status(path: Path, status: Status, **ended: Any) -> None:
+    """Replace `status`, the run's own, by how it failed according to its launcher. A full disk is no
+    error, because the launcher prints the same."""
     with suppress(RunError):
         failed = dataclasses.replace(status, state="failed", time=time.time(), **ended)
         _write_status(path, failed)
 
 
 def _update_status(path: Path, **changes: Any) -> None:
-    """Change status.json, unless it already says how the run ended."""
-    with _explained(path), _exclusive(path):
-        now = time.time()
-        status = read_status(path) or Status("running", started=now, time=now)
-        if status.state == "running":
-            _write_status(path, dataclasses.replace(status, **changes, time=now))
-
-
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Run the body in one process at a time, for a folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    """Change status.json, unless it already says how the run ended. One process does at a time."""
+    with _explained(path):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            now = time.time()
+            status = read_status(path) or Status("running", started=now, time=now)
+            if status.state == "running":
+                _write_status(path, dataclasses.replace(status, **changes, time=now))
+        finally:
+            os.close(folder)
 
 
 def _write_status(path: Path, status: Status) -> None:
@@ -262,10 +240,10 @@ def _write_status(path: Path, status: Status) -> None:
             if error.errno not in DISK_FULL or status.exit_code is None:
                 raise
             short = dataclasses.replace(status, before=None)
-            while len(_to_json(short)) > BLOCK_BYTES and short.cause:
+            while len(_to_json(short)) > BLOCK_BYTES:
+                if not short.cause:
+                    raise
                 short = dataclasses.replace(short, cause=short.cause[: len(short.cause) // 2])
-            if len(_to_json(short)) > BLOCK_BYTES:
-                raise
             with file.open("r+b") as stream:
                 stream.write(_to_json(short))
                 stream.truncate()
@@ -288,13 +266,17 @@ def _take_lock(path: Path) -> int:
         )
 
     deadline = time.monotonic() + LOCK_SECONDS
-    while not _try_lock(lock):
-        if time.monotonic() > deadline:
-            os.close(lock)
-            raise ConfigError(
-                f'[job] dump_folder = "{path}" belongs to a live run: {file.read_text()}; '
-                "wait for it or stop it, or name another folder."
-            )
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise ConfigError(
+                    f'[job] dump_folder = "{path}" belongs to a live run: {file.read_text()}; '
+                    "wait for it or stop it, or name another folder."
+                ) from None
         time.sleep(0.2)
 
     os.truncate(lock, 0)
@@ -302,28 +284,15 @@ def _take_lock(path: Path) -> int:
     return lock
 
 
-def _try_lock(lock: int) -> bool:
-    """Try to lock an open file for this process, and return whether that worked."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _not_free(path: Path, entries: Iterable[str]) -> list[str]:
+def _not_free(path: Path, entries: list[str]) -> list[str]:
     """Return those `entries` that exist and are neither an empty folder nor a link to one."""
-    there = [path / entry for entry in entries if os.path.lexists(path / entry)]
+    there = [entry for entry in entries if os.path.lexists(path / entry)]
     return [
-        str(entry.relative_to(path))
-        for entry in there
-        if not entry.is_dir() or any(entry.iterdir())
+        entry for entry in there if not (path / entry).is_dir() or any((path / entry).iterdir())
     ]
 
 
-def _check_nothing_foreign(
-    path: Path, entries: Iterable[str], *, resumed_config: str | None
-) -> None:
+def _check_nothing_foreign(path: Path, entries: list[str], *, resumed_config: str | None) -> None:
     """Raise ConfigError if a run would move or replace anything in the folder, which has no
     status.json.
 
@@ -331,8 +300,8 @@ def _check_nothing_foreign(
     config.toml whose text is not `resumed_config`."""
     foreign = _not_free(path, entries)
     if resumed_config is not None:
-        config = path / CONFIG_FILE
-        is_own = config.is_file() and config.read_bytes() == resumed_config.encode()
+        file = path / CONFIG_FILE
+        is_own = file.is_file() and file.read_bytes() == resumed_config.encode()
         doubtful = {STATUS_FILE} if is_own else {STATUS_FILE, CONFIG_FILE}
         foreign = [entry for entry in foreign if entry in doubtful]
     if foreign:
@@ -342,7 +311,7 @@ def _check_nothing_foreign(
         )
 
 
-def _move_to_previous(path: Path, entries: Iterable[str], *, started: float) -> None:
+def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None:
     """Move those `entries` that an earlier run, `started` then, left to a new folder in previous/.
     Raises ConfigError for a link, whose target would stay in its place."""
     found = _not_free(path, entries)

@@ -1,5 +1,5 @@
-"""Bad inputs and what each is told: `python tests/distributed/bad_inputs.py > docs/errors.md`
-writes the page."""
+"""Bad inputs and the error message of each: `python tests/distributed/bad_inputs.py >
+docs/errors.md` writes the page."""
 
 import os
 import socket
@@ -35,8 +35,8 @@ BEFORE_START = [
     "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 9",
     f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
     f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
-    f"{FLOAT8} --float8.enable_fsdp_float8_all_gather --float8.precompute_float8_dynamic_scale_for_fsdp "
-    "--training.enable_cpu_offload",
+    f"{FLOAT8} --float8.enable_fsdp_float8_all_gather "
+    "--float8.precompute_float8_dynamic_scale_for_fsdp --training.enable_cpu_offload",
     f"{FLOAT8} --float8.recipe_name rowwise_with_gw_hp --float8.pad_inner_dim",
     f"{FLOAT8} --float8.recipe_name mxfp8 --training.mixed_precision_param float32",
     "--parallelism.enable_async_tensor_parallel",
@@ -51,7 +51,7 @@ BEFORE_START = [
     '--training.datasets [{path="a",weight=0.333333},{path="b",weight=0.666667}]',
     '--training.datasets [{path="a"}] --training.dataset_path b',
 ]
-"""Refused within a second, before any process is started."""
+"""Refused by the launcher within a second, before any process starts."""
 AT_START = [
     "--training.dataset_path nowhere",
     "--training.dataset_path empty",
@@ -72,11 +72,11 @@ AT_START = [
     "--profiling.enable_memory_snapshot",
     "--job.dump_folder short.txt",
 ]
-"""Refused by the processes, once they look at the data, the model or the run folder."""
+"""Refused by the processes, once they read the data, the model or the run folder."""
 
 
 def make_files(folder: Path) -> None:
-    """The files that the arguments name, in `folder`."""
+    """Write the files that the arguments name into `folder`."""
     (folder / "ok.toml").write_text((ROOT / "tests/distributed/tiny.toml").read_text())
     (folder / "syntax.toml").write_text("[training]\nsteps = = 3\n")
     (folder / "cycle.toml").write_text('base = "cycle.toml"\n')
@@ -88,13 +88,15 @@ def make_files(folder: Path) -> None:
 
 
 def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
-    """Exit code and message for `arguments` in `folder`, whose path the message shows as "."."""
-    words = arguments.split()
-    if "--job.config_file" not in words:
-        words = ["--job.config_file", "ok.toml", *words]
+    """Return the exit code and message for `arguments` in `folder`, with "." for its path."""
+    words, config_file = arguments.split(), "ok.toml"
+    if words[0] == "--job.config_file":
+        config_file, words = words[1], words[2:]
     if arguments in BEFORE_START:
-        module, environment = "torchtitan_lite.launch", ENV | {"NGPU": "1"}
+        module = "torchtitan_lite.launch"
+        environment = ENV | {"NGPU": "1", "CONFIG_FILE": config_file}
     else:
+        words = ["--job.config_file", config_file, *words]
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -120,30 +122,59 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
 
 
 def row(arguments: str, *, folder: Path) -> str:
-    """The arguments' row of the page."""
+    """Return the arguments' row of the page."""
     code, message = refuse(arguments, folder=folder)
     cell = message.replace("|", "\\|").replace("\n", "<br>").replace("<string>", "")
     return f"| `{arguments}` | {code} | {cell} |"
 
 
 def page(folder: Path) -> str:
-    """The whole page."""
+    """Return the whole page."""
     head = "| arguments | exit code | message |\n| --- | --- | --- |\n"
     before, at_start = (
         "\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START)
     )
-    return f"""# What bad input is told
+    return f"""# Error messages
 
-Every message names the table and key, the rule, the numbers, and the fix; all that is wrong with a config is said at
-once. The rows below are run by a test, with the arguments after `--job.config_file` and a sound file, on one process.
+A message names the table and key, the rule, every number in it, and the fix. All errors in a config
+are reported together. The tables below list what typical mistakes print. A test runs each row on
+one process, with these arguments after `--job.config_file` and a valid file.
 
 ## Before any process starts
 
 {head}{before}
 
-## Once the processes look at data, model and run folder
+## Once the processes read data, model and run folder
 
 {head}{at_start}
+
+## How a run that failed ends
+
+`run_train.sh` prints the exit code with the cause, the rank if the cause is about one, the step,
+the last checkpoint, the run folder, the logs, and the command that continues the run:
+
+    exit code 6: rank 1 was killed by SIGKILL
+    rank: 1
+    step: 8
+    last checkpoint: outputs/checkpoint/step-00000006
+    run folder: outputs
+    logs: outputs/logs/2026-11-20T20-53-20-node0/9f_x/attempt_0/1/{{stdout,stderr}}.log
+    next: look at the logs and at the host of that rank; this continues from the last checkpoint: \
+NGPU=2 ./run_train.sh --checkpoint.enable
+
+| exit code | cause | what to do |
+| --- | --- | --- |
+| 0 | done | |
+| 1 | an unexpected error | look at the logs |
+| 2 | the config, or an environment variable | fix it as the message says |
+| 3 | a tokenizer or training text | fix the data |
+| 4 | a checkpoint | `scripts/checkpoint.py verify` lists the intact ones |
+| 5 | loss or gradient not finite for too long | lower `[optimizer] lr`, or load an earlier step |
+| 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
+| 7 | no space left, or a broken disk | make room |
+| 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |
+
+`logs/` also holds `torchrun.log`, which torch's elastic agent writes.
 """
 
 
