@@ -51,7 +51,7 @@ BEFORE_START = [
     '--training.datasets [{path="a",weight=0.333333},{path="b",weight=0.666667}]',
     '--training.datasets [{path="a"}] --training.dataset_path b',
 ]
-"""Refused within a second, before any process is started."""
+"""Refused by the launcher within a second, before any process starts."""
 AT_START = [
     "--training.dataset_path nowhere",
     "--training.dataset_path empty",
@@ -72,11 +72,11 @@ AT_START = [
     "--profiling.enable_memory_snapshot",
     "--job.dump_folder short.txt",
 ]
-"""Refused by the processes, once they look at the data, the model or the run folder."""
+"""Refused by the processes, once they read the data, the model or the run folder."""
 
 
 def make_files(folder: Path) -> None:
-    """The files that the arguments name, in `folder`."""
+    """Write the files that the arguments name into `folder`."""
     (folder / "ok.toml").write_text((ROOT / "tests/distributed/tiny.toml").read_text())
     (folder / "syntax.toml").write_text("[training]\nsteps = = 3\n")
     (folder / "cycle.toml").write_text('base = "cycle.toml"\n')
@@ -88,7 +88,7 @@ def make_files(folder: Path) -> None:
 
 
 def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
-    """Exit code and message for `arguments` in `folder`, whose path the message shows as "."."""
+    """Return the exit code and message for `arguments` in `folder`, with "." for its path."""
     words, config_file = arguments.split(), "ok.toml"
     if words[0] == "--job.config_file":
         config_file, words = words[1], words[2:]
@@ -122,14 +122,14 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
 
 
 def row(arguments: str, *, folder: Path) -> str:
-    """The arguments' row of the page."""
+    """Return the arguments' row of the page."""
     code, message = refuse(arguments, folder=folder)
     cell = message.replace("|", "\\|").replace("\n", "<br>").replace("<string>", "")
     return f"| `{arguments}` | {code} | {cell} |"
 
 
 def page(folder: Path) -> str:
-    """The whole page."""
+    """Return the whole page."""
     head = "| arguments | exit code | message |\n| --- | --- | --- |\n"
     before, at_start = (
         "\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START)
@@ -150,8 +150,8 @@ one process, with these arguments after `--job.config_file` and a valid file.
 
 ## How a run that failed ends
 
-`run_train.sh` prints the exit code with the cause, the rank if the cause is about one, the step, the
-last checkpoint, the run folder, the logs, and the command that continues the run:
+`run_train.sh` prints the exit code with the cause, the rank if the cause is about one, the step,
+the last checkpoint, the run folder, the logs, and the command that continues the run:
 
     exit code 6: rank 1 was killed by SIGKILL
     rank: 1
@@ -169,7 +169,7 @@ NGPU=2 ./run_train.sh --checkpoint.enable
 | 2 | the config, or an environment variable | fix it as the message says |
 | 3 | a tokenizer or training text | fix the data |
 | 4 | a checkpoint | `scripts/checkpoint.py verify` lists the intact ones |
-| 5 | loss or gradient not finite for too many steps | lower `[optimizer] lr`, or load an earlier step |
+| 5 | loss or gradient not finite for too long | lower `[optimizer] lr`, or load an earlier step |
 | 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
 | 7 | no space left, or a broken disk | make room |
 | 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |

@@ -1,9 +1,8 @@
-"""The main job with faults, of a tiny model: `fault_worker.py '<JSON list of faults>' <arguments of
-the main job>`.
+"""Training of a tiny model, with faults: `fault_worker.py '<JSON list of faults>' <arguments of
+torchtitan_lite.train>`.
 
-A fault is an object with `do`, what happens, one of the functions below that is marked so; `at`,
-where; and `rank`, on which rank (on all, if not given). Other keys are the function's arguments.
-Places are:
+A fault is an object with the keys `do`, a function below marked by `can_be_done`; `at`, the place;
+and `rank` (without it: all ranks). Other keys are the function's arguments. The places are:
 
   start            before anything else
   data N           when a batch of step N is taken
@@ -55,13 +54,13 @@ DO: dict[str, Callable[..., float | None]] = {}
 
 
 def can_be_done(function: Callable[..., float | None]) -> Callable[..., float | None]:
-    """Marks what a fault may name."""
+    """Mark a function that a fault may name."""
     DO[function.__name__] = function
     return function
 
 
 def happen(place: str) -> float:
-    """Let the faults of a place happen. Returns the product of what they multiply the loss by."""
+    """Let the faults of a place happen. Returns the product of their factors for the loss."""
     factor = 1.0
     for fault in [each for each in faults if each["at"] == place]:
         faults.remove(fault)
@@ -75,7 +74,8 @@ def happen(place: str) -> float:
 
 @can_be_done
 def send(number: int, to: str = "self") -> None:
-    """Send a signal to this process, to torchrun, or to run_train.sh."""
+    """Send a signal to this process, to torchrun (the launcher's agent), or to run_train.sh (the
+    launcher)."""
     torchrun = os.getppid()
     script = int(Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill({"self": os.getpid(), "torchrun": torchrun, "run_train.sh": script}[to], number)
@@ -96,7 +96,7 @@ def sleep(seconds: float) -> None:
 
 @can_be_done
 def crash(message: str) -> None:
-    """Raise an error that nobody expects."""
+    """Raise an unexpected error."""
     raise RuntimeError(message)
 
 
@@ -114,14 +114,14 @@ def scale_loss(factor: float) -> float:
 
 @can_be_done
 def limit_files(size: int) -> None:
-    """Have each write fail that goes past `size` bytes of a file, as on a full disk; -1: none."""
+    """Let writes past `size` bytes of a file fail, as on a full disk; -1: none."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size == -1 else size, hard))
 
 
 @can_be_done
 def fill_disk(folder: str) -> None:
-    """Leave no free byte on the disk of a folder, nor in the blocks of its logs."""
+    """Leave no free byte on the disk of a folder or in the blocks of its logs."""
     for path in (Path(folder, "somebody-elses"), *Path(folder).rglob("*.log")):
         with suppress(OSError), path.open("ab", buffering=0) as file:
             while file.write(bytes(4096)):
@@ -148,40 +148,40 @@ def touch(path: str) -> None:
 
 @can_be_done
 def drop_out() -> None:
-    """Have every feed-forward layer use torch's default generator."""
+    """Let every feed-forward layer use torch's default generator."""
     forward = FeedForward.forward
-    FeedForward.forward = lambda self, x: torch.dropout(forward(self, x), 0.1, True)  # type: ignore[method-assign]
+    FeedForward.forward = lambda self, x: torch.dropout(forward(self, x), 0.1, True)
 
 
 @can_be_done
 def gather_in_high_precision() -> None:
-    """Have tensor parallelism take no linear for one of tensorwise float8, as after a name in
-    torchao has changed."""
+    """Let tensor parallelism recognize no linear as tensorwise float8, as after a renaming in
+    torchao."""
     tensor_parallel.gathers_float8 = lambda module: False
 
 
 @can_be_done
 def lose_float8() -> None:
-    """Have the linears of float8 multiply in high precision, silently."""
-    Float8Linear.forward = lambda self, x: nn.functional.linear(x, self.weight)  # type: ignore[method-assign]
+    """Let float8 linears multiply in high precision, silently."""
+    Float8Linear.forward = lambda self, x: nn.functional.linear(x, self.weight)
 
 
 @can_be_done
 def note_samples() -> None:
-    """Write what each step trains on into samples-RANK.jsonl of the run folder, a hash a sample."""
+    """Write a hash of each sample of each step into samples-RANK.jsonl of the run folder."""
     FaultyTrainer.notes_samples = True
 
 
 @can_be_done
 def note_weights() -> None:
-    """Write a hash of this rank's part of the weights after each step into weights-RANK.jsonl of
-    the run folder."""
+    """Write a hash of this rank's weights after each step into weights-RANK.jsonl of the run
+    folder."""
     FaultyTrainer.notes_weights = True
 
 
 @can_be_done
 def save_what_is_loaded() -> None:
-    """Save the state into the folder `loaded` of the run folder at once after it was loaded."""
+    """Save the state into the folder `loaded` of the run folder right after it was loaded."""
     FaultyCheckpointer.saves_what_is_loaded = True
 
 
@@ -197,7 +197,7 @@ class FaultyTrainer(trainer.Trainer):
         FaultyTrainer.running = self
 
     def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """The loss, times what the faults make of it."""
+        """Return the loss, times the factors of the faults."""
         if not torch.is_grad_enabled():
             happen(f"validation {self.step}")
             return super().loss(tokens, labels, scale=scale)
@@ -213,7 +213,7 @@ class FaultyTrainer(trainer.Trainer):
         return super().loss(tokens, labels, scale=scale * factor)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """The batch, unless a fault is met in taking it."""
+        """Return the batch, unless a fault happens first."""
 
         def take() -> Iterator[Batch]:
             happen(f"data {self.step + 1}")
@@ -222,7 +222,7 @@ class FaultyTrainer(trainer.Trainer):
         return super().next_batch(take())
 
     def train_step(self, step: int) -> StepValues:
-        """As it is; and perhaps note the weights."""
+        """Train, and note the weights if asked to."""
         values = super().train_step(step)
         if self.notes_weights:
             parts = [
@@ -245,7 +245,7 @@ class FaultyCheckpointer(checkpointer.Checkpointer):
     saves_what_is_loaded = False
 
     def load(self, manifest: CheckpointManifest) -> None:
-        """As it is; and perhaps save at once."""
+        """Load, and save at once if asked to."""
         super().load(manifest)
         if self.saves_what_is_loaded:
             folder, self.folder = self.folder, self.folder.parent / "loaded"
@@ -262,7 +262,7 @@ def write_tensors(state: dict[str, Tensor], draft: Path, **options: Any) -> None
 
 
 def commit(draft: Path, target: Path) -> None:
-    """As it is, between two places."""
+    """Commit, between two places of faults."""
     happen(f"committing {int(target.name[-8:])}")
     COMMIT(draft, target)
     happen(f"committed {int(target.name[-8:])}")
@@ -275,8 +275,8 @@ if __name__ == "__main__":
     faults.extend(json.loads(sys.argv.pop(1)))
     tiny = flavors.ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0)
     flavors.FLAVORS.update(debugmodel=tiny, wider=replace(tiny, dim=64))
-    train.Trainer = FaultyTrainer  # type: ignore[misc]
-    build.Checkpointer = FaultyCheckpointer  # type: ignore[misc]
+    train.Trainer = FaultyTrainer
+    build.Checkpointer = FaultyCheckpointer
     folders.commit, checkpointer.write_tensors = commit, write_tensors
     happen("start")
     train.main()

@@ -17,7 +17,7 @@ Fault = dict[str, Any]
 
 
 def arguments(folder: Path, *overrides: str, faults: Sequence[Fault] = ()) -> list[str]:
-    """What torchrun is given for a run in `folder`."""
+    """Return the arguments of torchrun for a run in `folder`."""
     config = ["--job.config_file", str(FOLDER / "faults.toml"), "--job.dump_folder", str(folder)]
     return [str(FOLDER / "fault_worker.py"), json.dumps(faults), *config, *overrides]
 
@@ -29,7 +29,7 @@ def command(
     processes: int = 2,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """That of torchrun, with more `options`, for a run in `folder`."""
+    """Return the command of torchrun, with `options`, for a run in `folder`."""
     return [
         sys.executable,
         *launcher(processes, *options),
@@ -40,12 +40,12 @@ def command(
 def run(
     folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    """The finished run in `folder`."""
+    """Run in `folder` and wait for the end."""
     return torchrun(*arguments(folder, *overrides, faults=faults), processes=processes, timeout=200)
 
 
 def finish(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2) -> str:
-    """What a run in `folder` printed that was done."""
+    """Return the output of a run in `folder` that must succeed."""
     result = run(folder, *overrides, faults=faults, processes=processes)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result.stdout
@@ -54,7 +54,7 @@ def finish(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processe
 def fail(
     folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2
 ) -> tuple[int, str]:
-    """Exit code and cause that a run in `folder` has left, which failed."""
+    """Return the exit code and cause in the status of a run in `folder` that must fail."""
     result = run(folder, *overrides, faults=faults, processes=processes)
     assert result.returncode != 0, result.stdout[-4000:]
     ended = status(folder)
@@ -70,8 +70,8 @@ def started(
     processes: int = 2,
     options: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """The torchrun, with more `options`, of a run in `folder`. What is left of it is killed at the
-    end."""
+    """Start torchrun, with `options`, for a run in `folder`. Its remaining processes are killed at
+    the end."""
     with subprocess.Popen(
         command(folder, *overrides, faults=faults, processes=processes, options=options),
         cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -83,12 +83,12 @@ def started(
 
 
 def status(folder: Path) -> dict[str, Any]:
-    """status.json of the run in `folder`."""
+    """Return status.json of the run in `folder`."""
     return json.loads((folder / "status.json").read_text())
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """The records of metrics.jsonl by step, of which each has one."""
+    """Return the records of metrics.jsonl by step. Each step has exactly one."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = {line["step"]: line for line in lines}
     assert [line["step"] for line in lines] == sorted(found)
@@ -96,17 +96,17 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Names in the folder of checkpoints."""
+    """Return the names in the folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
 
 def checkpoint(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step."""
+    """Return the folder of the checkpoint of a step."""
     return step_folder(folder / "checkpoint", step)
 
 
 def samples(folder: Path) -> dict[int, set[str]]:
-    """Hashes of what each step of a run in `folder` was trained on, by all ranks."""
+    """Return hashes of the samples of each step of a run in `folder`, over all ranks."""
     found: dict[int, set[str]] = {}
     for path in folder.glob("samples-*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):

@@ -16,8 +16,8 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def launcher(processes: int, *options: str) -> list[str]:
-    """What `python` is given to run what follows in `processes` processes under torchrun, with more
-    `options`."""
+    """Return the arguments of `python` that start torchrun with `processes` processes and
+    `options`. The worker's script and arguments follow."""
     return [
         "-m",
         "torch.distributed.run",
@@ -31,43 +31,42 @@ def launcher(processes: int, *options: str) -> list[str]:
 def torchrun(
     *arguments: str, processes: int, timeout: int = 400
 ) -> subprocess.CompletedProcess[str]:
-    """The finished torchrun of `processes` processes that ran `arguments`, of which none imported
-    torch anew."""
+    """Run `arguments` under torchrun and wait. Its processes are forked from one that has imported
+    torch."""
     return warm.python([*launcher(processes), *arguments], cwd=ROOT, env=ENV, timeout=timeout)
 
 
 def finish(*arguments: str, processes: int) -> str:
-    """What a torchrun printed that ended well."""
+    """Return the output of a torchrun that must succeed."""
     result = torchrun(*arguments, processes=processes)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result.stdout
 
 
 def train_arguments(folder: Path, *overrides: str) -> list[str]:
-    """What torchrun is given to train the tiny config in `folder`."""
-    return [
-        "-m", "torchtitan_lite.train", "--job.config_file", str(TINY), "--job.dump_folder", str(folder), *overrides
-    ]  # fmt: skip
+    """Return the arguments of torchrun that train the tiny config in `folder`."""
+    config = ["--job.config_file", str(TINY), "--job.dump_folder", str(folder)]
+    return ["-m", "torchtitan_lite.train", *config, *overrides]
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl."""
+    """Return the records of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def train(folder: Path, *overrides: str, processes: int) -> list[dict[str, Any]]:
-    """The records of a run of the tiny config that was done."""
+    """Train the tiny config and return its records."""
     finish(*train_arguments(folder, *overrides), processes=processes)
     return read_records(folder)
 
 
 def read_losses(folder: Path) -> list[float]:
-    """The losses of a run."""
+    """Return the losses of a run in `folder`."""
     return [record["loss"] for record in read_records(folder)]
 
 
 def losses(folder: Path, *overrides: str, processes: int) -> list[float]:
-    """The losses of a run of the tiny config that was done."""
+    """Train the tiny config and return its losses."""
     return [record["loss"] for record in train(folder, *overrides, processes=processes)]
 
 
@@ -78,14 +77,14 @@ def train_together(
     processes: int,
     worker: str = "matrix_worker.py",
 ) -> None:
-    """Train in `folder` runs by name, each with overrides of matrix.toml, one after the other in
-    the same processes."""
+    """Train `runs` in `folder`, by name, each with its overrides of matrix.toml, one after the
+    other in the same processes."""
     finish(str(FOLDER / worker), str(folder), json.dumps(runs), processes=processes)
     assert [(folder / name / "ended.txt").read_text() for name in runs] == [""] * len(runs)
 
 
 def ask(worker: str, *overrides: str, processes: int) -> Any:
-    """What the script `worker` of this folder tells, as a line of JSON, of the tiny config on
+    """Return the line of JSON that the script `worker` of this folder prints for the tiny config on
     `processes` processes."""
     return told(
         finish(
@@ -95,6 +94,6 @@ def ask(worker: str, *overrides: str, processes: int) -> Any:
 
 
 def told(output: str) -> Any:
-    """What a line of JSON of `output` tells."""
+    """Return the content of the one line of JSON in `output`."""
     (line,) = [line for line in output.splitlines() if line.startswith(("{", "[{"))]
     return json.loads(line)

@@ -9,7 +9,7 @@ PAGE = (ROOT / "docs/errors.md").read_text().splitlines()
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The row of each arguments."""
+    """The page's row of each entry."""
     folder = tmp_path_factory.mktemp("inputs")
     make_files(folder)
     return {arguments: row(arguments, folder=folder) for arguments in (*BEFORE_START, *AT_START)}

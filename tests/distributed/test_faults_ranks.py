@@ -1,5 +1,5 @@
 """Runs of run_train.sh in which signals come, ranks die, hang or fail, and numbers go wrong: how
-they end, what they tell, and what is kept."""
+they end, what they report, and what is kept."""
 
 import json
 import os
@@ -29,8 +29,7 @@ from torchtitan_lite.checkpoint.reading import SafeReader
 
 pytestmark = pytest.mark.timeout(150)
 STEPS = 12
-SECONDS = 70
-"""That a run may take, and then fails the test."""
+SECONDS = 70  # for a run, which then fails the test
 SETTINGS = [
     f"--training.steps={STEPS}",
     "--checkpoint.interval=3",
@@ -40,15 +39,15 @@ SETTINGS = [
 SETTINGS += ["--validation.steps=2"]
 TELLS = re.compile(
     r"exit code (?P<exit_code>\d+): (?P<cause>.*)\n(rank: (?P<rank>\d+)\n)?step: (?P<step>\d+)\n"
-    r"last checkpoint: (?P<last_checkpoint>.*)\nrun folder: (?P<run_folder>.*)\nlogs: (?P<logs>.*)\n"
+    r"last checkpoint: (?P<last_checkpoint>.*)\nrun folder: (?P<run_folder>.*)\n"
+    r"logs: (?P<logs>.*)\n"
     r"next: (?P<advice>.*); this (?P<effect>.*): (?P<command>.*)\n\Z"
 )
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended: the exit code of run_train.sh, what was printed, and what the lines at
-    the end tell."""
+    """A run that has ended: its exit code, its output, and the values in its last lines."""
 
     exit_code: int
     output: str
@@ -56,11 +55,10 @@ class Ended:
 
 
 class Launcher:
-    """Starts runs of faults.toml by run_train.sh, whose workers are those of fault_worker.py."""
+    """Starts runs of faults.toml by run_train.sh, with fault_worker.py as the worker."""
 
     def __init__(self, folder: Path) -> None:
-        """Writes into `folder` the text to train on and an environment that needs no
-        installation."""
+        """Write the training text, and an environment that needs no installation, into `folder`."""
         self.folder = folder
         self.text = folder / "text.txt"
         self.text.write_text(Path(json.__file__).with_name("decoder.py").read_text() * 4)
@@ -91,8 +89,8 @@ class Launcher:
         restarts: int = 0,
         nodes: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[str]:
-        """A process that does `command`, a call of run_train.sh; `nodes` are its variables for one
-        of several."""
+        """Start `command`, a call of run_train.sh. `nodes` are its variables on one node of
+        several."""
         env = {
             "PYTHON_EXEC": self.worker,
             "FAULTS": json.dumps(faults),
@@ -110,24 +108,24 @@ class Launcher:
         )
 
     def train(self, folder: Path, *overrides: str) -> list[str | Path]:
-        """The call of run_train.sh for a run in `folder`."""
+        """Return the call of run_train.sh for a run in `folder`."""
         data = f"--training.dataset_path={self.text}"
         return [ROOT / "run_train.sh", f"--job.dump_folder={folder}", data, *overrides]
 
     def run(self, folder: Path, *overrides: str, **how: Any) -> Ended:
-        """The run in `folder`, ended."""
+        """Run in `folder` and wait for the end."""
         return ended(self.start(self.train(folder, *overrides), **how))
 
 
 def ended(process: subprocess.Popen[str]) -> Ended:
-    """How a run ended."""
+    """Wait for the end of a run, and return how it ended."""
     output, _ = process.communicate(timeout=SECONDS)
     told = TELLS.search(output)
     return Ended(process.returncode, output, told.groupdict() if told else {})
 
 
 def living(folder: Path) -> list[int]:
-    """Processes of runs in `folder`, by their command lines."""
+    """Return the processes of runs in `folder`, recognized by their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -137,7 +135,7 @@ def living(folder: Path) -> list[int]:
 
 
 def none_lives(folder: Path, *, seconds: float = 20) -> bool:
-    """Whether all processes of runs in `folder` end within a time."""
+    """Return whether all processes of runs in `folder` end within a time."""
     deadline = time.monotonic() + seconds
     while found := living(folder):
         if time.monotonic() > deadline:
@@ -153,7 +151,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A run folder. What lives of its runs after the test is killed."""
+    """A run folder. Processes of its runs that outlive the test are killed."""
     yield tmp_path / "run"
     for process in living(tmp_path / "run"):
         with suppress(ProcessLookupError):
@@ -162,7 +160,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def straight(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing happened to."""
+    """The folder of a run without faults."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     done = launcher.run(folder, *SETTINGS)
     assert done.exit_code == 0, done.output
@@ -171,7 +169,7 @@ def straight(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def half_done(straight: Path, folder: Path) -> Path:
-    """A folder of a run that is to go on after step 6."""
+    """A folder of a run that continues after step 6."""
     shutil.copytree(straight / "checkpoint/step-00000006", folder / "checkpoint/step-00000006")
     shutil.copy(straight / "metrics.jsonl", folder)
     return folder
@@ -182,7 +180,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def assert_same_run(folder: Path, straight: Path) -> None:
-    """Two runs that are done agree in every bit."""
+    """Assert that two finished runs agree in every bit."""
     assert status(folder)["state"] == "done"
     assert losses(folder) == losses(straight)
     last = f"checkpoint/step-{STEPS:08d}"
@@ -195,7 +193,7 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
     launcher: Launcher, straight: Path, folder: Path
 ) -> None:
     def stopped(*faults: Fault, by: str) -> int:
-        """The step that such a run stopped after."""
+        """Run with faults that stop it, and return the step after which it stopped."""
         run = launcher.run(folder, *SETTINGS, "--checkpoint.async_mode=async", faults=faults)
         assert run.exit_code == 75, run.output
         step = int(run.told["step"] or 0)
@@ -273,7 +271,7 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
     assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
     assert none_lives(half_done)
-    # The command that the run told goes on from there.
+    # The command that the run printed continues from there.
     assert run.told["effect"] == "continues from the last checkpoint"
     assert ended(launcher.start(["bash", "-c", run.told["command"] or ""])).exit_code == 0
     assert checkpoints(half_done) == ["step-00000006", "step-00000009", "step-00000012"]
@@ -340,7 +338,7 @@ def test_after_a_rank_was_killed_all_start_again_from_the_last_checkpoint(
     assert_same_run(half_done, straight)
 
 
-def test_a_restart_goes_on_from_what_its_job_saved_whatever_load_step_asks_for(
+def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
     launcher: Launcher, straight: Path, folder: Path
 ) -> None:
     run = launcher.run(folder, *SETTINGS, "--checkpoint.load_step=0", faults=[KILL], restarts=1)
@@ -369,7 +367,7 @@ def test_a_rank_that_is_always_killed_ends_the_run(
     assert re.match(
         r"rank 1 (has ended; last seen at step \d, |was killed by SIGKILL$)", left["cause"]
     )
-    # What is told at the end.
+    # The lines at the end.
     assert run.told["cause"] is not None and "rank 1 was killed by SIGKILL" in run.told["cause"]
     assert (run.told["rank"], run.told["step"]) == ("1", "8")
     assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
@@ -388,8 +386,8 @@ def test_a_rank_that_is_always_killed_ends_the_run(
 
 
 def assert_named(run: Ended, folder: Path, *, found: str, step: int) -> None:
-    """What ended a run is told to be rank 1, for which rank 0 waited at a step, and nothing lives
-    of it."""
+    """Assert that the report names rank 1, for which rank 0 waited at a step, and that no process
+    of the run is left."""
     assert run.exit_code == 6, run.output
     assert run.told["cause"] is not None
     assert f"rank 1 {found} step {step}, forward and backward, at " in run.told["cause"]
@@ -402,7 +400,7 @@ def assert_named(run: Ended, folder: Path, *, found: str, step: int) -> None:
 
 
 def seconds_since(step: int, folder: Path) -> float:
-    """That have passed since a step ended."""
+    """Return the seconds since a step ended."""
     return time.time() - records(folder)[step]["time"]
 
 
@@ -416,11 +414,11 @@ def test_a_rank_that_sleeps_ends_the_run_and_is_named(launcher: Launcher, half_d
 def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
     launcher: Launcher, half_done: Path
 ) -> None:
-    # After a while: ranks tell where they are once a second, and the time-out of rank 0 is to end
-    # before the watchdog's patience with the stopped rank does.
+    # Late, because ranks post where they are once a second, and because rank 0's collective must
+    # time out before the watchdog loses patience with the stopped rank.
     late = {"do": "sleep", "at": "forward 7", "rank": 1, "seconds": 5}
     stopped = {"do": "send", "at": "forward 7", "rank": 1, "number": int(signal.SIGSTOP)}
-    # The timeout up to the first step, as the other begins after it.
+    # The time-out up to the first step: the other one applies after it.
     run = launcher.run(
         half_done, *SETTINGS, "--comm.init_timeout_seconds=15", faults=[late, stopped]
     )
@@ -429,7 +427,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
 
 
 def seconds_since_start(folder: Path) -> float:
-    """That have passed since a run opened its folder."""
+    """Return the seconds since a run opened its folder."""
     return time.time() - status(folder)["started"]
 
 
@@ -444,7 +442,7 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
     bad = {"do": "scale_loss", "at": "forward 3", "rank": 1, "factor": float("nan")}
     stop = {"do": "send", "at": "forward 5", "rank": 0, "number": int(signal.SIGTERM)}
     assert launcher.run(folder, *settings, faults=[note, bad, stop]).exit_code == 75
-    # The spike is one by the mean of the losses before the stop.
+    # It is a spike compared with the losses before the stop.
     spike = {"do": "scale_loss", "at": "forward 5", "rank": 1, "factor": 100.0}
     run = launcher.run(folder, *settings, faults=[note, spike])
     assert run.exit_code == 0, run.output
@@ -462,7 +460,7 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
 
 
 def changed_tensors(folder: Path, step: int) -> list[str]:
-    """Names of the tensors that a step, and the save after it, has changed."""
+    """Return the names of the tensors that a step has changed."""
     before, after = (
         SafeReader(folder / f"checkpoint/step-{each:08d}").read_whole() for each in (step - 1, step)
     )
@@ -485,11 +483,11 @@ def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
     run = launcher.run(folder, *settings, faults=[spike, *bad])
     assert run.exit_code == 5, run.output
     assert re.match(
-        r"\[training\] max_consecutive_skips = 3: the 3 steps up to 6 had no update, .*; step 6: loss = nan, "
-        r"grad_norm = nan\. Lower \[optimizer\] lr",
+        r"\[training\] max_consecutive_skips = 3: the 3 steps up to 6 had no update, .*; "
+        r"step 6: loss = nan, grad_norm = nan\. Lower \[optimizer\] lr",
         status(folder)["cause"],
     )
-    # A spike is none where spikes are not looked for.
+    # A spike is no reason to skip a step unless spikes are looked for.
     assert [record["skipped_steps"] for record in records(folder).values()] == [0, 0, 0, 1, 2, 3]
     assert losses(folder)[1] > 10 * losses(folder)[0]
     assert checkpoints(folder) == ["step-00000002", "step-00000004"]
@@ -593,10 +591,8 @@ def test_nodes_that_were_started_differently_train_nothing(
     for node in nodes:
         run = ended(node)
         assert run.exit_code == 2, run.output
-        assert (
-            f"[optimizer] lr differs between ranks: 0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})"
-            in run.output
-        )
+        ranks = f"0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})"
+        assert f"[optimizer] lr differs between ranks: {ranks}" in run.output
         assert (
             f'[job] dump_folder differs between ranks: "{folder}" (rank 0 on {host}); "{folder}-2"'
             in run.output

@@ -19,7 +19,7 @@ FIX = "start every node with the same config, command line and installation."
 
 
 def messages(facts: Sequence[Mapping[str, str]]) -> list[str]:
-    """What each rank is told; "" where it may start."""
+    """The error of each rank; "" where it may start."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
 
@@ -42,8 +42,10 @@ def test_ranks_that_agree_may_start() -> None:
 def test_every_rank_learns_all_differences_and_who_differs() -> None:
     other = {"[optimizer] lr": "0.5", "torch": "2.11.0"}
     expected = (
-        f"[optimizer] lr differs between ranks: 0.0008 (rank 0 on {HOST}, 1 on {HOST}); 0.5 (rank 2 on {HOST})\n"
-        f"torch differs between ranks: 2.13.0 (rank 0 on {HOST}, 1 on {HOST}); 2.11.0 (rank 2 on {HOST})\n{FIX}"
+        f"[optimizer] lr differs between ranks: 0.0008 (rank 0 on {HOST}, 1 on {HOST}); "
+        f"0.5 (rank 2 on {HOST})\n"
+        f"torch differs between ranks: 2.13.0 (rank 0 on {HOST}, 1 on {HOST}); "
+        f"2.11.0 (rank 2 on {HOST})\n{FIX}"
     )
     assert messages([FACTS, FACTS, other]) == [expected] * 3
 

@@ -130,7 +130,8 @@ def test_no_recent_python_is_one_clear_line(project: Project) -> None:
     result = without_environment(project, "exit 1")
     assert result.returncode == 1
     assert result.stderr == (
-        "setup: no Python 3.10 or newer found; install one, or activate an environment that has one.\n"
+        "setup: no Python 3.10 or newer found; install one, or activate an environment that has "
+        "one.\n"
     )
 
 
@@ -147,12 +148,14 @@ def test_an_environment_without_python_is_one_clear_line(project: Project) -> No
     result = project.run("scripts/setup.sh", VIRTUAL_ENV="/nowhere")
     assert result.returncode == 1
     assert result.stderr == (
-        "setup: /nowhere/bin/python is missing or older than Python 3.10; leave or change this environment.\n"
+        "setup: /nowhere/bin/python is missing or older than Python 3.10; leave or change this "
+        "environment.\n"
     )
 
 
 def test_without_an_environment_one_is_made_in_the_project(project: Project) -> None:
-    make = f'[ "$2" = venv ] && mkdir -p "$4/bin" && cp "{project.path}/env/bin/python" "$4/bin"; exit 0'
+    make = f'mkdir -p "$4/bin" && cp "{project.path}/env/bin/python" "$4/bin"'
+    make = f'[ "$2" = venv ] && {make}; exit 0'
     result = without_environment(project, make)
     assert result.stdout == f"{project.path}/.venv/bin/python\n"
     assert (project.path / ".venv/torchtitan_lite.stamp").is_file()
@@ -326,7 +329,8 @@ DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
         (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), AgentEnd(1, 1), ("SIGTERM", 75)),
         (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, True), ("done", 0)),
         (RUNNING, DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
-        (replace(LOST, exit_code=1), replace(DEAD, rank_code=-11), ("rank 9 was killed by SIGSEGV", 6, 9)),
+        (replace(LOST, exit_code=1), DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
+        (RUNNING, replace(DEAD, rank_code=-11), ("rank 9 was killed by SIGSEGV", 6, 9)),
         (LOST, DEAD, ("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 9)),
         (replace(LOST, rank=4), DEAD, ("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4)),
         (RUNNING, AgentEnd(1, 1, True), ("killed before it could stop at a step's end", 6)),
@@ -572,7 +576,7 @@ def test_a_second_signal_kills_the_agent_and_its_workers(
         time.sleep(0.01)
 
 
-def test_a_sigterm_that_comes_again_at_once_is_the_same_wish(supervised: Supervised) -> None:
+def test_a_sigterm_that_comes_again_at_once_repeats_the_request(supervised: Supervised) -> None:
     process = supervised.started(STUBBORN)
     process.terminate()
     assert process.stdout is not None
@@ -602,15 +606,17 @@ def test_the_launcher_needs_no_torch() -> None:
 @pytest.mark.parametrize(("worker", "exit_code"), [("exit 7", 7), ("kill -9 $$", 6), ("exit 0", 0)])
 def test_the_exit_code_is_the_failed_workers(worker: str, exit_code: int, tmp_path: Path) -> None:
     executable(tmp_path / "worker", f"#!/bin/sh\necho heard $4 $5; echo too >&2; {worker}\n")
+    config_file = str(launch.DEFAULT_CONFIG)
+    env = {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1", "CONFIG_FILE": config_file}
     result = subprocess.run(
         [sys.executable, "-m", "torchtitan_lite.launch", f"--job.dump_folder={tmp_path}/run"],
-        env=os.environ | {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1", "CONFIG_FILE": str(launch.DEFAULT_CONFIG)},
+        env=os.environ | env,
         capture_output=True,
         text=True,
         cwd=ROOT,
-    )  # fmt: skip
+    )
     assert result.returncode == exit_code
-    assert result.stdout == f"[rank0] heard --job.config_file {launch.DEFAULT_CONFIG}\n"
+    assert result.stdout == f"[rank0] heard --job.config_file {config_file}\n"
     assert result.stderr.startswith("[rank0] too\n")
     assert "Traceback" not in result.stderr
     assert ("rank: 0\n" in result.stderr) == (exit_code != 0)

@@ -40,7 +40,7 @@ def status_on_file(path: Path) -> dict:
 
 
 def leave_a_run(path: Path) -> None:
-    """A finished run's files, the run started at a fixed time."""
+    """Leave the files of a finished run that started at a fixed time."""
     folder = open_folder(path)
     folder.write_config(CONFIG)
     (path / "checkpoint" / "step-00000001").mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_runs_with_the_same_start_time_get_numbers(tmp_path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, str | None]:
-    """What is in a folder and behind its links, with the text of files."""
+    """Return the names in a folder and behind its links, with the text of files."""
     found = (
         Path(folder) / name
         for folder, *names in os.walk(path, followlinks=True)
@@ -188,7 +188,7 @@ def contents(path: Path) -> dict[str, str | None]:
 
 
 def refuse(path: Path, match: str, *, resume: bool = False) -> None:
-    """Begin a run, which is refused, and leaves all as it was."""
+    """Begin a run, which must be refused and must change nothing."""
     before = contents(path)
     folder = open_run_folder(path)
     with pytest.raises(ConfigError, match=match) as caught:
@@ -209,7 +209,7 @@ def test_what_no_run_has_left_is_not_moved(tmp_path: Path, name: str) -> None:
     for _ in range(2):  # a refused start is no run either
         refuse(
             tmp_path,
-            rf'dump_folder = ".*" holds {entry}, but no status\.json of a run, so no run may have written that',
+            rf'dump_folder = ".*" holds {entry}, but no status\.json of a run',
         )
 
 
@@ -351,7 +351,7 @@ def test_a_live_run_keeps_others_out_until_it_closes(
     folder.running(step=4, last_checkpoint=None)
     with pytest.raises(
         ConfigError,
-        match=rf'\[job\] dump_folder = ".*" belongs to a live run: process {os.getpid()} on .* since 20',
+        match=rf'dump_folder = ".*" belongs to a live run: process {os.getpid()} on .* since 20',
     ):
         open_folder(tmp_path)
     assert status_on_file(tmp_path)["step"] == 4
@@ -391,7 +391,8 @@ def test_an_attempt_knows_what_the_one_before_left(
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from torchtitan_lite.run_folder import open_run_folder\n"
+        "import os, sys; from pathlib import Path\n"
+        "from torchtitan_lite.run_folder import open_run_folder\n"
         "folder = open_run_folder(Path(sys.argv[1]))\n"
         "folder.begin(resumed_config=None, entries=()); os.kill(os.getpid(), 9)"
     )

@@ -1,4 +1,4 @@
-"""A wish to stop, and how it becomes an order, in a process whose main thread is blocked."""
+"""A request to stop, and a second one that kills, in a process whose main thread is blocked."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ stop = signals.StopSignal()
 signal.signal(signal.SIGUSR1, lambda number, frame: None)
 print(stop.received, flush=True)
 
-def tell() -> None:
+def show() -> None:
     while not stop.received:
         time.sleep(0.01)
     print(stop.received, flush=True)
 
-threading.Thread(target=tell).start()
+threading.Thread(target=show).start()
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
 libc.pthread_mutex_lock(mutex)
@@ -35,8 +35,8 @@ libc.pthread_mutex_lock(mutex)
 
 
 class Blocked:
-    """The process; a SIGTERM within `duplicate_seconds` of the first signal is taken for the same
-    wish, as is a SIGINT within 0.1 s."""
+    """The process. A SIGTERM within `duplicate_seconds` of the first signal repeats the
+    request, and so does a SIGINT within 0.1 s."""
 
     def __init__(self, duplicate_seconds: float) -> None:
         self.process = subprocess.Popen(
@@ -48,26 +48,26 @@ class Blocked:
         assert self.read() == 0
 
     def read(self) -> int:
-        """What it tells next of the signal received."""
+        """Return the next number that it prints."""
         assert self.process.stdout is not None
         return int(self.process.stdout.readline())
 
     def lives(self) -> bool:
-        """Whether it has not ended a moment later."""
+        """Return whether it still runs a moment later."""
         time.sleep(0.3)
         return self.process.poll() is None
 
 
 @pytest.fixture
 def patient() -> Iterator[Blocked]:
-    """One that takes a SIGTERM for the first again as long as a test lasts."""
+    """A process for which a second SIGTERM only repeats the request."""
     blocked = Blocked(1000)
     yield blocked
     blocked.process.kill()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_a_wish_and_a_second_sigint_an_order(
+def test_the_first_signal_is_a_request_and_a_second_sigint_kills(
     patient: Blocked, sent: signal.Signals
 ) -> None:
     patient.process.send_signal(sent)
@@ -77,14 +77,14 @@ def test_the_first_signal_is_a_wish_and_a_second_sigint_an_order(
     assert patient.process.wait() == -signal.SIGKILL
 
 
-def test_a_sigterm_that_comes_again_at_once_is_the_same_wish(patient: Blocked) -> None:
+def test_a_sigterm_that_comes_again_at_once_repeats_the_request(patient: Blocked) -> None:
     patient.process.send_signal(signal.SIGINT)
     assert patient.read() == signal.SIGINT
     patient.process.send_signal(signal.SIGTERM)
     assert patient.lives()
 
 
-def test_a_later_sigterm_is_an_order() -> None:
+def test_a_later_sigterm_kills() -> None:
     blocked = Blocked(0)
     blocked.process.send_signal(signal.SIGTERM)
     assert blocked.read() == signal.SIGTERM
@@ -92,7 +92,7 @@ def test_a_later_sigterm_is_an_order() -> None:
     assert blocked.process.wait() == -signal.SIGKILL
 
 
-def test_other_signals_that_python_handles_are_no_wish(patient: Blocked) -> None:
+def test_other_signals_that_python_handles_are_no_request(patient: Blocked) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
         patient.process.send_signal(number)
     assert patient.read() == signal.SIGTERM

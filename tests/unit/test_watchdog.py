@@ -1,4 +1,4 @@
-"""Ranks that are lost in each way, as small jobs of real processes: this one serves the store in
+"""Ranks lost in every way, as small jobs of real processes. This process serves the store in
 torchrun's place."""
 
 import json
@@ -38,7 +38,7 @@ WAITED = rf"rank 0 waited at step 7, agreement, in all_reduce \(process \d+ on {
 
 
 class Job:
-    """Ranks that each do a command of the worker, and the store that they meet at."""
+    """Ranks that each run a command of the worker, and the store where they meet."""
 
     def __init__(self, *commands: str) -> None:
         self.store: dist.TCPStore | None = dist.TCPStore(
@@ -56,7 +56,7 @@ class Job:
             assert rank.stdout.readline() == "ready\n"
 
     def end(self, *, kill: int | None = None) -> tuple[list[int], list[str]]:
-        """The exit code and the output of each rank, of which one may be killed after rank 0 has
+        """Return the exit code and the output of each rank. Rank `kill` is killed after rank 0 has
         ended."""
         if kill is not None:
             self.ranks[0].wait()
@@ -170,8 +170,7 @@ def test_without_a_store_there_is_no_watchdog(monkeypatch: pytest.MonkeyPatch) -
 def explain_here(
     monkeypatch: pytest.MonkeyPatch, beats: Sequence[Heartbeat | None], *, alive: bool
 ) -> RankLostError:
-    """What rank 0, this process, explains of an error, where the other ranks have posted
-    `beats`."""
+    """Return the explanation of rank 0, this process, where the other ranks have posted `beats`."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in {
         **ENV,
@@ -207,17 +206,17 @@ BEAT = Heartbeat(
 
 def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = explain_here(monkeypatch, [None, *[BEAT] * 9], alive=False)
-    told = str(lost).split("; ")
+    parts = str(lost).split("; ")
     assert lost.rank == 1
-    assert told[:4] == [
+    assert parts[:4] == [
         "rank 1 is silent",
         "last seen never",
         "rank 2 is silent",
         "last seen at step 7, forward, in all_reduce (process 5 on elsewhere)",
     ]
-    assert told[-3] == "last seen at step 7, forward, in all_reduce (process 5 on elsewhere)"
-    assert told[-2] == "2 more"
-    assert told[-1].startswith("rank 0 waited at step 0, start, at test_watchdog.py:")
+    assert parts[-3] == "last seen at step 7, forward, in all_reduce (process 5 on elsewhere)"
+    assert parts[-2] == "2 more"
+    assert parts[-1].startswith("rank 0 waited at step 0, start, at test_watchdog.py:")
 
 
 def test_where_all_ranks_wait_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,20 +50,14 @@ from .signals import StopSignal
 from .store import connect_store
 
 TICK_SECONDS = 1.0
-MAX_MISSES = 3
-"""Ticks in a row without an answer of the store that end the process."""
-GRACE_TICKS = 10
-"""Ticks that a process has to end by itself after a rank has failed."""
-EXTRA_SECONDS = 10
-"""How much longer than a collective a thread waits: the failure of the collective says more."""
-LOOK_SECONDS = 3.0
-"""A rank is silent if its heartbeat does not change for this long."""
-START_SECONDS = 30.0
-"""How long the store may take to answer at first."""
-STORE_SECONDS = 2.0
-"""How long it may take later."""
+MAX_MISSES = 3  # ticks in a row without an answer of the store that end the process
+GRACE_TICKS = 10  # for a process to end by itself after a rank has failed
+EXTRA_SECONDS = 10  # longer than a collective may take: its failure says more than the thread's
+LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this long
+START_SECONDS = 30.0  # for the store to answer at first
+STORE_SECONDS = 2.0  # for it to answer later
 SHOWN_RANKS = 8
-FAILURE_KEY = "watchdog/failure"
+FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
 
 
 @dataclass(frozen=True)
@@ -187,16 +181,16 @@ class Watchdog:
         misses = failed_ticks = quiet_ticks = 0
         neighbour, last_beat = (self._rank + 1) % self._world_size, None
         while not self._closed.is_set():
-            # The parent, and a stop before the ranks have joined.
+            # The parent may be gone, or a stop asked for before the ranks have joined.
             if os.getppid() != self._torchrun:
                 self._end_unless_stopping("torchrun, which had started this process, is gone")
             if self.stop_signal.received and not dist.is_initialized():
                 self._end("stopped by a signal before the ranks joined", STOPPED_EXIT_CODE)
 
-            # The store, a failure of any rank, and the silence of the next one.
+            # The store may not answer, any rank may have failed, and the next one may be silent.
             try:
                 store = store or connect_store(STORE_SECONDS)
-                store.set(heartbeat_key(self._rank), json.dumps(asdict(self._heartbeat())))
+                store.set(HEARTBEAT_KEY.format(self._rank), json.dumps(asdict(self._heartbeat())))
                 failure = read_failure(store)
                 beat = read_heartbeat(store, neighbour)
                 quiet_ticks = quiet_ticks + 1 if beat is not None and beat == last_beat else 0
@@ -240,8 +234,8 @@ class Watchdog:
         return Heartbeat(pid, host, time.time(), *self._position, place, waits)
 
     def _read_others(self, store: dist.Store) -> dict[int, Heartbeat | None]:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        return {rank: read_heartbeat(store, rank) for rank in others}
+        others = {*range(self._world_size)} - {self._rank}
+        return {rank: read_heartbeat(store, rank) for rank in sorted(others)}
 
 
 def is_rank_loss(error: BaseException) -> bool:
@@ -254,14 +248,9 @@ def is_rank_loss(error: BaseException) -> bool:
     )
 
 
-def heartbeat_key(rank: int) -> str:
-    """Return the store's key of a rank's heartbeat."""
-    return f"watchdog/heartbeat/{rank}"
-
-
 def read_heartbeat(store: dist.Store, rank: int) -> Heartbeat | None:
     """Return the last heartbeat of a rank; None if it has not posted any."""
-    key = heartbeat_key(rank)
+    key = HEARTBEAT_KEY.format(rank)
     return Heartbeat(**json.loads(store.get(key))) if store.check([key]) else None
 
 
