@@ -25,12 +25,14 @@ def write_text(path: Path, *, lines: int) -> None:
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The override that mixes two texts 3 to 1, of which a run of 34 samples passes the second more
+    """The override that mixes two texts 3 to 1, so that a run of 34 samples reads the second more
     than twice."""
     folder = tmp_path_factory.mktemp("texts")
     write_text(folder / "code.txt", lines=120)
     write_text(folder / "prose.txt", lines=16)
-    return f'--training.datasets=[{{path="{folder}/code.txt",weight=0.3}},{{path="{folder}/prose.txt",weight=0.1}}]'
+    code = f'{{path="{folder}/code.txt",weight=0.3}}'
+    prose = f'{{path="{folder}/prose.txt",weight=0.1}}'
+    return f"--training.datasets=[{code},{prose}]"
 
 
 def run(folder: Path, *overrides: str, processes: int) -> Run:

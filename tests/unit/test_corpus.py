@@ -42,7 +42,7 @@ def test_ranks_with_other_tokens_are_named(
         return
     with pytest.raises(
         DataError,
-        match=rf"^texts: rank 0 has other tokens than {len(others)} of 4.* first of them {others[0]}",
+        match=rf"^texts: rank 0 has other tokens than {len(others)} of 4.* of them {others[0]}",
     ):
         check_same_tokens(stores)
 
@@ -59,12 +59,12 @@ def messages(
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Settings of the stores that were opened, of 40 windows of 4 for "a" and 1000 ids further for
-    each letter on."""
+    """Tables and paths of the stores that were opened. A store has 40 windows of 4, from id 0 on
+    for "a", and 1000 ids further for each letter."""
     settings: list[str] = []
 
-    def open_data(path: str | None, *, setting: str, **options: Any) -> Any:
-        settings.append(setting)
+    def open_data(table: str, path: str | None, *, dataset: str = "", **options: Any) -> Any:
+        settings.append(f"{table} {path or dataset}")
         return FakeStore(40, first=1000 * (ord((path or "a")[0]) - ord("a")))
 
     monkeypatch.setattr(corpus_module, "open_data", open_data)
@@ -113,8 +113,8 @@ def test_stores_have_the_names_of_their_paths_and_numbers_where_two_are_alike(
 
     assert names("data/a", "b.txt") == ["a", "b.txt"]
     assert opened == [
-        '[[training.datasets]] 1: path = "data/a"',
-        '[[training.datasets]] 2: path = "b.txt"',
+        "[[training.datasets]] 1: data/a",
+        "[[training.datasets]] 2: b.txt",
     ]
     assert names("b/text", "c", "a/c2", "d/c2") == ["text", "c", "3-c2", "4-c2"]
 
@@ -122,7 +122,7 @@ def test_stores_have_the_names_of_their_paths_and_numbers_where_two_are_alike(
 def test_one_store_has_the_name_of_its_path_or_of_its_corpus(opened: list[str]) -> None:
     assert list(open_stores(TrainingConfig(), TOKENIZER)) == ["pystdlib"]
     assert list(open_stores(TrainingConfig(dataset_path="data/a.txt"), TOKENIZER)) == ["a.txt"]
-    assert opened == ['[training] dataset = "pystdlib"', '[training] dataset_path = "data/a.txt"']
+    assert opened == ["[training] pystdlib", "[training] data/a.txt"]
 
 
 def test_the_same_tokens_twice_are_refused(opened: list[str]) -> None:
@@ -164,7 +164,7 @@ def test_validation_on_other_data_takes_nothing(opened: list[str]) -> None:
     )
     assert sorted(trained(batches)) == list(range(40))
     assert sorted(trained(validation)) == list(range(500, 540))
-    assert opened == ['[training] dataset = "pystdlib"', '[validation] dataset_path = "c"']
+    assert opened == ["[training] pystdlib", "[validation] c"]
 
 
 def test_a_resumed_run_goes_on_at_its_sample(opened: list[str]) -> None:

@@ -38,8 +38,12 @@ def test_what_a_store_says_of_itself(store):
     assert (found.max_token_id, found.skipped_rows) == (35, 0)
     assert [(shard.tokens, shard.documents) for shard in found.shards] == [(10, 3), (8, 1)]
     assert sorted(path.name for path in store.iterdir()) == [
-        "documents-00000.bin", "documents-00001.bin", "manifest.json", "tokens-00000.bin", "tokens-00001.bin"
-    ]  # fmt: skip
+        "documents-00000.bin",
+        "documents-00001.bin",
+        "manifest.json",
+        "tokens-00000.bin",
+        "tokens-00001.bin",
+    ]
 
 
 def test_both_formats_are_read_and_names_are_no_difference(store, old_store):

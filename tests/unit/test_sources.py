@@ -221,7 +221,7 @@ def test_a_pipe_is_refused(tmp_path):
 
 def test_missing_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = rf"^{tmp_path}/none: does not exist; name a folder, or a file of \.txt \.md \.rst \.py \.jsonl \("
+    message = rf"^{tmp_path}/none: does not exist; name a folder, or a file of \.txt \.md \.rst"
     with pytest.raises(DataError, match=message):
         build_source("none")
 

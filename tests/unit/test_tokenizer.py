@@ -104,7 +104,8 @@ def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_optional_packages_are_not_needed_and_torch_is_not_imported() -> None:
     code = (
-        "import sys; from torchtitan_lite.data.tokenizer import build_tokenizer; build_tokenizer('');"
+        "import sys; from torchtitan_lite.data.tokenizer import build_tokenizer\n"
+        "build_tokenizer('');"
         "print({'torch', 'tiktoken', 'tokenizers'} & sys.modules.keys())"
     )
     result = subprocess.run(

@@ -273,7 +273,7 @@ def test_the_size_counts_from_the_highest_id() -> None:
 
 
 WHOLE = tiktoken_file([*BYTES, b"ab", b"abc"])
-NO_TIKTOKEN = "^is not a whole tiktoken file: line {} is not a new token in base64, a space and the rank {}; get the file"
+NO_TIKTOKEN = "^is not a whole tiktoken file: line {} is not a new .* and the rank {}; get the file"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches
+from .datasets import DATASETS
 from .manifest import is_store
 from .mixture import Mixture
 from .prepare import make_store
@@ -46,8 +47,8 @@ def build_corpora(
     # Validation data of its own: only a store that is trained on too gives windows away.
     other: Corpus | None = None
     if validation.enable and (validation.dataset or validation.dataset_path):
-        store = open_store(
-            "validation",
+        store = open_data(
+            "[validation]",
             validation.dataset_path,
             dataset=validation.dataset or training.dataset,
             text_field=training.text_field,
@@ -77,50 +78,45 @@ def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, Tok
     options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
     if not training.datasets:
         path, dataset = training.dataset_path, training.dataset
-        store = open_store("training", path, dataset=dataset, **options)
+        store = open_data("[training]", path, dataset=dataset, **options)
         return {Path(path or dataset).resolve().name: store}
 
     names = [Path(dataset.path).resolve().name for dataset in training.datasets]
     stores: dict[str, TokenStore] = {}
     numbers: dict[str, int] = {}
     for number, (name, row) in enumerate(zip(names, training.datasets, strict=True), start=1):
-        setting = f'[[training.datasets]] {number}: path = "{row.path}"'
-        store = open_data(row.path, setting=setting, **options)
+        table = f"[[training.datasets]] {number}:"
+        store = open_data(table, row.path, key="path", **options)
         stores[f"{number}-{name}" if names.count(name) > 1 else name] = store
         if (first := numbers.setdefault(store.fingerprint, number)) != number:
             raise DataError(
-                f"{setting} holds the same tokens as {first}; list it once, with the sum of the "
-                "weights"
+                f'{table} path = "{row.path}" holds the same tokens as {first}; list it once, with '
+                "the sum of the weights"
             )
     return stores
 
 
-def open_store(
-    table: str, path: str | None, *, dataset: str, text_field: str, tokenizer: Tokenizer
-) -> TokenStore:
-    """Open the store that a table's dataset_path names, or its dataset where that is None."""
-    setting = (
-        f'[{table}] dataset = "{dataset}"' if path is None else f'[{table}] dataset_path = "{path}"'
-    )
-    return open_data(
-        path, dataset=dataset, text_field=text_field, tokenizer=tokenizer, setting=setting
-    )
-
-
 def open_data(
+    table: str,
     path: str | None,
     *,
+    key: str = "dataset_path",
     dataset: str = "",
     text_field: str,
     tokenizer: Tokenizer,
-    setting: str,
 ) -> TokenStore:
     """Open the tokens at a path, or of one of DATASETS where it is None.
 
-    Text is tokenized unless its tokens are in the cache. `setting` leads every message. Raises
-    DataError, for a store of another tokenizer too, and StorageError if the cache's disk is full.
+    Text is tokenized unless its tokens are in the cache. Messages start with the table and key of
+    the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
+    cache's disk is full.
     """
     try:
+        if (DATASETS[dataset].path if path is None else path).startswith(HF_PREFIX):
+            raise DataError(
+                "training reads no Hugging Face dataset; make a store of it: "
+                f"scripts/prepare_data.py make {path or dataset} STORE"
+            )
         if path is None:
             return open_cached(build_named_source(dataset), tokenizer)
 
@@ -129,15 +125,11 @@ def open_data(
             store = TokenStore(folder)
             _check_tokenizer(store, tokenizer)
             return store
-        if path.startswith(HF_PREFIX):
-            raise DataError(
-                "training reads no Hugging Face dataset; make a store of it: "
-                f"scripts/prepare_data.py make {path} STORE"
-            )
         return open_cached(build_source(path, text_field=text_field), tokenizer)
     except (DataError, StorageError) as error:
+        setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         kind = StorageError if isinstance(error, StorageError) else DataError
-        raise kind(f"{setting}: {error}") from error
+        raise kind(f"{table} {setting}: {error}") from error
 
 
 def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
