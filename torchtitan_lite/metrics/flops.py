@@ -1,8 +1,8 @@
-"""The FLOPs of training one token, counted matmul by matmul from the converted model.
+"""Count the FLOPs of training one token, matmul by matmul.
 
-Counted are the three matmuls of every linear and the two of attention with their gradients. The
-embedding look-up, norms, rotary embeddings, softmax and the loss are not. What activation
-checkpointing computes again is counted apart.
+The count has the three matmuls of every linear and the two of attention with their gradients, but
+not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recomputation by
+activation checkpointing is counted separately.
 """
 
 from collections.abc import Collection, Iterable
