@@ -1,8 +1,8 @@
-"""Count the FLOPs of training one token, matmul by matmul, from the converted model.
+"""Count the FLOPs of training one token, matmul by matmul.
 
-Counted are the three matmuls of every linear (output, grad_input, grad_weight) and attention's
-scores and values with their gradients. Embedding look-up, norms, rotary embeddings, softmax and
-loss are not counted. Recomputation by activation checkpointing is counted apart.
+The count has the three matmuls of every linear and the two of attention with their gradients, but
+not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recomputation by
+activation checkpointing is counted separately.
 """
 
 from collections.abc import Collection, Iterable
