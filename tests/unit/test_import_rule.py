@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"bench", "launch", "train"},
+    {"agent", "bench", "launch", "train"},
     {"failures", "trainer"},
     {"build"},
     {"build_model"},
@@ -26,7 +26,7 @@ FLOORS = [
     {"config"},
     {"models"},
     {"collectives", "documents"},
-    {"errors", "files", "logger", "lr_schedule", "patches", "tables"},
+    {"errors", "files", "logger", "lr_schedule", "patches", "tables", "torchao_types"},
 ]
 """Rooms, from the top floor to the ground."""
 TABLES = {"models.flavors", "float8.recipes", "data.datasets"}
