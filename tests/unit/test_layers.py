@@ -69,7 +69,7 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
     [
         (
             ["junk"],
-            'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
+            'unexpected "junk" on the command line; write options as --table.key value, lists as a,b',
         ),
         (
             ["training.steps=3"],
@@ -81,11 +81,11 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
         ),
         (
             ["--"],
-            'unexpected "--" on the command line; an option is --table.key value, a list is a,b',
+            'unexpected "--" on the command line; write options as --table.key value, lists as a,b',
         ),
         (
             ["--=3"],
-            'unexpected "--=3" on the command line; an option is --table.key value, a list is a,b',
+            'unexpected "--=3" on the command line; write options as --table.key value, lists as a,b',
         ),
         (
             ["--training.steps"],

@@ -316,7 +316,7 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
         ),
         (
             ["junk"],
-            'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
+            'unexpected "junk" on the command line; write options as --table.key value, lists as a,b',
         ),
         (
             ["--training.seq_len", "2049", "--parallelism.tensor_parallel_degree=2"],
@@ -338,7 +338,7 @@ def test_everything_wrong_is_said_at_once(run_toml: Path) -> None:
         '"rowwise"\n'
     )
     assert problems("junk", "--debug.seed", "-1") == [
-        'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
+        'unexpected "junk" on the command line; write options as --table.key value, lists as a,b',
         "[trainng] (from base.toml): unknown table; did you mean [training]?",
         '[float8] recipe = "rowwise" (from run.toml): unknown key; did you mean [float8] '
         "recipe_name?",

@@ -81,7 +81,7 @@ def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
             hint = (
                 f"; did you mean --{near}?"
                 if near
-                else "; an option is --table.key value, a list is a,b"
+                else "; write options as --table.key value, lists as a,b"
             )
             problems.append(f"unexpected {show(word)} on the command line{hint}")
             continue
@@ -112,9 +112,10 @@ def _one_config_file(files: list[str]) -> Path:
 
 
 def _parse(text: str, key: Key | None) -> object:
-    """The value that a word stands for: TOML, except that strings need no quotes, lists no
-    brackets, and no text at all unsets an optional key. What is not TOML stays text, for validation
-    to refuse."""
+    """Parse a word as TOML, but allow unquoted strings and unbracketed lists.
+
+    Empty text unsets an optional key. Text that is not TOML is returned for validation to refuse.
+    """
     if key and key.optional and not text:
         return None
     if key and key.kind == "str" and not text.startswith(('"', "'")):
