@@ -152,9 +152,7 @@ def build_meta_model(
     emulated = emulate and bool(converted)
     ledger = count_flops(
         model,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        head_dim=args.head_dim,
+        args,
         seq_len=training.seq_len,
         high_precision=high_precision,
         float8_linears=converted,
