@@ -23,7 +23,6 @@ Series = NDArray[np.float64]
 
 FIGURES = ("step", "tokens", "loss", "grad_norm", "tps", "mfu")
 """The figures read of each record; null becomes NaN."""
-PICTURE_TYPES = (".png", ".svg")
 STYLE: Any = {  # mypy knows matplotlib's keys by name only
     "font.size": 9,
     "axes.grid": True,
@@ -167,8 +166,8 @@ def format_runs(
 def draw(runs: Sequence[LoggedRun], path: Path, *, last: int) -> None:
     """Write curves over tokens to `path`; losses are compared by their means over `last` steps.
     Raises ConfigError for another file type, a missing folder, and without matplotlib."""
-    if path.suffix not in PICTURE_TYPES:
-        raise ConfigError(f"{path}: the picture's name must end in {' or '.join(PICTURE_TYPES)}.")
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"{path}: the picture's name must end in .png or .svg.")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; make it first.")
     # Slow to import, and optional.

@@ -173,17 +173,6 @@ CastErrors = Mapping[str, Mapping[str, Mapping[str, float]]]
 the layer that the figure NAME comes from, if the linear is in a layer."""
 
 
-def cast_scalars(casts: CastErrors) -> dict[str, float]:
-    """Flatten the figures of casts to NAME/ROLE/KIND, without the layers' indices."""
-    return {
-        f"{name}/{role}/{kind}": value
-        for kind, roles in casts.items()
-        for role, figures in roles.items()
-        for name, value in figures.items()
-        if name in CAST_FIGURES
-    }
-
-
 @dataclass(frozen=True)
 class Summary:
     """A run's outcome. Medians are over this process's records but the first."""
@@ -226,15 +215,23 @@ class Writer:
     """Base of the writers. Each overrides the methods for what it writes."""
 
     def write(self, record: StepRecord) -> None:
-        """Write the record of a step."""
+        """Write the record of a step; by default the figures that are known."""
         self.write_scalars(record.step, record.known())
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write named figures, such as a validation loss, which belongs to no record."""
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        """Write the errors of a step's casts to float8."""
-        self.write_scalars(step, cast_scalars(casts))
+        """Write the errors of a step's casts to float8; by default as NAME/ROLE/KIND, without the
+        layers' indices."""
+        scalars = {
+            f"{name}/{role}/{kind}": value
+            for kind, roles in casts.items()
+            for role, figures in roles.items()
+            for name, value in figures.items()
+            if name in CAST_FIGURES
+        }
+        self.write_scalars(step, scalars)
 
     def flush(self) -> None:
         """Put everything written so far on disk."""

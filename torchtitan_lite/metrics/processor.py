@@ -9,7 +9,7 @@ import statistics
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,11 +74,8 @@ class _EndedStep:
 
     def values(self) -> StepValues:
         """Return the step's values as numbers, once they have arrived."""
-        numbers = iter(self.copy.tolist())
-        return {
-            name: next(numbers) if isinstance(value, Tensor) else value
-            for name, value in self.computed.items()
-        }
+        tensors = [name for name, value in self.computed.items() if isinstance(value, Tensor)]
+        return self.computed | dict(zip(tensors, self.copy.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,7 @@ class MetricsProcessor:
         """The longest series of steps without an update that the host knows of."""
 
         # The steps that the host has not read yet, and the time of the one that runs.
-        self.record_event: Callable[[], Any]
-        self.record_event = record_cuda_event if device.type == "cuda" else HostEvent
+        self.record_event: Any = record_cuda_event if device.type == "cuda" else HostEvent
         self._began = self._compile_began = self.record_event()
         self._spans: Spans = defaultdict(list)
         self._pending: deque[_EndedStep] = deque()
