@@ -33,10 +33,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tps", type=float)
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
+
     if options.world_size < 1:
         raise ConfigError(f"--world-size {options.world_size} must be at least 1")
     if options.tps is not None and not 0 < options.tps < float("inf"):
         raise ConfigError(f"--tps {options.tps} must be a positive number")
+
     config = load_config(words, world_size=options.world_size)
     plan = make_plan(
         config,

@@ -13,7 +13,8 @@ for _name in (
 ):
     logging.getLogger(_name).setLevel(logging.ERROR)
 for _message in (
-    "FSDP2-wrapped module .* returned a view tensor",  # nothing changes the embedding's output in place
+    "FSDP2-wrapped module .* returned a view "
+    "tensor",  # nothing changes the embedding's output in place
     "Warning: Profiler clears events at the end of each cycle",  # each cycle is written first
     "Profiler won't be using warmup",  # profile_freq = 1 asks for that
 ):

@@ -114,16 +114,8 @@ def build_parts(
 
     # Model and optimizer.
     model, ledger, expected = build_model(job, mesh=mesh, device=device)
-    gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     scale_hook = build_scale_hook(model, float8=config.float8)
-    guard = UpdateGuard(
-        training,
-        device=torch.device("cpu") if training.enable_cpu_offload else device,
-        skipped_steps=progress.skipped_steps,
-        consecutive_skips=progress.consecutive_skips,
-        loss_mean=progress.loss_mean,
-    )
 
     # Checkpoint.
     checkpointer = build_checkpointer(
@@ -131,6 +123,8 @@ def build_parts(
     )
     load_state(checkpointer, config.checkpoint, resume=resume)
     scale_hook()  # for the weights just loaded
+
+    gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
     return Parts(
         progress=progress,
         batches=batches,
@@ -141,13 +135,25 @@ def build_parts(
         expected=expected,
         optimizer=optimizer,
         scale_hook=scale_hook,
-        guard=guard,
+        guard=build_guard(job, progress, device=device),
         checkpointer=checkpointer,
         numerics=NumericsMonitor(model, freq=config.float8.log_numerics_freq, device=device),
         metrics=build_metrics(
             job, ledger, device=device, total_steps=batches.last_step, progress=progress
         ),
         dp_group=dp_mesh.get_group(),
+    )
+
+
+def build_guard(job: Job, progress: TrainingProgress, *, device: torch.device) -> UpdateGuard:
+    """Build the guard that skips updates, with the counts of the steps before."""
+    training = job.config.training
+    return UpdateGuard(
+        training,
+        device=torch.device("cpu") if training.enable_cpu_offload else device,
+        skipped_steps=progress.skipped_steps,
+        consecutive_skips=progress.consecutive_skips,
+        loss_mean=progress.loss_mean,
     )
 
 

@@ -66,10 +66,10 @@ class Job:
 
     def to_toml(self) -> str:
         """Return the resolved config as TOML, with a comment on the values chosen for "auto"."""
-        comment = ""
-        if self.chosen:
-            comment = f'# Chosen for this machine where the config says "auto": {", ".join(self.chosen)}\n'
-        return comment + dump_config(self.config)
+        text = dump_config(self.config)
+        if not self.chosen:
+            return text
+        return f'# Chosen for this machine in place of "auto": {", ".join(self.chosen)}\n{text}'
 
     def hparams(self) -> dict[str, bool | float | str]:
         """Return the settings worth comparing between runs, for TensorBoard's HParams page.

@@ -208,8 +208,10 @@ def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None, 
 
 
 def overrule_status(path: Path, status: Status, **ended: Any) -> None:
-    """Replace `status`, the run's own, by how it failed according to its launcher. A full disk is no
-    error, because the launcher prints the same."""
+    """Replace the run's own `status` by how it failed according to its launcher.
+
+    A full disk is no error, because the launcher prints the same.
+    """
     with suppress(RunError):
         failed = dataclasses.replace(status, state="failed", time=time.time(), **ended)
         _write_status(path, failed)

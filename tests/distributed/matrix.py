@@ -23,7 +23,7 @@ RECIPES = {
 }
 TP = "--parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
-TWO = "--training.local_batch_size=2"  # of the four sequences: fewer microbatches, which cost most under TP
+TWO = "--training.local_batch_size=2"  # half of the sequences: fewer microbatches cost less
 LAYOUTS = {
     "FSDP": {1: (), 2: (), 4: ()},
     "HSDP": {2: (HSDP,), 4: (HSDP,)},

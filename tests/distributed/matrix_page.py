@@ -45,14 +45,15 @@ REFUSED = [
 """What the config refuses of combinations that the tables lack."""
 HEAD = """# What trains as one process does
 
-Written on {date} by `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md` on {machine}, with torch
-{torch} and torchao {torchao}, on CPU by gloo. A pairwise subset of the first table, and the eager cells of the second,
-are run by `tests/distributed/test_matrix.py`.
+Written on {date} by `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md` on
+{machine}, with torch {torch} and torchao {torchao}, on CPU by gloo.
+`tests/distributed/test_matrix.py` runs some of the cells.
 
-A model of 2 blocks (dim 128, 8 heads, 4 of keys and values, feed-forward 192, vocabulary 2256) trains on global batches
-of 4 sequences of 64 tokens, {steps} steps. Each figure is the largest difference of a step's loss from that of one
-process, eager, without activation checkpointing and with the same recipe, relative to it; above {tolerance:.0e} it is a
-fault. `all_gather` is tensorwise with float8 all-gathers of weights and precomputed scales.
+A model of 2 blocks (dim 128, 8 heads, 4 key-value heads, feed-forward 192, vocabulary 2256) trains
+on global batches of 4 sequences of 64 tokens, {steps} steps. A figure is the largest relative
+difference of a step's loss from one process with the same recipe, eager and without activation
+checkpointing; above {tolerance:.0e} it is a fault. `all_gather` is tensorwise with float8
+all-gathers of weights and precomputed scales.
 """
 
 
@@ -153,8 +154,8 @@ def page(folder: Path, *, steps: int) -> str:
 
 ## Vocabularies
 
-Three steps of tensorwise float8, of vocabularies that tensor parallelism does not share out in multiples of 16, or not
-evenly; and of one whose projection, `output`, is converted too.
+Three steps of tensorwise float8 with vocabularies that tensor parallelism splits unevenly, or not
+into multiples of 16; and with one whose projection, `output`, is converted too.
 
 {vocabulary_table(folder)}
 ## Refused

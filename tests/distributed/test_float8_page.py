@@ -10,7 +10,10 @@ import warm
 from launching import ENV, ROOT
 
 PAGE = (ROOT / "docs" / "float8.md").read_text()
-SHORT = "--training.steps=3 --training.seq_len=32 --training.local_batch_size=2 --metrics.peak_tflops_bf16=1.0"
+SHORT = (
+    "--training.steps=3 --training.seq_len=32 --training.local_batch_size=2 "
+    "--metrics.peak_tflops_bf16=1.0"
+)
 
 
 def commands(folder: Path) -> list[list[str]]:

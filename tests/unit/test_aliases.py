@@ -115,7 +115,8 @@ def test_old_and_new_name_must_agree(names: tuple[str, str]) -> None:
     by_name = {"training.compile": old, "compile.enable": new}
     _, problems = resolve_aliases({name: by_name[name] for name in names})
     assert problems == [
-        "[training] compile = true (from run.toml): contradicts [compile] enable = false (from run.toml); "
+        "[training] compile = true (from run.toml): contradicts [compile] enable = false (from "
+        "run.toml); "
         "keep the latter"
     ]
     resolved, problems = resolve_aliases({"training.compile": old, "compile.enable": old})

@@ -54,18 +54,21 @@ def test_data_parallel_degree_is_replicas_times_shards() -> None:
         (
             (1, 3, 2),
             4,
-            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * tensor_parallel_degree = "
+            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
+            "tensor_parallel_degree = "
             "1 * 3 * 2 = 6, but the run has 4 processes; set data_parallel_shard_degree to 2 or -1",
         ),
         (
             (1, 0, 1),
             4,
-            "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or -1",
+            "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or "
+            "-1",
         ),
         (
             (2, -1, 4),
             12,
-            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 2 * 4 = 8 does not divide the "
+            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 2 * 4 = 8 "
+            "does not divide the "
             "world size, 12; run 8 or 16 processes",
         ),
         ((1, 3, 2), 5, "= 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes"),
@@ -102,7 +105,8 @@ def test_resolve_batch(local: int, total: int, dp: int, resolved: BatchSizes) ->
 def test_batch_that_does_not_divide(total: int, fix: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"\[training\] global_batch_size = {total} is not a multiple of local_batch_size \* dp_degree = "
+        match=rf"\[training\] global_batch_size = {total} is not a multiple of local_batch_size "
+        rf"\* dp_degree = "
         rf"4 \* 8 = 32; {fix}$",
     ):
         resolve_batch(TrainingConfig(local_batch_size=4, global_batch_size=total), dp_degree=8)

@@ -48,53 +48,62 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             2,
             {"parallelism": {"context_parallel_degree": 2}},
-            "[parallelism] context_parallel_degree = 2: context parallelism is not implemented; set it to 1",
+            "[parallelism] context_parallel_degree = 2: context parallelism is not implemented; "
+            "set it to 1",
         ),
         (
             2,
             {"parallelism": {"pipeline_parallel_degree": 2}},
-            "[parallelism] pipeline_parallel_degree = 2: pipeline parallelism is not implemented; set it to 1",
+            "[parallelism] pipeline_parallel_degree = 2: pipeline parallelism is not implemented; "
+            "set it to 1",
         ),
         (
             3,
             {"parallelism": {"tensor_parallel_degree": 2}},
-            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 1 * 2 = 2 does not divide the "
+            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 1 * 2 = 2 "
+            "does not divide the "
             "world size, 3; run 2 or 4 processes",
         ),
         (
             2,
             {"training": {"global_batch_size": 24}},
-            "[training] global_batch_size = 24 is not a multiple of local_batch_size * dp_degree = 8 * 2 = 16; "
+            "[training] global_batch_size = 24 is not a multiple of local_batch_size * dp_degree "
+            "= 8 * 2 = 16; "
             "use 16 or 32",
         ),
         (
             1,
             {"model": {"flavor": "8b"}},
-            '[model] flavor = "8b" must be one of "debugmodel", "debugmodel_4layers", "8B", "70B", "405B"; did you '
+            '[model] flavor = "8b" must be one of "debugmodel", "debugmodel_4layers", "8B", '
+            '"70B", "405B"; did you '
             'mean "8B"?',
         ),
         (
             16,
             {"model": {"flavor": "8B"}, "parallelism": {"tensor_parallel_degree": 16}},
-            "[parallelism] tensor_parallel_degree = 16 must divide n_heads = 32, n_kv_heads = 8, dim = 4096 and "
+            "[parallelism] tensor_parallel_degree = 16 must divide n_heads = 32, n_kv_heads = 8, "
+            "dim = 4096 and "
             'ffn_dim = 14336 of [model] flavor = "8B"; use one of 1, 2, 4, 8',
         ),
         (
             2,
             {"training": {"seq_len": 2047}, "parallelism": {"tensor_parallel_degree": 2}},
-            "[training] seq_len = 2047 is not a multiple of [parallelism] tensor_parallel_degree = 2, which shards the "
+            "[training] seq_len = 2047 is not a multiple of [parallelism] tensor_parallel_degree "
+            "= 2, which shards the "
             "sequence too; use 2046 or 2048",
         ),
         (
             1,
             {"model": {"flavor": "8B"}, "training": {"seq_len": 16384}},
-            '[training] seq_len = 16384 is above max_seq_len = 8192 of [model] flavor = "8B"; use at most 8192',
+            '[training] seq_len = 16384 is above max_seq_len = 8192 of [model] flavor = "8B"; use '
+            "at most 8192",
         ),
         *(
             (
                 1,
                 {"activation_checkpoint": {"selective_ac_option": option}},
-                f'[activation_checkpoint] selective_ac_option = "{option}" must be "op", or a number from "1" to "6", '
+                f'[activation_checkpoint] selective_ac_option = "{option}" must be "op", or a '
+                f'number from "1" to "6", '
                 'the n_layers of [model] flavor = "debugmodel"',
             )
             for option in ("0", "7", "-1", "2.0", "ops", "٣")
@@ -102,7 +111,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"training": {"steps": 250}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.5}},
-            "[lr_scheduler] decay_ratio = 0.5 of 250 steps = 125 steps, but warmup_steps = 200 leaves 50; "
+            "[lr_scheduler] decay_ratio = 0.5 of 250 steps = 125 steps, but warmup_steps = 200 "
+            "leaves 50; "
             "use decay_ratio <= 0.2 or warmup_steps <= 125",
         ),
         (
@@ -114,7 +124,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"compile": {"enable": True, "components": []}},
-            '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set enable to false',
+            '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set '
+            "enable to false",
         ),
         (
             1,
@@ -125,7 +136,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                     "enable_fsdp_float8_all_gather": True,
                 }
             },
-            '[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "tensorwise", not "rowwise"; '
+            '[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "tensorwise", not '
+            '"rowwise"; '
             "set it to false, or change the recipe",
         ),
         (
@@ -137,7 +149,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                     "pad_inner_dim": True,
                 }
             },
-            '[float8] pad_inner_dim = true pads nothing under recipe_name = "rowwise_with_gw_hp"; set it to false, '
+            '[float8] pad_inner_dim = true pads nothing under recipe_name = "rowwise_with_gw_hp"; '
+            "set it to false, "
             'or the recipe to "tensorwise" or "rowwise"',
         ),
         (
@@ -149,7 +162,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                     "pad_inner_dim": True,
                 }
             },
-            '[float8] pad_inner_dim = true is not offered by torchao under recipe_name = "mxfp8"; set it to false, '
+            '[float8] pad_inner_dim = true is not offered by torchao under recipe_name = "mxfp8"; '
+            "set it to false, "
             'or the recipe to "tensorwise" or "rowwise"',
         ),
         (
@@ -161,7 +175,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                     "log_numerics_freq": 5,
                 }
             },
-            "[float8] log_numerics_freq = 5 measures casts with a scale for a tensor or a row, not those of "
+            "[float8] log_numerics_freq = 5 measures casts with a scale for a tensor or a row, "
+            "not those of "
             'recipe_name = "mxfp8"; set it to 0, or change the recipe',
         ),
         (
@@ -170,19 +185,22 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                 "float8": {"enable_float8_linear": True, "recipe_name": "mxfp8"},
                 "training": {"mixed_precision_param": "float32"},
             },
-            '[training] mixed_precision_param = "float32" cannot be cast by the kernels of [float8] recipe_name = "mxfp8"; '
+            '[training] mixed_precision_param = "float32" cannot be cast by the kernels of '
+            '[float8] recipe_name = "mxfp8"; '
             'use "bfloat16", or another recipe',
         ),
         (
             1,
             {"parallelism": {"enable_async_tensor_parallel": True}, "compile": {"enable": True}},
-            "[parallelism] enable_async_tensor_parallel = true needs tensor_parallel_degree of 2 or more, not 1; "
+            "[parallelism] enable_async_tensor_parallel = true needs tensor_parallel_degree of 2 "
+            "or more, not 1; "
             "set that, or set it to false",
         ),
         (
             2,
             {"parallelism": {"enable_async_tensor_parallel": True, "tensor_parallel_degree": 2}},
-            "[parallelism] enable_async_tensor_parallel = true is done by the compiler; set [compile] enable = true, "
+            "[parallelism] enable_async_tensor_parallel = true is done by the compiler; set "
+            "[compile] enable = true, "
             'with "model" among its components, or set it to false',
         ),
         (
@@ -193,7 +211,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                     "precompute_float8_dynamic_scale_for_fsdp": True,
                 }
             },
-            "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs enable_fsdp_float8_all_gather = true; "
+            "[float8] precompute_float8_dynamic_scale_for_fsdp = true needs "
+            "enable_fsdp_float8_all_gather = true; "
             "set both to the same",
         ),
         (
@@ -206,26 +225,31 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                 },
                 "training": {"enable_cpu_offload": True},
             },
-            "[float8] precompute_float8_dynamic_scale_for_fsdp = true has no effect with [training] "
-            "enable_cpu_offload = true: a weight comes to the GPU without its scale; set one of them to false",
+            "[float8] precompute_float8_dynamic_scale_for_fsdp = true has no effect with "
+            "[training] "
+            "enable_cpu_offload = true: a weight comes to the GPU without its scale; set one of "
+            "them to false",
         ),
         (
             1,
             {"validation": {"dataset": "pystdlib", "dataset_path": "held_out.txt"}},
-            '[validation] dataset = "pystdlib" and dataset_path = "held_out.txt" are both set; unset one',
+            '[validation] dataset = "pystdlib" and dataset_path = "held_out.txt" are both set; '
+            "unset one",
         ),
         *(
             (
                 1,
                 {"checkpoint": {"folder": folder}},
-                f'[checkpoint] folder = "{folder}" must be a name within [job] dump_folder, like "traces"',
+                f'[checkpoint] folder = "{folder}" must be a name within [job] dump_folder, like '
+                f'"traces"',
             )
             for folder in ("/tmp/x", "../x", "a/../../x", ".")
         ),
         (
             1,
             {"checkpoint": {"save_request_file": "checkpoint"}},
-            '[checkpoint] save_request_file = "checkpoint" is also the name of [checkpoint] folder; choose another',
+            '[checkpoint] save_request_file = "checkpoint" is also the name of [checkpoint] '
+            "folder; choose another",
         ),
         (
             1,
@@ -235,30 +259,35 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"activation_checkpoint": {"mode": "memory_budget"}},
-            '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] enable = true, with '
+            '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
+            "enable = true, with "
             '"model" among its components, or the mode to "selective"',
         ),
         (
             1,
             {"optimizer": {"state_dtype": "int8", "implementation": "foreach"}},
-            '[optimizer] implementation = "foreach" keeps its moments in float32, and state_dtype = "int8"; set '
+            '[optimizer] implementation = "foreach" keeps its moments in float32, and state_dtype '
+            '= "int8"; set '
             'implementation to "fused", or state_dtype to "float32"',
         ),
         (
             1,
             {"training": {"loss_spike_factor": 1.0}},
-            "[training] loss_spike_factor = 1.0 makes each loss near the mean of the others a spike; use a factor "
+            "[training] loss_spike_factor = 1.0 makes each loss near the mean of the others a "
+            "spike; use a factor "
             "above 1, like 3, or 0 for none",
         ),
         (
             1,
             {"metrics": {"save_tb_folder": "logs/tb"}},
-            '[metrics] save_tb_folder = "logs/tb" is a name that every run uses itself; choose another',
+            '[metrics] save_tb_folder = "logs/tb" is a name that every run uses itself; choose '
+            "another",
         ),
         (
             1,
             {"profiling": {"save_traces_folder": "./tb/"}},
-            '[profiling] save_traces_folder = "./tb/" is also the name of [metrics] save_tb_folder; choose another',
+            '[profiling] save_traces_folder = "./tb/" is also the name of [metrics] '
+            "save_tb_folder; choose another",
         ),
     ],
 )
@@ -301,13 +330,15 @@ MEMORY_BUDGET = {"activation_checkpoint": {"mode": "memory_budget"}, "compile": 
         (
             "2.11.0+cu130",
             1,
-            "of torch 2.11.0+cu130 where n_kv_heads = 8 is not n_heads = 16, as in [model] flavor = ",
+            "of torch 2.11.0+cu130 where n_kv_heads = 8 is not n_heads = 16, as in [model] flavor "
+            "= ",
         ),
         ("2.12.1", 1, None),
         (
             "2.12.1",
             2,
-            "of torch 2.12.1 under [parallelism] tensor_parallel_degree = 2; install torch 2.13, or set ",
+            "of torch 2.12.1 under [parallelism] tensor_parallel_degree = 2; install torch 2.13, "
+            "or set ",
         ),
         ("2.13.0a0+git1234", 2, None),
     ],

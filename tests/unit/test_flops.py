@@ -52,8 +52,9 @@ def ledger_of(
         args,
         seq_len=seq_len,
         high_precision=dtype,
-        float8_linears=[name for name, module in model.named_modules() if is_float8(module)],
-        float8_matmuls=row.matmuls if row else (),
+        float8_matmuls={
+            name: row.matmuls for name, module in model.named_modules() if is_float8(module)
+        },
         fp8_runs_in=(row.emulated_in or dtype) if row and emulate else "fp8",
         convention=convention,
         recomputed=recomputed,

@@ -10,8 +10,8 @@ def test_help_documents_every_key() -> None:
         f"--{name}" for name in KEYS
     ]
     assert (
-        '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape of the decay.\n'
-        in page
+        '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape of '
+        "the decay.\n" in page
     )
     assert "\n[training]\n  --training.dataset " in page
     assert "  --training.dataset_path str (default: unset)\n" in page

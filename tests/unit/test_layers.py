@@ -167,7 +167,8 @@ def test_base_that_is_missing(tmp_path: Path) -> None:
     gone = tmp_path / "gone.toml"
     with pytest.raises(
         ConfigError,
-        match=rf"{gone} \(base files: {leaf} -> {gone}\): cannot be read: No such file or directory",
+        match=rf"{gone} \(base files: {leaf} -> {gone}\): cannot be read: No such file or "
+        rf"directory",
     ):
         read_files(leaf)
 

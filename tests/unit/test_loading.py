@@ -64,7 +64,8 @@ def test_command_line_over_file_over_base(run_toml: Path) -> None:
 
 def test_aliases_load_from_file_and_command_line(run_toml: Path) -> None:
     run_toml.write_text(
-        '[model]\nconverters = ["quantize.linear.float8"]\n[quantize.linear.float8]\nrecipe_name = "rowwise"\n'
+        '[model]\nconverters = ["quantize.linear.float8"]\n[quantize.linear.float8]\nrecipe_name '
+        '= "rowwise"\n'
         "[training]\ncompile = true\n"
     )
     config = load("--training.batch_size", "3", "--model.hf_assets_path", "my.model")
@@ -150,7 +151,8 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ('job.dump_folder = ""', '[job] dump_folder = "" (from run.toml): must not be empty'),
         (
             "activation_checkpoint.selective_ac_option = 2",
-            "[activation_checkpoint] selective_ac_option = 2 (from run.toml): must be a string, in quotes",
+            "[activation_checkpoint] selective_ac_option = 2 (from run.toml): must be a string, "
+            "in quotes",
         ),
         (
             'float8.filter_fqns = "output"',
@@ -166,17 +168,20 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         (
             'float8.recipe_name = "tensorwize"',
-            '[float8] recipe_name = "tensorwize" (from run.toml): must be "tensorwise" or "rowwise" or '
+            '[float8] recipe_name = "tensorwize" (from run.toml): must be "tensorwise" or '
+            '"rowwise" or '
             '"rowwise_with_gw_hp" or "mxfp8"; did you mean "tensorwise"?',
         ),
         (
             "float8.recipe_name = 3",
-            '[float8] recipe_name = 3 (from run.toml): must be "tensorwise" or "rowwise" or "rowwise_with_gw_hp" '
+            '[float8] recipe_name = 3 (from run.toml): must be "tensorwise" or "rowwise" or '
+            '"rowwise_with_gw_hp" '
             'or "mxfp8"',
         ),
         (
             'compile.components = ["modle"]',
-            '[compile] components = ["modle"] (from run.toml): must be "model" or "loss"; did you mean "model"?',
+            '[compile] components = ["modle"] (from run.toml): must be "model" or "loss"; did you '
+            'mean "model"?',
         ),
         (
             "training.stepz = 3",
@@ -184,7 +189,8 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         (
             "optimizer.local_batch_size = 3",
-            "[optimizer] local_batch_size = 3 (from run.toml): unknown key; did you mean [training] local_batch_size?",
+            "[optimizer] local_batch_size = 3 (from run.toml): unknown key; did you mean "
+            "[training] local_batch_size?",
         ),
         ("job.xyz = 3", "[job] xyz = 3 (from run.toml): unknown key; --help lists every key"),
         (
@@ -211,16 +217,19 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         (
             "enable = true",
-            "enable = true (from run.toml): unknown key; did you mean [compile] enable or [checkpoint] enable or "
+            "enable = true (from run.toml): unknown key; did you mean [compile] enable or "
+            "[checkpoint] enable or "
             "[validation] enable?",
         ),
         (
             "training = {batch_size = 0}",
-            "[training] local_batch_size = 0 (from run.toml, as [training] batch_size): must be at least 1",
+            "[training] local_batch_size = 0 (from run.toml, as [training] batch_size): must be "
+            "at least 1",
         ),
         (
             'model.converters = ["mx"]',
-            '[model] converters = ["mx"] (from run.toml): must be ["float8"], ["quantize.linear.float8"] or []',
+            '[model] converters = ["mx"] (from run.toml): must be ["float8"], '
+            '["quantize.linear.float8"] or []',
         ),
         (
             'training.datasets = [{path = "a"}, {path = "b", weight = -1}]',
@@ -228,7 +237,8 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         (
             '[[training.datasets]]\npath = "a"\nwieght = 2',
-            '[[training.datasets]] 1: wieght = 2 (from run.toml): unknown key; did you mean "weight"?',
+            "[[training.datasets]] 1: wieght = 2 (from run.toml): unknown key; did you mean "
+            '"weight"?',
         ),
         (
             "training.datasets = [{weight = 2}]",
@@ -244,21 +254,25 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         (
             '[training.datasets]\npath = "a"',
-            "[training.datasets] (from run.toml): unknown table; did you mean [[training.datasets]]?",
+            "[training.datasets] (from run.toml): unknown table; did you mean "
+            "[[training.datasets]]?",
         ),
         (
             'training = {dataset_path = "a", datasets = [{path = "b"}]}',
-            '[training] dataset_path = "a" is set, and so is datasets, a list of 1; unset it, or make it one of the '
+            '[training] dataset_path = "a" is set, and so is datasets, a list of 1; unset it, or '
+            "make it one of the "
             "list (dataset_path from run.toml, datasets from run.toml)",
         ),
         (
             'training.datasets = [{path = "a", weight = 100000}, {path = "b"}]',
-            "[training] datasets: the weights 100000.0, 1.0 must be in the proportion of whole numbers with a sum of "
+            "[training] datasets: the weights 100000.0, 1.0 must be in the proportion of whole "
+            "numbers with a sum of "
             "at most 100,000; use 99995, 1, which is near (datasets from run.toml)",
         ),
         (
             "training.global_batch_size = 12",
-            "[training] global_batch_size = 12 is not a multiple of local_batch_size * dp_degree = 8 * 1 = 8; "
+            "[training] global_batch_size = 12 is not a multiple of local_batch_size * dp_degree "
+            "= 8 * 1 = 8; "
             "use 8 or 16 (global_batch_size from run.toml)",
         ),
     ],
@@ -293,7 +307,8 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
         ),
         (
             ["--steps", "3"],
-            "steps = 3 (from the command line): unknown key; did you mean [training] steps or [validation] steps?",
+            "steps = 3 (from the command line): unknown key; did you mean [training] steps or "
+            "[validation] steps?",
         ),
         (
             ["--trainng.steps", "3"],
@@ -305,7 +320,8 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
         ),
         (
             ["--training.seq_len", "2049", "--parallelism.tensor_parallel_degree=2"],
-            "[training] seq_len = 2049 is not a multiple of [parallelism] tensor_parallel_degree = 2, which shards the "
+            "[training] seq_len = 2049 is not a multiple of [parallelism] tensor_parallel_degree "
+            "= 2, which shards the "
             "sequence too; use 2048 or 2050 "
             "(seq_len from the command line, tensor_parallel_degree from the command line)",
         ),
@@ -318,15 +334,18 @@ def test_what_a_command_line_gets_wrong(words: list[str], message: str, run_toml
 def test_everything_wrong_is_said_at_once(run_toml: Path) -> None:
     Path("base.toml").write_text("[training]\nsteps = 0\n[trainng]\nx = 1\ny = 2\n")
     run_toml.write_text(
-        'base = "base.toml"\n[compile]\nenable = true\ncomponents = []\n[float8]\nrecipe = "rowwise"\n'
+        'base = "base.toml"\n[compile]\nenable = true\ncomponents = []\n[float8]\nrecipe = '
+        '"rowwise"\n'
     )
     assert problems("junk", "--debug.seed", "-1") == [
         'unexpected "junk" on the command line; an option is --table.key value, a list is a,b',
         "[trainng] (from base.toml): unknown table; did you mean [training]?",
-        '[float8] recipe = "rowwise" (from run.toml): unknown key; did you mean [float8] recipe_name?',
+        '[float8] recipe = "rowwise" (from run.toml): unknown key; did you mean [float8] '
+        "recipe_name?",
         "[training] steps = 0 (from base.toml): must be at least 1",
         "[debug] seed = -1 (from the command line): must be at least 0",
-        '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set enable to false '
+        '[compile] components = [] leaves nothing to compile; use ["model", "loss"], or set '
+        "enable to false "
         "(components from run.toml, enable from run.toml)",
     ]
 

@@ -57,16 +57,22 @@ def as_rank() -> Iterator[Callable[[int], None]]:
     dist.destroy_process_group()
 
 
+PATCHED: list[tuple[Any, str]] = [
+    (partitioners, "has_recomputable_rng_ops"),
+    (partitioners, "get_default_op_list"),
+    (VecISA, "check_build"),
+]
+ORIGINALS = [getattr(module, name) for module, name in PATCHED]
+CPP_TYPES = dict(cpp_utils.DTYPE_TO_CPP)
+"""As imported, before any test of this process applies a patch."""
+
+
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo afterwards what patches change."""
-    for module, name in (
-        (partitioners, "has_recomputable_rng_ops"),
-        (partitioners, "get_default_op_list"),
-        (VecISA, "check_build"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    monkeypatch.setattr(cpp_utils, "DTYPE_TO_CPP", dict(cpp_utils.DTYPE_TO_CPP))
+    """Begin without patches, and undo afterwards what they change."""
+    for (module, name), original in zip(PATCHED, ORIGINALS, strict=True):
+        monkeypatch.setattr(module, name, original)
+    monkeypatch.setattr(cpp_utils, "DTYPE_TO_CPP", dict(CPP_TYPES))
 
 
 @torch_213

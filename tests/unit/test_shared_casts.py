@@ -9,6 +9,7 @@ from torch._inductor import config
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
@@ -31,7 +32,9 @@ def build_block() -> nn.Module:
     """A block on CPU with real float8 matmuls, which PyTorch has there too."""
     with torch.device("meta"):
         model = Transformer(ARGS)
-    choices = select_linears(model, filter_fqns=(), sharded_dims={}, tp_degree=1, tokens=N)
+    choices = select_linears(
+        model, filter_fqns=(), tp_degree=1, tokens=N, recipe=RECIPES["tensorwise"]
+    )
     float8 = Float8Config.model_validate({"recipe_name": "tensorwise"})
     convert_linears(model, choices, float8=float8, emulate=False)
     block = model.layers[0].to_empty(device="cpu").bfloat16()

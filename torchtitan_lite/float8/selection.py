@@ -186,6 +186,7 @@ def _size_errors(
                 f"sizes that fit: {', '.join(near for _, near in misfits)}. Lower [parallelism] "
                 f"tensor_parallel_degree, or {keep}."
             )
+
     if converted and tokens is not None and tokens % multiple:
         pad = ", or set [float8] pad_inner_dim = true, which is slower"
         errors.append(

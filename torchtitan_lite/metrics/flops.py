@@ -1,8 +1,8 @@
-"""Count the FLOPs of training one token, matmul by matmul, from the converted model.
+"""Count the FLOPs of training one token, matmul by matmul.
 
-Counted are the three matmuls of every linear (output, grad_input, grad_weight) and attention's
-scores and values with their gradients. Embedding look-up, norms, rotary embeddings, softmax and
-loss are not counted. Recomputation by activation checkpointing is counted apart.
+The count has the three matmuls of every linear and the two of attention with their gradients, but
+not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recomputation by
+activation checkpointing is counted separately.
 """
 
 from collections.abc import Collection, Mapping
@@ -56,8 +56,7 @@ def count_flops(
     *,
     seq_len: int,
     high_precision: Precision,
-    float8_linears: Collection[str] = (),
-    float8_matmuls: Collection[str] = (),
+    float8_matmuls: Mapping[str, Collection[str]] | None = None,
     fp8_runs_in: Precision = "fp8",
     convention: FlopsConvention = "palm",
     recomputed: Collection[str] = (),
@@ -65,41 +64,39 @@ def count_flops(
 ) -> FlopsLedger:
     """Count the FLOPs of `model`, not yet sharded: sharding changes who computes, not how much.
 
-    `float8_linears` names the linears that train in float8, `float8_matmuls` their MATMULS that
-    then run in it; attention and all others run in `high_precision`. Attention is counted as the
-    full square, 12 * layers * heads * head_dim * seq_len per token (PaLM, arXiv 2204.02311,
-    appendix B): two matmuls forward and four backward; or by the causal convention as half of that.
-    `recomputed` names the linears and the `attention` modules whose forward the backward pass runs
-    again; there are others unless `recompute_is_known`.
+    `float8_matmuls` has, for each linear that trains in float8, its MATMULS that run in it. All
+    others and attention run in `high_precision`. Attention is counted as the full square, 12 *
+    layers * heads * head_dim * seq_len per token (PaLM, arXiv 2204.02311, appendix B): two matmuls
+    forward and four backward; or by the causal convention as half of that. `recomputed` names the
+    linears and `attention` modules whose forward the backward pass runs again.
     """
-    # Attention: scores and values, and two gradients each.
+    # Attention.
     layer_matmul = (
         2 * args.n_heads * args.head_dim * seq_len // (2 if convention == "causal" else 1)
     )
     attention = 6 * args.n_layers * layer_matmul
     recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
-
     flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
-    recompute = flops | {high_precision: recomputed_layers * 2 * layer_matmul}
+    recompute = flops | {high_precision: 2 * layer_matmul * recomputed_layers}
     flops[high_precision] = attention
 
     # Linears.
-    linears = {n: module for n, module in model.named_modules() if isinstance(module, nn.Linear)}
+    output = 0
     precisions: dict[str, dict[str, Precision]] = {}
-    for name, linear in linears.items():
-        in_float8 = float8_matmuls if name in float8_linears else ()
-        precisions[name] = {m: "fp8" if m in in_float8 else high_precision for m in MATMULS}
-        for matmul, precision in precisions[name].items():
-            runs_in = fp8_runs_in if precision == "fp8" else precision
-            count = 2 * linear.in_features * linear.out_features
-            flops[runs_in] += count
-            recompute[runs_in] += count if matmul == "output" and name in recomputed else 0
-
-    output = linears.get("output")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            count = 2 * module.in_features * module.out_features
+            in_float8 = (float8_matmuls or {}).get(name, ())
+            precisions[name] = {m: "fp8" if m in in_float8 else high_precision for m in MATMULS}
+            runs_in = [fp8_runs_in if p == "fp8" else p for p in precisions[name].values()]
+            for precision in runs_in:
+                flops[precision] += count
+            recompute[runs_in[0]] += count if name in recomputed else 0
+            output = 3 * count if name == "output" else output
     return FlopsLedger(
         by_precision=flops,
         recompute=recompute,
-        output=6 * output.in_features * output.out_features if output else 0,
+        output=output,
         attention=attention,
         precisions=precisions,
         recompute_is_known=recompute_is_known,

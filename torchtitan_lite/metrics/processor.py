@@ -31,7 +31,7 @@ device, already reduced over the ranks."""
 
 
 class HostEvent:
-    """The `torch.cuda.Event` of a CPU. It has passed at once: a call returns when its work is done."""
+    """The `torch.cuda.Event` of a CPU, which is never behind: a call returns when it is done."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()

@@ -155,8 +155,7 @@ def build_meta_model(
         args,
         seq_len=training.seq_len,
         high_precision=high_precision,
-        float8_linears=converted,
-        float8_matmuls=float8.recipe.matmuls,
+        float8_matmuls=dict.fromkeys(converted, float8.recipe.matmuls),
         fp8_runs_in=(float8.recipe.emulated_in or high_precision) if emulated else "fp8",
         convention=config.metrics.flops_convention,
         recomputed=recomputed,
@@ -191,24 +190,22 @@ def resolve_auto(
     linear faster, it is off in the result. Raises ConfigError if [float8] filter_fqns = ["auto"]
     needs rates that are not known.
     """
+    job = resolve_checkpointing(job, rates=rates, memory_gib=memory_gib, on_cpu=on_cpu)
     float8 = job.config.float8
-    chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
-    if job.config.activation_checkpoint.mode != "auto" and not chooses_linears:
+    if float8.enable_float8_linear and AUTO in float8.filter_fqns:
+        return _choose_linears(job, rates=rates)
+    return job
+
+
+def resolve_checkpointing(
+    job: Job, *, rates: DeviceRates | None, memory_gib: float, on_cpu: bool = False
+) -> Job:
+    """Replace activation_checkpoint.mode = "auto" by the cheapest mode whose step should fit in
+    `memory_gib`, or by "full" if none does."""
+    if job.config.activation_checkpoint.mode != "auto":
         return job
     with torch.device("meta"):
         model = Transformer(job.model_args)
-    if job.config.activation_checkpoint.mode == "auto":
-        job = _choose_checkpointing(job, model, rates=rates, memory_gib=memory_gib, on_cpu=on_cpu)
-    return _choose_linears(job, model, rates=rates) if chooses_linears else job
-
-
-def _choose_checkpointing(
-    job: Job, model: Transformer, *, rates: DeviceRates | None, memory_gib: float, on_cpu: bool
-) -> Job:
-    """Choose the cheapest activation checkpointing whose step should fit in `memory_gib`.
-
-    If none fits, choose "full".
-    """
     for mode in CHEAPEST_FIRST:
         tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
         choices = _select(tried, model, rates=rates)
@@ -224,9 +221,11 @@ def _choose_checkpointing(
     return tried
 
 
-def _choose_linears(job: Job, model: Transformer, *, rates: DeviceRates | None) -> Job:
+def _choose_linears(job: Job, *, rates: DeviceRates | None) -> Job:
     """Choose the linears that float8 makes faster, and name the others in filter_fqns."""
     float8 = job.config.float8
+    with torch.device("meta"):
+        model = Transformer(job.model_args)
     choices = _select(job, model, rates=rates)
     kept = {
         choice.kind: choice.kept_because

@@ -27,7 +27,7 @@ from .meta_model import (
     estimate_memory,
     float8_scheme,
     predict_step,
-    resolve_auto,
+    resolve_checkpointing,
 )
 from .roofline import DeviceRates, StepTime, added_ratio, time_linears
 
@@ -73,14 +73,15 @@ def make_plan(
     job = build_job(config, world_size=world_size, tokenizer=tokenizer)
     rates = device_rates(device, config.metrics)
     run = _Run(
-        job=resolve_auto(job, rates=rates, memory_gib=device.memory_gib),
+        job=resolve_checkpointing(job, rates=rates, memory_gib=device.memory_gib),
         device=device,
         peaks=Peaks(
             device.name, published=published_peaks(device), given=given_peaks(config.metrics)
         ),
         rates=rates,
     )
-    meta = in_float8 = build_meta_model(run.job, emulate=False, fused_attention=True)
+    # "auto" in filter_fqns is left in place, so that the plan shows the reason for each linear.
+    meta = in_float8 = build_meta_model(run.job, emulate=False, fused_attention=True, rates=rates)
 
     # Without float8 the linears and the prediction show what it would gain, wherever it pays.
     if not config.float8.enable_float8_linear and rates is not None:
