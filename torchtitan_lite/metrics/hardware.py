@@ -77,16 +77,15 @@ class Peaks:
 
 def published_peaks(device: DeviceSpec | None) -> dict[Precision, float]:
     """Return the peaks of a data sheet in TFLOPS; none for an unknown device."""
-    return _known(device.bf16_tflops, device.fp8_tflops) if device else {}
+    return _known(bf16=device.bf16_tflops, fp8=device.fp8_tflops) if device else {}
 
 
 def given_peaks(metrics: MetricsConfig) -> dict[Precision, float]:
     """Return the peaks that the config gives, in TFLOPS."""
-    return _known(metrics.peak_tflops_bf16, metrics.peak_tflops_fp8)
+    return _known(bf16=metrics.peak_tflops_bf16, fp8=metrics.peak_tflops_fp8)
 
 
-def _known(bf16: float | None, fp8: float | None) -> dict[Precision, float]:
-    peaks: dict[Precision, float | None] = {"bf16": bf16, "fp8": fp8}
+def _known(**peaks: float | None) -> dict[Any, float]:
     return {precision: tflops for precision, tflops in peaks.items() if tflops is not None}
 
 

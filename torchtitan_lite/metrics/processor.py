@@ -174,7 +174,15 @@ class MetricsProcessor:
 
         self._spans["step"].append((self._began, ended))
         logged = self._last_ended is None or step % self.log_freq == 0
-        self._last_ended = _EndedStep(step, logged, time.time(), self._spans, values, copy, ended)
+        self._last_ended = _EndedStep(
+            step=step,
+            logged=logged,
+            time=time.time(),
+            spans=self._spans,
+            computed=values,
+            copy=copy,
+            arrives=ended,
+        )
         self._pending.append(self._last_ended)
         self._began, self._spans = ended, defaultdict(list)
         return self._take_arrived()
@@ -278,10 +286,10 @@ class MetricsProcessor:
         """Return the outcome so far, or None if no step was trained."""
         if self._last_record is None:
             return None
-        tps, mfu = None, None
-        if self._steady_tps:
-            tps = statistics.median(self._steady_tps)
-            mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
+        if not self._steady_tps:
+            return Summary(self._last_record, tps=None, mfu=None, times_s=dict(self._times))
+        tps = statistics.median(self._steady_tps)
+        mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
         return Summary(self._last_record, tps, mfu, times_s=dict(self._times))
 
     def close(self) -> None:

@@ -22,8 +22,7 @@ later stays in the run folder."""
 def check_wandb_installed(metrics: MetricsConfig) -> None:
     """Raise ConfigError if wandb is enabled and not installed."""
     # wandb leaves a folder of its own name where it ran: Python finds it as a package without code.
-    spec = find_spec("wandb") if metrics.enable_wandb else None
-    if metrics.enable_wandb and (spec is None or spec.origin is None):
+    if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
         raise ConfigError(
             "[metrics] enable_wandb = true needs wandb, which is not installed: "
             'pip install "torchtitan-lite[wandb]", or set it to false.'
