@@ -30,9 +30,8 @@ from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.errors import ConfigError, StorageError
 from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.cpu_peaks import cpu_name
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
-from torchtitan_lite.metrics.hardware import total_memory_gib
+from torchtitan_lite.metrics.hardware import cpu_name, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner.plan import make_plan, resolve_device
 from torchtitan_lite.run_folder import read_status

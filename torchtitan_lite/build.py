@@ -28,10 +28,10 @@ from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.logger import logger
+from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
-from torchtitan_lite.metrics.records import Writer
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy

@@ -32,8 +32,8 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.failures import FailureReport, explain, is_within
 from torchtitan_lite.files import hash_sources
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.cpu_peaks import report_moved_peaks
-from torchtitan_lite.metrics.records import summary_lines
+from torchtitan_lite.metrics.figures import summary_lines
+from torchtitan_lite.metrics.hardware import report_moved_peaks
 from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal

@@ -283,7 +283,7 @@ class Trainer:
                 loss += self.loss(*batch, scale=scale)
             dist.all_reduce(loss, group=self.parts.dp_group)
             mean = loss.item()
-        self.metrics.log_validation(step, mean)
+        self.metrics.write_scalars(step, {"validation_loss": mean})
 
     def save_requested(self) -> bool:
         """Return whether the file that asks for a save is there, and remove it. Rank 0 only."""

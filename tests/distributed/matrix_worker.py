@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.errors import RunError
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics import cpu_peaks
+from torchtitan_lite.metrics import hardware
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
@@ -72,7 +72,7 @@ def main() -> None:
         rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
     )
     device = init_distributed(CommConfig())
-    cpu_peaks.one_thread_tflops = lambda precision: 1.0  # that of float32, which no config gives
+    hardware.measure_peak = lambda *_: 1.0  # the peak of float32, which no config gives
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, overrides in runs.items():
         run = folder / name

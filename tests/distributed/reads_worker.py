@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_lite.build import prepare_job
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.clock import HostClock
+from torchtitan_lite.metrics.processor import HostEvent
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog
@@ -23,16 +23,16 @@ from torchtitan_lite.trainer import Trainer
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
 
 
-class LateClock(HostClock):
-    """Moments pass only when they are waited for."""
+class LateEvent(HostEvent):
+    """An event that passes only when it, or a later one, is waited for."""
 
-    done = 0.0
+    done_s = 0.0
 
-    def passed(self, moment: float) -> bool:
-        return moment <= self.done
+    def query(self) -> bool:
+        return self.time_s <= LateEvent.done_s
 
-    def wait(self, moment: float) -> None:
-        self.done = max(self.done, moment)
+    def synchronize(self) -> None:
+        LateEvent.done_s = max(LateEvent.done_s, self.time_s)
 
 
 class Reads(TorchFunctionMode):
@@ -64,8 +64,8 @@ def main() -> None:
     trainer = Trainer(
         job, tokenizer, device=device, run_folder=None, resume=None, watchdog=watchdog
     )
-    trainer.metrics._clock = LateClock()
-    trainer.metrics._began = trainer.metrics._clock.now()
+    trainer.metrics.record_event = LateEvent
+    trainer.metrics._began = LateEvent()
     trainer.report_progress()
     steps = []
     for step in range(1, trainer.last_step + 1):

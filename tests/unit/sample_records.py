@@ -3,8 +3,7 @@
 import math
 from dataclasses import replace
 
-from torchtitan_lite.metrics.figures import StepRecord
-from torchtitan_lite.metrics.records import Summary
+from torchtitan_lite.metrics.figures import StepRecord, Summary
 
 RECORD = StepRecord(
     step=12,

@@ -148,9 +148,7 @@ def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
     operator."""
     ledger = count_flops(
         model,
-        n_layers=4,
-        n_heads=4,
-        head_dim=16,
+        ARGS,
         seq_len=32,
         high_precision="fp32",
         recomputed=recomputed_modules(model, ac, compiled=False, fused_attention=False),

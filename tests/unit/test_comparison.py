@@ -128,7 +128,7 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 def test_the_torn_line_of_a_live_run_is_left_out(runs: list[Path]) -> None:
     file = runs[1] / "metrics.jsonl"
     file.write_text(file.read_text()[:-30])
-    assert read_runs(runs)[1].tokens.tolist() == [1000, 2000, 3000, 4000, 5000]
+    assert read_runs(runs)[1].figures["tokens"].tolist() == [1000, 2000, 3000, 4000, 5000]
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1, "tok'], ids=["empty", "torn"])

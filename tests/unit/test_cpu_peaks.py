@@ -12,21 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.metrics import cpu_peaks
-from torchtitan_lite.metrics.cpu_peaks import (
+from torchtitan_lite.metrics import hardware
+from torchtitan_lite.metrics.hardware import (
     cpu_name,
-    one_thread_tflops,
+    measure_peak,
     report_moved_peaks,
     resolve_cpu_peaks,
 )
 
+CPU = torch.device("cpu")
 MEASURED = {"bf16": 0.2, "fp32": 0.1}
 
 
 @pytest.fixture(autouse=True)
 def one_rank_on_two_cores(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(cpu_peaks, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(hardware, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     yield
     dist.destroy_process_group()
@@ -37,11 +38,12 @@ def calls(monkeypatch) -> list[str]:
     """The precisions that were measured, in order."""
     calls: list[str] = []
 
-    def measure(precision):
+    def measure(precision, device):
+        assert (device, torch.get_num_threads()) == (CPU, 1)
         calls.append(precision)
         return MEASURED[precision]
 
-    monkeypatch.setattr(cpu_peaks, "one_thread_tflops", measure)
+    monkeypatch.setattr(hardware, "measure_peak", measure)
     return calls
 
 
@@ -52,23 +54,26 @@ def log(monkeypatch, caplog):
     return caplog
 
 
-def test_the_peak_is_the_best_of_many_matmuls_on_one_thread(monkeypatch):
+def test_the_peak_is_the_best_of_many_matmuls(monkeypatch):
     # One matmul takes 2 ms, all others, which another process interrupts, 30 ms.
     seconds = itertools.chain([0.03] * 3, [0.002], itertools.repeat(0.03))
     pauses = itertools.chain.from_iterable((0.0, s) for s in seconds)
-    now = itertools.accumulate(itertools.chain([0.0], pauses))
+    now = itertools.accumulate(pauses)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(now))
+    assert measure_peak("fp32", CPU) == pytest.approx(2 * 256**3 / 0.002 / 1e12)
+
+
+def test_ranks_measure_on_one_thread(monkeypatch, calls):
     threads: list[int] = []
-    monkeypatch.setattr(cpu_peaks.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    assert one_thread_tflops("fp32") == pytest.approx(2 * 256**3 / 0.002 / 1e12)
-    assert threads == [1, 7]
+    report_moved_peaks(MEASURED)
+    assert (calls, threads) == (["bf16", "fp32"], [1, 1])
 
 
 def test_measuring_leaves_the_random_state_alone(monkeypatch):
-    monkeypatch.setattr(cpu_peaks, "_MEASURE_SECONDS", 0.001)
+    monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.001)
     before = torch.get_rng_state()
-    assert one_thread_tflops("bf16") > 0
+    assert measure_peak("bf16", CPU) > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -80,9 +85,9 @@ def test_precisions_are_measured_in_one_order_whatever_order_they_come_in(tmp_pa
 
 def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
     faster = {"bf16": 0.15, "fp32": 0.3}
-    on_all_ranks = cpu_peaks.on_all_ranks
+    on_all_ranks = hardware.on_all_ranks
     monkeypatch.setattr(
-        cpu_peaks,
+        hardware,
         "on_all_ranks",
         lambda make: (
             ranks if isinstance((ranks := on_all_ranks(make))[0], tuple) else [*ranks, faster]
@@ -109,11 +114,11 @@ def test_a_rank_has_its_threads_but_no_more_than_its_share_of_the_cores(
     here, elsewhere = socket.gethostname(), ("another host", {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(
-        cpu_peaks,
+        hardware,
         "on_all_ranks",
         lambda make: [make(), elsewhere, *((here, cores) for cores in others)],
     )
-    assert cpu_peaks._rank_threads() == pytest.approx(rank_threads)
+    assert hardware._rank_threads() == pytest.approx(rank_threads)
 
 
 def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, calls, log):
@@ -184,5 +189,5 @@ def test_the_cpu_is_named_by_its_model_else_by_its_architecture(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: lines)
     assert cpu_name() == "Fast CPU"
     monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")
-    monkeypatch.setattr(cpu_peaks.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "aarch64")
     assert cpu_name() == "aarch64"

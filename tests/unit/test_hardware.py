@@ -38,14 +38,18 @@ def test_cpu_peaks_of_the_precisions_in_use_are_measured_and_approximate():
     assert peaks == Peaks("CPU", measured={"bf16": 0.2, "fp32": 0.1}, approximate=True)
 
 
-def test_a_measured_peak_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
+def test_a_gpus_peak_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
     seconds = iter(
         [0.0, 0.1, 1.0, 1.4, 2.0, 2.2]
     )  # pairs: three times ten matmuls, of 0.1, 0.4 and 0.2 s
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(seconds))
     monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.6)
-    monkeypatch.setattr(hardware, "_MATMUL_SIZE", 64)
-    assert measure_peak("fp32", CPU) == pytest.approx(10 * 2 * 64**3 / 0.2 / 1e12)
+    monkeypatch.setattr(hardware, "_GPU_MATMULS", (64, 10))
+    monkeypatch.setattr(hardware, "synchronize", lambda device: None)
+    generator, randn = torch.Generator(), torch.randn
+    monkeypatch.setattr(torch, "Generator", lambda device: generator)
+    monkeypatch.setattr(torch, "randn", lambda *shape, generator, device: randn(*shape))
+    assert measure_peak("fp32", torch.device("cuda")) == pytest.approx(10 * 2 * 64**3 / 0.2 / 1e12)
 
 
 def gpu(monkeypatch, name: str) -> torch.device:

@@ -1,5 +1,6 @@
 import logging
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -8,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_records import RECORD
 
-from torchtitan_lite.metrics.clock import HostClock
 from torchtitan_lite.metrics.devices import lookup_device
-from torchtitan_lite.metrics.figures import StepRecord
-from torchtitan_lite.metrics.flops import FlopsLedger, LinearFlops
+from torchtitan_lite.metrics.figures import StepRecord, Summary, summary_lines
+from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips, StepValues
 from torchtitan_lite.metrics.rates import Rates, compute_rates, effective_peak
-from torchtitan_lite.metrics.records import Summary, summary_lines
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
 UNKNOWN = Peaks("Tesla T4")
@@ -27,20 +26,18 @@ BLOCKS, OUTPUT, ATTENTION = 41_875_931_136, 3_152_019_456, 12_884_901_888
 
 
 def ledger_8b(precision: str, *, emulated: bool = False) -> FlopsLedger:
-    blocks = LinearFlops("layers", BLOCKS // 6, 1, precision, precision, precision, recomputed=True)
-    output = LinearFlops("output", OUTPUT // 6, 1, "bf16", "bf16", "bf16", recomputed=False)
-    return FlopsLedger(
-        (blocks, output),
-        attention=ATTENTION,
-        recomputed_attention=ATTENTION // 3,
-        high_precision="bf16",
-        fp8_runs_in="fp32" if emulated else "fp8",
-    )
+    fp8_runs_in = "fp32" if emulated else "fp8"
+    runs_in = fp8_runs_in if precision == "fp8" else precision
+    flops = Counter({"fp8": 0, "bf16": OUTPUT + ATTENTION, "fp32": 0})
+    recompute = Counter({"fp8": 0, "bf16": ATTENTION // 3, "fp32": 0})
+    flops[runs_in] += BLOCKS
+    recompute[runs_in] += BLOCKS // 3
+    return FlopsLedger(flops, recompute, OUTPUT, ATTENTION, precisions={}, fp8_runs_in=fp8_runs_in)
 
 
 def rates_8b(tps: int, precision: str, *, peaks: Peaks = H100, emulated: bool = False) -> Rates:
     ledger = ledger_8b(precision, emulated=emulated)
-    return compute_rates(tokens=tps * 8 * 2, seconds=2.0, n_devices=8, ledger=ledger, peaks=peaks)
+    return compute_rates(tps, ledger=ledger, peaks=peaks)
 
 
 def percent(value: float | None) -> str:
@@ -137,36 +134,31 @@ def log(monkeypatch, caplog):
     return caplog
 
 
-class Clock:
-    """A clock that stands still until it is told to move."""
+class Device:
+    """A device with a clock that stands still until a test moves it. A late one is behind: its
+    events pass only when they are waited for, or when a test sets `done`."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, *, late: bool) -> None:
+        self.now, self.done, self.waits = 100.0, 0.0 if late else math.inf, 0
 
-    def __call__(self) -> float:
-        return self.now
+    def record_event(self) -> "Event":
+        return Event(self)
 
 
-class LateDevice:
-    """A device's clock that is `behind` by some moments: each is a time that passes only when the
-    device is let on."""
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.time = device, device.now
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.done, self.waits = clock, 0.0, 0
+    def query(self) -> bool:
+        return self.time <= self.device.done
 
-    def now(self) -> float:
-        return self.clock()
+    def synchronize(self) -> None:
+        self.device.waits += 1
+        self.device.done = max(self.device.done, self.time)
 
-    def passed(self, moment: float) -> bool:
-        return moment <= self.done
-
-    def wait(self, moment: float) -> None:
-        self.waits += 1
-        self.done = max(self.done, moment)
-
-    def seconds(self, began: float, ended: float) -> float:
-        assert ended <= self.done, "asked for a time that the device has not come to"
-        return ended - began
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.query(), "asked for a time that the device has not come to"
+        return 1000 * (end.time - self.time)
 
 
 class Recorder:
@@ -207,8 +199,8 @@ class Run:
         peaks: Peaks = H100,
         late_device: bool = False,
     ) -> None:
-        self.clock, self.recorder, self.step = Clock(), Recorder(), start_step
-        self.device = LateDevice(self.clock) if late_device else HostClock(self.clock)
+        self.recorder, self.step = Recorder(), start_step
+        self.device = Device(late=late_device)
         self.metrics = MetricsProcessor(
             log_freq=log_freq,
             ledger=ledger_8b("bf16"),
@@ -217,8 +209,9 @@ class Run:
             n_devices=2,
             writers=[self.recorder],
             start_tokens=1000 * start_step,
-            clock=self.device,
         )
+        self.metrics.record_event = self.device.record_event
+        self.metrics._began = self.device.record_event()
 
     def train_step(
         self,
@@ -232,12 +225,12 @@ class Run:
         """Train for `seconds`, of which some are for data and compilation; the step's own record,
         if it is there."""
         with self.metrics.data_wait():
-            self.clock.now += data_s
+            self.device.now += data_s
         if compile_s:
             self.metrics.compile_began()
-            self.clock.now += compile_s
+            self.device.now += compile_s
             self.metrics.compile_ended()
-        self.clock.now += seconds - data_s - compile_s
+        self.device.now += seconds - data_s - compile_s
         self.step += 1
         loss = torch.tensor(10.0 - self.step)
         values = StepValues(
@@ -263,9 +256,7 @@ def test_record():
     run = Run()
     run.train_step(9.0)
     record = run.train_step(2.5, data_s=0.5)
-    rates = compute_rates(
-        tokens=1000, seconds=2.0, n_devices=2, ledger=ledger_8b("bf16"), peaks=H100
-    )
+    rates = compute_rates(1000 / 2.0 / 2, ledger=ledger_8b("bf16"), peaks=H100)
     assert record == StepRecord(
         step=2,
         tokens=2000,
@@ -325,10 +316,10 @@ def test_time_outside_steps_is_a_series_of_its_own():
     run = Run(log_freq=2)
     run.train_step(1.0)
     with run.metrics.outside_step("validation", step=1):
-        run.clock.now += 30.0
-        run.metrics.log_validation(1, 6.5)
+        run.device.now += 30.0
+        run.metrics.write_scalars(1, {"validation_loss": 6.5})
     with run.metrics.outside_step("checkpoint", step=1):
-        run.clock.now += 50.0
+        run.device.now += 50.0
     assert run.train_step(2.0, data_s=0.5).step_time_s == pytest.approx(2.0)
     run.train_step(2.0)
     assert run.train_step(4.0).step_time_s == pytest.approx(3.0)  # what was outside counts once
@@ -355,7 +346,7 @@ def test_validation_and_checkpoint_between_steps_change_no_rate():
             run.train_step(1.5 + 0.1 * step, data_s=0.25)
         for name in ("validation", "checkpoint"):
             with interrupted.metrics.outside_step(name, step=step):
-                interrupted.clock.now += 40.0
+                interrupted.device.now += 40.0
     assert [r.tps for r in interrupted.recorder.records] == pytest.approx(
         [r.tps for r in plain.recorder.records]
     )
@@ -377,7 +368,7 @@ def test_compilation_within_a_validation_is_the_validations():
     run.train_step(1.0)
     with run.metrics.outside_step("validation", step=1):
         run.metrics.compile_began()
-        run.clock.now += 5.0
+        run.device.now += 5.0
         run.metrics.compile_ended()
     assert run.train_step(2.0).tps == 250.0
     assert run.recorder.scalars == [(1, {"validation_s": 5.0})]
@@ -388,7 +379,7 @@ def test_nothing_waits_for_the_device_to_log():
     for _ in range(3):
         run.train_step(2.0)
     assert run.recorder.records == []
-    run.device.done = run.clock.now - 2.0  # the device has done two of the three steps
+    run.device.done = run.device.now - 2.0  # the device has done two of the three steps
     run.train_step(2.0)
     assert [record.step for record in run.recorder.records] == [1, 2]
     assert run.device.waits == 0
@@ -404,9 +395,9 @@ def test_time_outside_steps_starts_when_the_device_is_done():
     run.train_step(2.0)
     assert run.device.waits == 0
     with run.metrics.outside_step("checkpoint", step=1):
-        assert run.device.done == run.clock.now
+        assert run.device.done == run.device.now
         assert [record.step for record in run.recorder.records] == [1]  # before what comes after it
-        run.clock.now += 1.0
+        run.device.now += 1.0
     assert run.recorder.scalars == [(1, {"checkpoint_s": 1.0})]
 
 
@@ -427,7 +418,7 @@ def test_skips_are_known_once_the_device_is_there():
     run = Run(late_device=True)
     run.train_step(1.0, skips=1)
     assert run.metrics.skips == Skips()
-    run.device.done = run.clock.now
+    run.device.done = run.device.now
     run.train_step(1.0)
     assert run.metrics.skips.consecutive == 1
     assert run.device.waits == 0
@@ -452,7 +443,7 @@ def test_what_comes_after_the_last_step_is_in_no_record():
     run.train_step(2.0)
     run.train_step(2.0)
     with run.metrics.data_wait():
-        run.clock.now += 100.0
+        run.device.now += 100.0
     run.metrics.settle()
     assert [(record.step, record.step_time_s) for record in run.recorder.records] == [
         (1, 2.0),
@@ -524,7 +515,7 @@ def test_times_of_the_summary():
     run = Run()
     run.train_step(10.0, data_s=1.0, compile_s=4.0)
     with run.metrics.outside_step("checkpoint", step=1):
-        run.clock.now += 3.0
+        run.device.now += 3.0
     run.train_step(2.0)
     assert run.metrics.summary().times_s == {
         "training": 7.0,

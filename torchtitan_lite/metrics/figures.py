@@ -2,8 +2,8 @@
 
 To add a figure of a step, add its line to `StepRecord`, and compute the value: a tensor on the
 device in `Trainer.train_step`, anything else in `MetricsProcessor`. metrics.jsonl, wandb,
-TensorBoard with its charts, the console and the tables in docs/metrics.md follow from that line.
-`python -m torchtitan_lite.metrics.figures` prints the tables.
+TensorBoard with its charts, the console and the tables in docs/metrics.md, which
+`python -m torchtitan_lite.metrics.figures` prints, follow from that line.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,15 +24,14 @@ CHARTS = {
 """Page and title of each chart of TensorBoard's Custom Scalars tab, in the order shown."""
 
 CAST_CHARTS = {
-    f"{figure}/{role}/": ("float8", title.format(role))
-    for figure, title in {
-        "sqnr_db": "SQNR of {}s, dB",
-        "underflow": "share of {}s that became 0",
-    }.items()
-    for role in ("input", "weight", "grad_output")
+    "sqnr_db/input/": ("float8", "SQNR of inputs, dB"),
+    "sqnr_db/weight/": ("float8", "SQNR of weights, dB"),
+    "sqnr_db/grad_output/": ("float8", "SQNR of grad_outputs, dB"),
+    "underflow/input/": ("float8", "share of inputs that became 0"),
+    "underflow/weight/": ("float8", "share of weights that became 0"),
+    "underflow/grad_output/": ("float8", "share of grad_outputs that became 0"),
 }
-"""The charts about casts to float8, by the prefix of the figures' names: one curve per kind of
-linear."""
+"""Charts of casts to float8, by prefix of the figures' names: one curve per kind of linear."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +139,16 @@ STEP_FIGURES: dict[str, Figure] = {
 BETWEEN_STEPS = {
     "validation_loss": Figure(
         "mean over the validation windows", "nat", "validation_metrics/global_avg_loss", ("loss",)
-    ),
-    "compile_s": Figure(
-        "compilation by torch.compile", "s", "time_metrics/compile_s", ("outside",)
-    ),
-    "checkpoint_s": Figure("saving a checkpoint", "s", "time_metrics/checkpoint_s", ("outside",)),
-    "validation_s": Figure("validation", "s", "time_metrics/validation_s", ("outside",)),
-    "gc_s": Figure("garbage collection", "s", "time_metrics/gc_s", ("outside",)),
-    "profiling_s": Figure(
-        "writing traces and snapshots", "s", "time_metrics/profiling_s", ("outside",)
-    ),
+    )
+} | {
+    name: Figure(meaning, "s", f"time_metrics/{name}", ("outside",))
+    for name, meaning in {
+        "compile_s": "compilation by torch.compile",
+        "checkpoint_s": "saving a checkpoint",
+        "validation_s": "validation",
+        "gc_s": "garbage collection",
+        "profiling_s": "writing traces and snapshots",
+    }.items()
 }
 """Figures that belong to no step. A time is written as NAME_s by `outside_step(NAME)`."""
 
@@ -174,15 +173,71 @@ CastErrors = Mapping[str, Mapping[str, Mapping[str, float]]]
 the layer that the figure NAME comes from, if the linear is in a layer."""
 
 
-def cast_scalars(casts: CastErrors) -> dict[str, float]:
-    """Flatten the figures of casts to NAME/ROLE/KIND, without the layers' indices."""
-    return {
-        f"{name}/{role}/{kind}": value
-        for kind, roles in casts.items()
-        for role, figures in roles.items()
-        for name, value in figures.items()
-        if name in CAST_FIGURES
-    }
+@dataclass(frozen=True)
+class Summary:
+    """A run's outcome. Medians are over this process's records but the first."""
+
+    last: StepRecord
+    """The last step's record."""
+    tps: float | None
+    """Median tokens per second per device; None if there is only one record."""
+    mfu: float | None
+    """Median percent; None also if a peak is unknown."""
+    times_s: Mapping[str, float]
+    """Seconds that this process spent on training, data, compile, checkpoint, validation."""
+
+
+def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
+    """Describe how a run went. `unigram_entropy`, nat, is the loss of a model that knows only how
+    often each training token occurs."""
+    last, times_s = summary.last, summary.times_s
+    loss = f"final loss {last.loss:.2f} nat"
+    if unigram_entropy is not None:
+        gain = unigram_entropy - last.loss
+        side = "below" if gain >= 0 else "above"
+        loss += f", {abs(gain):.2f} {side} the unigram entropy {unigram_entropy:.2f}"
+        loss += " of the training tokens"
+
+    tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
+    mfu = format_mfu(summary.mfu, approximate=last.approximate_mfu)
+    total_s = sum(times_s.values())
+    shares = [f"{name} {time_s / total_s:.1%}" for name, time_s in times_s.items() if time_s]
+    return [
+        f"{last.step:,} steps, {last.tokens:,} tokens",
+        loss,
+        f"median tps {tps} per device, median mfu {mfu}, without the first step",
+        f"of {total_s:,.1f}s: {', '.join(shares)}",
+        f"peak memory {last.memory_gib:.1f}GiB per device",
+    ]
+
+
+class Writer:
+    """Base of the writers. Each overrides the methods for what it writes."""
+
+    def write(self, record: StepRecord) -> None:
+        """Write the record of a step; by default the figures that are known."""
+        self.write_scalars(record.step, record.known())
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write named figures, such as a validation loss, which belongs to no record."""
+
+    def write_numerics(self, step: int, casts: CastErrors) -> None:
+        """Write the errors of a step's casts to float8; by default as NAME/ROLE/KIND, without the
+        layers' indices."""
+        scalars = {
+            f"{name}/{role}/{kind}": value
+            for kind, roles in casts.items()
+            for role, figures in roles.items()
+            for name, value in figures.items()
+            if name in CAST_FIGURES
+        }
+        self.write_scalars(step, scalars)
+
+    def flush(self) -> None:
+        """Put everything written so far on disk."""
+
+    def close(self, summary: Summary | None) -> None:
+        """Write the run's outcome, None if no step was trained, and put everything on disk."""
 
 
 def reference(figures: Mapping[str, Figure]) -> str:

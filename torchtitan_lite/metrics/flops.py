@@ -5,103 +5,58 @@ not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recom
 activation checkpointing is counted separately.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from torch import nn
 
+from torchtitan_lite.models.flavors import ModelArgs
+
 Precision = Literal["fp8", "bf16", "fp32"]
 FlopsConvention = Literal["palm", "causal"]
 
-
-@dataclass(frozen=True)
-class LinearFlops:
-    """The matmuls of one linear: its global shape, and each matmul's precision in its recipe."""
-
-    name: str
-    in_features: int
-    out_features: int
-    output: Precision
-    grad_input: Precision
-    grad_weight: Precision
-    recomputed: bool
-    """Whether the backward pass computes `output` again."""
-
-    @property
-    def flops_per_matmul(self) -> int:
-        """FLOPs per token of each of the three matmuls."""
-        return 2 * self.in_features * self.out_features
+MATMULS = ("output", "grad_input", "grad_weight")
+"""Matmuls of a linear, 2 * in_features * out_features FLOPs per token each."""
 
 
 @dataclass(frozen=True)
 class FlopsLedger:
     """FLOPs per trained token of a whole model, forward and backward."""
 
-    linears: tuple[LinearFlops, ...]
+    by_precision: Mapping[Precision, int]
+    """By the precision that computes them, without recomputation."""
+    recompute: Mapping[Precision, int]
+    """FLOPs that the backward pass computes again, by precision; not in `by_precision`."""
+    output: int
+    """Share of the linear `output`, the projection to the vocabulary."""
     attention: int
-    """Scores and values in all layers, with their gradients."""
-    recomputed_attention: int
-    """Scores and values that the backward pass computes again."""
-    high_precision: Precision
-    """Precision of attention and of the linears that are not converted."""
+    """Share of the scores and values in all layers, with their gradients."""
+    precisions: Mapping[str, Mapping[str, Precision]]
+    """Precision of each of MATMULS in the recipe, by the name of the linear."""
     recompute_is_known: bool = True
     """Whether `recompute` is complete; under a memory budget the compiler decides."""
     fp8_runs_in: Precision = "fp8"
     """Precision in which fp8 matmuls are computed and counted: another one if emulated."""
 
     @property
+    def total(self) -> int:
+        """All FLOPs per token, without recomputation."""
+        return sum(self.by_precision.values())
+
+    @property
     def emulated(self) -> bool:
         """Whether the fp8 matmuls run in another precision."""
         return self.fp8_runs_in != "fp8"
 
-    @cached_property
-    def total(self) -> int:
-        """All FLOPs per token, without recomputation."""
-        return self.attention + sum(3 * linear.flops_per_matmul for linear in self.linears)
-
-    @property
-    def output(self) -> int:
-        """FLOPs per token of the linear `output`, the projection to the vocabulary."""
-        return sum(3 * row.flops_per_matmul for row in self.linears if row.name == "output")
-
-    @cached_property
-    def by_precision(self) -> dict[Precision, int]:
-        """FLOPs per token by the precision that computes them; the sum is `total`."""
-        matmuls = (
-            (precision, linear.flops_per_matmul)
-            for linear in self.linears
-            for precision in (linear.output, linear.grad_input, linear.grad_weight)
-        )
-        return self._sum(self.attention, matmuls)
-
-    @cached_property
-    def recompute(self) -> dict[Precision, int]:
-        """FLOPs per token that the backward pass computes again, by precision; not in `total`."""
-        matmuls = ((row.output, row.flops_per_matmul) for row in self.linears if row.recomputed)
-        return self._sum(self.recomputed_attention, matmuls)
-
-    def _sum(
-        self, attention: int, matmuls: Iterable[tuple[Precision, int]]
-    ) -> dict[Precision, int]:
-        flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
-        flops[self.high_precision] += attention
-        for precision, count in matmuls:
-            flops[self.fp8_runs_in if precision == "fp8" else precision] += count
-        return flops
-
 
 def count_flops(
     model: nn.Module,
+    args: ModelArgs,
     *,
-    n_layers: int,
-    n_heads: int,
-    head_dim: int,
     seq_len: int,
     high_precision: Precision,
-    float8_linears: Collection[str] = (),
-    float8_matmuls: Collection[str] = (),
+    float8_matmuls: Mapping[str, Collection[str]] | None = None,
     fp8_runs_in: Precision = "fp8",
     convention: FlopsConvention = "palm",
     recomputed: Collection[str] = (),
@@ -109,39 +64,41 @@ def count_flops(
 ) -> FlopsLedger:
     """Count the FLOPs of `model`, not yet sharded: sharding changes who computes, not how much.
 
-    `float8_linears` names the linears that train in float8, `float8_matmuls` the fields of
-    LinearFlops that then run in it. Attention is counted as the full square, 12 * layers * heads *
-    head_dim * seq_len per token (PaLM, arXiv 2204.02311, appendix B): two matmuls forward and four
-    backward; or by the causal convention as half of that. `recomputed` names the linears and the
-    `attention` modules whose forward the backward pass runs again; there are others unless
-    `recompute_is_known`."""
-    linears = []
+    `float8_matmuls` has, for each linear that trains in float8, its MATMULS that run in it. All
+    others and attention run in `high_precision`. Attention is counted as the full square, 12 *
+    layers * heads * head_dim * seq_len per token (PaLM, arXiv 2204.02311, appendix B): two matmuls
+    forward and four backward; or by the causal convention as half of that. `recomputed` names the
+    linears and `attention` modules whose forward the backward pass runs again.
+    """
+    # Attention.
+    layer_matmul = (
+        2 * args.n_heads * args.head_dim * seq_len // (2 if convention == "causal" else 1)
+    )
+    attention = 6 * args.n_layers * layer_matmul
+    recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
+    flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
+    recompute = flops | {high_precision: 2 * layer_matmul * recomputed_layers}
+    flops[high_precision] = attention
+
+    # Linears.
+    output = 0
+    precisions: dict[str, dict[str, Precision]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            in_float8 = float8_matmuls if name in float8_linears else ()
-            output, grad_input, grad_weight = (
-                "fp8" if matmul in in_float8 else high_precision
-                for matmul in ("output", "grad_input", "grad_weight")
-            )
-            linears.append(
-                LinearFlops(
-                    name,
-                    module.in_features,
-                    module.out_features,
-                    output,
-                    grad_input,
-                    grad_weight,
-                    recomputed=name in recomputed,
-                )
-            )
-
-    layer_matmul = 2 * n_heads * head_dim * seq_len // (2 if convention == "causal" else 1)
-    recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
+            count = 2 * module.in_features * module.out_features
+            in_float8 = (float8_matmuls or {}).get(name, ())
+            precisions[name] = {m: "fp8" if m in in_float8 else high_precision for m in MATMULS}
+            runs_in = [fp8_runs_in if p == "fp8" else p for p in precisions[name].values()]
+            for precision in runs_in:
+                flops[precision] += count
+            recompute[runs_in[0]] += count if name in recomputed else 0
+            output = 3 * count if name == "output" else output
     return FlopsLedger(
-        linears=tuple(linears),
-        attention=6 * n_layers * layer_matmul,
-        recomputed_attention=2 * layer_matmul * recomputed_layers,
-        high_precision=high_precision,
+        by_precision=flops,
+        recompute=recompute,
+        output=output,
+        attention=attention,
+        precisions=precisions,
         recompute_is_known=recompute_is_known,
         fp8_runs_in=fp8_runs_in,
     )

@@ -1,27 +1,44 @@
-"""The device's peak FLOPS, and the memory that the run has taken of it."""
+"""The device's peak FLOPS, given, published or measured, and the memory that the run takes of it.
+
+A CPU has no data sheet of matmul peaks, and other processes may use its cores at any time. So its
+peak is measured by all ranks at once, kept in the run folder, and measured again at the end of the
+run. A rank's peak is the best of many short matmuls on one thread, times the threads that the rank
+can run: a matmul of a millisecond ends between two interruptions, even on a busy machine, while on
+several threads it would wait for the slowest of them.
+"""
 
 import os
+import platform
 import resource
+import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field
 
+from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.files import replace_file, usable_cores
+from torchtitan_lite.logger import logger
 
-from .cpu_peaks import resolve_cpu_peaks
 from .devices import DeviceSpec, lookup_device
 from .flops import Precision
 
-# One matmul of this size keeps all of a GPU busy for about a millisecond.
-_MATMUL_SIZE = 8192
-_MATMULS_TIMED_TOGETHER = 10
-_MEASURE_SECONDS = 0.15
+MOVED = 0.2
+"""Relative change of a CPU's peak during a run from which on it is reported."""
+_MEASURE_SECONDS = 0.25
+_GPU_MATMULS = (8192, 10)
+_CPU_MATMULS = {"bf16": (384, 1), "fp32": (256, 1)}
+"""Size of the matmuls to measure, and how many are timed together. One keeps all of a GPU busy for
+about a millisecond, and takes half a millisecond on a fast core."""
+_CPU = torch.device("cpu")
 _GIB = 2**30
 
 
@@ -49,11 +66,10 @@ class Peaks:
         """Describe the device and every peak with its origin, for the log."""
         if not self.tflops:
             return f"{self.device_name}: peaks unknown, so mfu is n/a"
-        origins = {"measured": self.measured, "published": self.published, "given": self.given}
         peaks = [
             f"{precision} {tflops:.4g} ({origin})"
-            for origin, known in origins.items()
-            for precision, tflops in known.items()
+            for origin in ("measured", "published", "given")
+            for precision, tflops in getattr(self, origin).items()
         ]
         approximate = "approximate " if self.approximate else ""
         return f"{self.device_name}: {approximate}peaks in TFLOPS: {', '.join(peaks)}"
@@ -61,16 +77,15 @@ class Peaks:
 
 def published_peaks(device: DeviceSpec | None) -> dict[Precision, float]:
     """Return the peaks of a data sheet in TFLOPS; none for an unknown device."""
-    return _known(device.bf16_tflops, device.fp8_tflops) if device else {}
+    return _known(bf16=device.bf16_tflops, fp8=device.fp8_tflops) if device else {}
 
 
 def given_peaks(metrics: MetricsConfig) -> dict[Precision, float]:
     """Return the peaks that the config gives, in TFLOPS."""
-    return _known(metrics.peak_tflops_bf16, metrics.peak_tflops_fp8)
+    return _known(bf16=metrics.peak_tflops_bf16, fp8=metrics.peak_tflops_fp8)
 
 
-def _known(bf16: float | None, fp8: float | None) -> dict[Precision, float]:
-    peaks: dict[Precision, float | None] = {"bf16": bf16, "fp8": fp8}
+def _known(**peaks: float | None) -> dict[Any, float]:
     return {precision: tflops for precision, tflops in peaks.items() if tflops is not None}
 
 
@@ -94,14 +109,18 @@ def resolve_peaks(
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
-    """Return the TFLOPS that large square matmuls reach on the GPU `device`, within half a second.
+    """Return the TFLOPS that square matmuls of `precision` reach on `device`.
 
-    The matrices are random, because a GPU is faster on constant ones. The result is a median: the
-    best time could be from a moment at which other processes paused.
+    On a GPU the result is a median: the best time could be from a moment at which other processes
+    paused. On CPU it is the best, of the threads that torch uses.
     """
-    shape = (2, _MATMUL_SIZE, _MATMUL_SIZE)
+    on_gpu = device.type == "cuda"
+    size, together = _GPU_MATMULS if on_gpu else _CPU_MATMULS[precision]
+
+    # Random, because a GPU is faster on constants; with a generator of its own, which leaves the
+    # run's random state unchanged.
     generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(shape, generator=generator, device=device)
+    a, b = torch.randn(2, size, size, generator=generator, device=device)
     if precision == "fp8":
         from torchao.float8.config import e4m3_dtype  # slow to import
 
@@ -117,11 +136,100 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
     synchronize(device)
     while sum(seconds) < _MEASURE_SECONDS:
         began = time.perf_counter()
-        for _ in range(_MATMULS_TIMED_TOGETHER):
+        for _ in range(together):
             matmul()
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return _MATMULS_TIMED_TOGETHER * 2 * _MATMUL_SIZE**3 / statistics.median(seconds) / 1e12
+    typical = statistics.median(seconds) if on_gpu else min(seconds)
+    return together * 2 * size**3 / typical / 1e12
+
+
+class _KeptPeaks(BaseModel):
+    """Content of peaks.json: the CPU, the threads of a rank, and its peaks."""
+
+    cpu: str
+    threads: float
+    tflops: dict[Precision, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+
+    def origin(self) -> str:
+        return f"{self.cpu}, {self.threads:g} threads a rank"
+
+
+def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
+    """Return the peaks of the fastest rank in TFLOPS. A collective call.
+
+    Peaks kept in `file` are used if they are of the same CPU and number of threads. The others are
+    measured, and kept there.
+    """
+    here = _KeptPeaks(cpu=cpu_name(), threads=_rank_threads(), tflops={})
+    kept = on_rank0(lambda: _read_kept(file, here))
+    missing = sorted(set(precisions) - kept.keys())
+    if missing:
+        here.tflops = kept = kept | _measure(missing, threads=here.threads)
+        on_rank0(lambda: replace_file(file, here.model_dump_json(indent=1) + "\n"))
+    return kept
+
+
+def _read_kept(file: Path, here: _KeptPeaks) -> dict[Precision, float]:
+    """Return the peaks kept in `file`, or none if it does not exist, is damaged, or was written on
+    another CPU or with another number of threads."""
+    if not file.is_file():  # opening a pipe would block
+        return {}
+    try:
+        kept = _KeptPeaks.model_validate_json(file.read_bytes())
+        same = kept.origin() == here.origin()
+        problem = "" if same else f"is of {kept.origin()}, and this is {here.origin()}"
+    except (OSError, ValueError):
+        problem = "is damaged"
+    if problem:
+        logger.info(f"{file} {problem}: the CPU's peaks are measured again")
+        return {}
+    logger.info(f"the CPU's peaks were read from {file}")
+    return kept.tflops
+
+
+def report_moved_peaks(before: Mapping[Precision, float]) -> None:
+    """Measure the peaks `before` again, and log those that changed by MOVED or more. A collective
+    call."""
+    now = _measure(before, threads=_rank_threads())
+    changes = {name: tflops / before[name] - 1 for name, tflops in now.items()}
+    moved = [
+        f"{name} from {before[name]:.4g} to {now[name]:.4g} TFLOPS ({change:+.0%})"
+        for name, change in changes.items()
+        if abs(change) >= MOVED
+    ]
+    if moved:
+        logger.info(
+            f"the CPU's peak has changed since the start: {', '.join(moved)}; "
+            "mfu is computed with the first"
+        )
+
+
+def _measure(precisions: Collection[Precision], *, threads: float) -> dict[Precision, float]:
+    """Return the peaks of the fastest rank: of one thread, times `threads` of this rank. All ranks
+    measure at the same time, as they train."""
+    used = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ranks = on_all_ranks(lambda: {name: threads * measure_peak(name, _CPU) for name in precisions})
+    torch.set_num_threads(used)
+    return {name: max(peaks[name] for peaks in ranks) for name in precisions}
+
+
+def _rank_threads() -> float:
+    """Return the number of threads that this rank can run at once: at most its share of the cores,
+    each divided among the ranks of the host that may use it. A collective call."""
+    host, cores = socket.gethostname(), usable_cores()
+    ranks = on_all_ranks(lambda: (host, cores))
+    users = Counter(core for other, theirs in ranks if other == host for core in theirs)
+    return min(torch.get_num_threads(), sum(1 / users[core] for core in cores))
+
+
+def cpu_name() -> str:
+    """Return the processor's model, or its architecture if the system does not name a model."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
 
 
 def synchronize(device: torch.device) -> None:

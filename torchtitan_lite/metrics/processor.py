@@ -1,8 +1,8 @@
 """Measure each step's time and throughput without synchronizing the device.
 
 The host runs ahead of the device. So the tensors of a step are copied to the host behind the step's
-own work, and times are differences of a `Clock`'s moments. A later call makes the record, once the
-device has passed the end of the step: usually the call of the next step.
+own work, and times are between events that are recorded there too. A later call makes the record,
+once the device has passed the end of the step: usually the call of the next step.
 """
 
 import statistics
@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +19,43 @@ from torch import Tensor
 
 from torchtitan_lite.logger import logger
 
-from .clock import Clock, build_clock
-from .figures import BETWEEN_STEPS, CastErrors, StepRecord
+from .figures import BETWEEN_STEPS, CastErrors, StepRecord, Summary, Writer
 from .flops import FlopsLedger
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
 from .rates import Rates, compute_rates, effective_peak
-from .records import Summary, Writer
 
 StepValues = dict[str, Any]
 """Figures that a step computed, by their names in StepRecord, and `consecutive_skips`: the steps
 without an update since the last one that had one. A figure is a number, or a float32 scalar on the
 device, already reduced over the ranks."""
 
+
+class HostEvent:
+    """The `torch.cuda.Event` of a CPU, which is never behind: a call returns when it is done."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        return 1000 * (end.time_s - self.time_s)
+
+
+def record_cuda_event() -> torch.cuda.Event:
+    """Record an event in the current stream. Times between such events are the device's: a wait of
+    the host in which the device still had work takes no time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 Spans = defaultdict[str, list[tuple[Any, Any]]]
-"""Moments of begin and end: of a step, and within it of its waits for `data` and of `compile`."""
+"""Events of begin and end: of a step, and within it of its waits for `data` and of `compile`."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +70,12 @@ class _EndedStep:
     copy: Tensor
     """The tensors in `computed`, on the host."""
     arrives: Any
-    """The moment at which the copy is complete."""
+    """The event after which the copy is complete."""
 
     def values(self) -> StepValues:
         """Return the step's values as numbers, once they have arrived."""
-        numbers = iter(self.copy.tolist())
-        return {
-            name: next(numbers) if isinstance(value, Tensor) else value
-            for name, value in self.computed.items()
-        }
+        tensors = [name for name, value in self.computed.items() if isinstance(value, Tensor)]
+        return self.computed | dict(zip(tensors, self.copy.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -86,27 +105,22 @@ class MetricsProcessor:
         n_devices: int,
         writers: Sequence[Writer],
         start_tokens: int,
-        clock: Clock | None = None,
     ) -> None:
         """`start_tokens` is the number of tokens trained on before this process, 0 in a new run.
         Only the main rank has writers."""
-        self.log_freq = log_freq
-        self.peaks = peaks
+        self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
+        self.device, self.n_devices, self.writers = device, n_devices, writers
         self.skips = Skips()
         """The longest series of steps without an update that the host knows of."""
-        self._ledger = ledger
-        self._rates = partial(compute_rates, ledger=ledger, peaks=peaks)
-        self._device = device
-        self._n_devices = n_devices
-        self._writers = writers
 
-        self._clock = clock or build_clock(device)
-        self._began = self._compile_began = self._clock.now()
-        self._outside = False
+        # The steps that the host has not read yet, and the time of the one that runs.
+        self.record_event: Any = record_cuda_event if device.type == "cuda" else HostEvent
+        self._began = self._compile_began = self.record_event()
         self._spans: Spans = defaultdict(list)
         self._pending: deque[_EndedStep] = deque()
         self._last_ended: _EndedStep | None = None
 
+        # Records.
         self._last_record: StepRecord | None = None
         self._tokens = start_tokens  # at the last record
         self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds
@@ -117,36 +131,35 @@ class MetricsProcessor:
     @contextmanager
     def data_wait(self) -> Iterator[None]:
         """Count the time as the step's wait for data, unless within `outside_step`."""
-        began = self._clock.now()
+        began = self.record_event()
         yield
-        if not self._outside:
-            self._spans["data"].append((began, self._clock.now()))
+        self._spans["data"].append((began, self.record_event()))
 
     def compile_began(self) -> None:
         """Count the time until `compile_ended` as compilation, unless within `outside_step`."""
-        self._compile_began = self._clock.now()
+        self._compile_began = self.record_event()
 
     def compile_ended(self) -> None:
         """End what `compile_began` began."""
-        if not self._outside:
-            self._spans["compile"].append((self._compile_began, self._clock.now()))
+        self._spans["compile"].append((self._compile_began, self.record_event()))
 
     @contextmanager
     def outside_step(self, name: str, *, step: int) -> Iterator[None]:
         """Leave the time after `step` out of every step, and write it as the figure NAME_s."""
         # What the steps have queued on the device is their time, so wait for it.
-        began = self._clock.now()
+        began = self.record_event()
         self._spans["step"].append((self._began, began))
-        self._clock.wait(began)
+        began.synchronize()
         self._take_arrived()
 
-        self._outside = True
+        # Waits for data and compilation in here are not the step's.
+        spans, self._spans = self._spans, defaultdict(list)
         yield
-        self._outside = False
+        self._spans = spans
 
-        self._began = self._clock.now()
-        self._clock.wait(self._began)
-        self._write_time(step, name, self._clock.seconds(began, self._began))
+        self._began = self.record_event()
+        self._began.synchronize()
+        self._write_time(step, name, began.elapsed_time(self._began) / 1000)
 
     def end_step(self, step: int, values: StepValues) -> bool:
         """Take what `step` computed. Return whether records were made, of this or earlier steps.
@@ -154,23 +167,24 @@ class MetricsProcessor:
         Each multiple of log_freq is logged, and this process's first step, alone, because it
         includes warm-up.
         """
-        # The copy is queued behind the step's work, and the moment behind the copy.
+        # The copy is queued behind the step's work, and the event behind the copy.
         on_device = [value for value in values.values() if isinstance(value, Tensor)]
         copy = torch.stack(on_device).to("cpu", non_blocking=True)
-        ended_at = self._clock.now()
+        ended = self.record_event()
 
-        self._spans["step"].append((self._began, ended_at))
+        self._spans["step"].append((self._began, ended))
+        logged = self._last_ended is None or step % self.log_freq == 0
         self._last_ended = _EndedStep(
             step=step,
-            logged=self._last_ended is None or step % self.log_freq == 0,
+            logged=logged,
             time=time.time(),
             spans=self._spans,
             computed=values,
             copy=copy,
-            arrives=ended_at,
+            arrives=ended,
         )
         self._pending.append(self._last_ended)
-        self._began, self._spans = ended_at, defaultdict(list)
+        self._began, self._spans = ended, defaultdict(list)
         return self._take_arrived()
 
     def settle(self) -> None:
@@ -178,21 +192,22 @@ class MetricsProcessor:
         step in any case."""
         if (last := self._last_ended) is None:
             return
-        self._clock.wait(last.arrives)
+        last.arrives.synchronize()
         self._take_arrived()
         if self._last_record is None or self._last_record.step < last.step:
             self._write_record(last, last.values())
-        for writer in self._writers:
+        for writer in self.writers:
             writer.flush()
 
     def _take_arrived(self) -> bool:
         """Take the steps that the device has finished, in order. Return whether one was logged."""
         previous = self._last_record
-        while self._pending and self._clock.passed(self._pending[0].arrives):
+        while self._pending and self._pending[0].arrives.query():
             ended = self._pending.popleft()
             self._since_record["steps"] += 1
             for name, spans in ended.spans.items():
-                self._since_record[name] += sum(self._clock.seconds(*span) for span in spans)
+                milliseconds = sum(began.elapsed_time(end) for began, end in spans)
+                self._since_record[name] += milliseconds / 1000
 
             values = ended.values()
             if (consecutive := int(values["consecutive_skips"])) > self.skips.consecutive:
@@ -211,13 +226,14 @@ class MetricsProcessor:
         self._times["data"] += data_s
 
         tokens, self._tokens = values["tokens"] - self._tokens, values["tokens"]
-        rates = self._rates(tokens=tokens, seconds=training_s, n_devices=self._n_devices)
+        tps = tokens / training_s / self.n_devices
+        rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks)
         self._warn_of_peak(ended.step, rates)
         if self._last_record is not None:
-            self._steady_tps.append(rates.tps)
+            self._steady_tps.append(tps)
 
         step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
-        memory_gib, total_gib = peak_memory_gib(self._device), total_memory_gib(self._device)
+        memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
         computed = {name: value for name, value in values.items() if name != "consecutive_skips"}
         computed["skipped_steps"] = int(values["skipped_steps"])
         self._last_record = StepRecord(
@@ -233,14 +249,14 @@ class MetricsProcessor:
             approximate_mfu=self.peaks.approximate,
         )
 
-        for writer in self._writers:
+        for writer in self.writers:
             writer.write(self._last_record)
         if compile_s:
             self._write_time(ended.step, "compile", compile_s)
 
     def _warn_of_peak(self, step: int, rates: Rates) -> None:
         """Log once that utilisations above 100 % of an approximate peak are left out."""
-        peak = effective_peak(self._ledger.by_precision, self.peaks.tflops)
+        peak = effective_peak(self.ledger.by_precision, self.peaks.tflops)
         if peak and rates.mfu is None and not self._warned_of_peak:
             self._warned_of_peak = True
             logger.info(
@@ -248,36 +264,35 @@ class MetricsProcessor:
                 "measured too low; a utilisation above 100% is n/a"
             )
 
-    def log_validation(self, step: int, loss: float) -> None:
-        """Write the validation loss after `step`."""
-        self._write_scalars(step, {"validation_loss": loss})
-
     def log_numerics(self, step: int, casts: CastErrors) -> None:
         """Write the errors of the casts of `step`, the last that ended. Waits for the device."""
         assert self._last_ended is not None, "a step has ended"
-        self._clock.wait(self._last_ended.arrives)
+        self._last_ended.arrives.synchronize()
         self._take_arrived()
-        for writer in self._writers:
+        for writer in self.writers:
             writer.write_numerics(step, casts)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write figures that belong to no step's record, such as a validation loss."""
+        for writer in self.writers:
+            writer.write_scalars(step, scalars)
+
+    def _write_time(self, step: int, name: str, seconds: float) -> None:
+        assert f"{name}_s" in BETWEEN_STEPS, f"{name}_s is missing in figures.BETWEEN_STEPS"
+        self._times[name] = self._times.get(name, 0.0) + seconds
+        self.write_scalars(step, {f"{name}_s": seconds})
 
     def summary(self) -> Summary | None:
         """Return the outcome so far, or None if no step was trained."""
         if self._last_record is None:
             return None
-        tps = statistics.median(self._steady_tps) if self._steady_tps else None
-        mfu = None if tps is None else self._rates(tokens=tps, seconds=1.0, n_devices=1).mfu
+        if not self._steady_tps:
+            return Summary(self._last_record, tps=None, mfu=None, times_s=dict(self._times))
+        tps = statistics.median(self._steady_tps)
+        mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
         return Summary(self._last_record, tps, mfu, times_s=dict(self._times))
 
     def close(self) -> None:
         """Close the writers."""
-        for writer in self._writers:
+        for writer in self.writers:
             writer.close(self.summary())
-
-    def _write_time(self, step: int, name: str, seconds: float) -> None:
-        assert f"{name}_s" in BETWEEN_STEPS, f"{name}_s is missing in figures.BETWEEN_STEPS"
-        self._times[name] = self._times.get(name, 0.0) + seconds
-        self._write_scalars(step, {f"{name}_s": seconds})
-
-    def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        for writer in self._writers:
-            writer.write_scalars(step, scalars)

@@ -1,4 +1,4 @@
-"""Throughput and utilisation from tokens, seconds, the FLOPs ledger and the device's peaks."""
+"""Utilisation of a device from its throughput, the FLOPs ledger and its peaks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,42 +25,28 @@ class Rates:
     hfu: float | None
 
 
-def ideal_seconds(
-    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
-) -> float | None:
-    """Return the seconds that `flops` take with each precision at its own peak of `tflops`.
-
-    None if a precision that is used has no known peak.
-    """
-    used = {precision: count for precision, count in flops.items() if count}
-    if not used.keys() <= tflops.keys():
-        return None
-    return sum(count / tflops[precision] for precision, count in used.items()) / 1e12
-
-
 def effective_peak(
     flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
 ) -> float | None:
     """Return the peak of a mix of precisions in TFLOPS: the harmonic mean of `tflops`, weighted by
     `flops`. None if a precision that is used has no known peak."""
-    ideal_s = ideal_seconds(flops, tflops)
-    return None if ideal_s is None else sum(flops.values()) / ideal_s / 1e12
+    used = {precision: count for precision, count in flops.items() if count}
+    if not used.keys() <= tflops.keys():
+        return None
+    return sum(used.values()) / sum(count / tflops[name] for name, count in used.items())
 
 
-def compute_rates(
-    *, tokens: float, seconds: float, n_devices: int, ledger: FlopsLedger, peaks: Peaks
-) -> Rates:
-    """Return the rates of `n_devices` that together trained on `tokens` in `seconds`."""
-    tps = tokens / seconds / n_devices
+def compute_rates(tps: float, *, ledger: FlopsLedger, peaks: Peaks) -> Rates:
+    """Return the rates of a device that trained on `tps` tokens per second."""
     known, flops = peaks.tflops, ledger.by_precision
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
 
     def utilisation(
         flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
     ) -> float | None:
-        if (ideal_s := ideal_seconds(flops, tflops)) is None:
+        if (peak := effective_peak(flops, tflops)) is None:
             return None
-        percent = 100 * tps * ideal_s
+        percent = 100 * tps * sum(flops.values()) / 1e12 / peak
         return None if percent > 100 and peaks.approximate else percent
 
     return Rates(

@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .figures import CAST_CHARTS, CHARTS, FIGURES, StepRecord, figure_of
-from .records import Summary, Writer
+from .figures import CAST_CHARTS, CHARTS, FIGURES, Summary, Writer, figure_of
 
 FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
 """Tags of the outcome, by which the HParams tab compares runs."""
+EVENT_FILES = "events.out.tfevents.*"
 
 
 class TensorBoardWriter(Writer):
@@ -27,16 +27,14 @@ class TensorBoardWriter(Writer):
         hparams: Mapping[str, bool | float | str],
         numerics: bool,
     ) -> None:
-        """Open `folder` to continue after `resume_step`.
-
-        `numerics` says whether casts to float8 will be measured.
-        """
+        """Open `folder` to continue after `resume_step`. `numerics` says whether casts to float8
+        will be measured."""
         # Slow to import, and needed only on the rank that writes.
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams as hparam_summaries
 
         # An earlier process may have trained past `resume_step`: TensorBoard drops those points.
-        is_resumed = any(folder.glob("events.out.tfevents.*"))
+        is_resumed = any(folder.glob(EVENT_FILES))
         self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
         self._file = self._events._get_file_writer()
 
@@ -54,11 +52,6 @@ class TensorBoardWriter(Writer):
             self._file.add_summary(summary)
         self._events.flush()
 
-    def write(self, record: StepRecord) -> None:
-        figures = record.known().items()
-        drawn = {name: value for name, value in figures if figure_of(name).tag}
-        self.write_scalars(record.step, drawn)
-
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         # Loaded with SummaryWriter.
         from tensorboard.compat.proto.summary_pb2 import Summary as Points
@@ -73,7 +66,7 @@ class TensorBoardWriter(Writer):
         self._events.flush()
 
     def flush(self) -> None:
-        for path in Path(self._events.log_dir).glob("events.out.tfevents.*"):
+        for path in Path(self._events.log_dir).glob(EVENT_FILES):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
@@ -88,14 +81,15 @@ class TensorBoardWriter(Writer):
 
 
 def _tags(name: str) -> list[str]:
-    """Return the tags of a figure, last the one that charts use.
+    """Return the tags of a figure, last the one that charts use; none if it has no curve.
 
     The Custom Scalars tab calls a curve "tag (run)", and takes everything after the first
     parenthesis for the run. So a tag with a parenthesis would draw no curve there.
     """
     _, slash, suffix = name.partition("/")
-    tag = figure_of(name).tag + slash + suffix
-    return [tag, f"pages/{name}"] if "(" in tag else [tag]
+    tag = figure_of(name).tag
+    tags = [tag, f"pages/{name}"] if "(" in tag else [tag + slash + suffix]
+    return tags if tag else []
 
 
 def _layout(*, numerics: bool) -> dict[str, dict[str, list]]:

@@ -12,8 +12,7 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
-from .figures import StepRecord, figure_of
-from .records import Summary, Writer
+from .figures import StepRecord, Summary, Writer, figure_of
 
 UPLOAD_TIMEOUT_S = 60.0
 """How long a run may wait for wandb's server at its end, while devices idle. Data that arrives
@@ -22,11 +21,8 @@ later stays in the run folder."""
 
 def check_wandb_installed(metrics: MetricsConfig) -> None:
     """Raise ConfigError if wandb is enabled and not installed."""
-    if not metrics.enable_wandb:
-        return
     # wandb leaves a folder of its own name where it ran: Python finds it as a package without code.
-    spec = find_spec("wandb")
-    if spec is None or spec.origin is None:
+    if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
         raise ConfigError(
             "[metrics] enable_wandb = true needs wandb, which is not installed: "
             'pip install "torchtitan-lite[wandb]", or set it to false.'
@@ -45,8 +41,7 @@ class WandbWriter(Writer):
         self, dump_folder: Path, *, config_toml: str, hparams: Mapping[str, bool | float | str]
     ) -> None:
         """Open the run in project $WANDB_PROJECT. Raises ConfigError without a login or network."""
-        # Slow to import, and optional.
-        import wandb
+        import wandb  # slow, and optional
 
         id_file = dump_folder / "wandb" / "run_id"
         id_file.parent.mkdir(exist_ok=True)

@@ -15,8 +15,7 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
-from .figures import STEP_FIGURES, CastErrors, StepRecord
-from .records import Summary, Writer
+from .figures import STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
 
@@ -106,13 +105,23 @@ class JsonlWriter(Writer):
 
     def _append(self, fields: Mapping[str, Any]) -> None:
         """Append a line; the operating system has it when this returns."""
-        self._file.write(json.dumps(_finite(fields)) + "\n")
+        # Python writes NaN and Infinity, which are not JSON. They are read as None.
+        strict = json.loads(json.dumps(fields), parse_constant=lambda _: None)
+        self._file.write(json.dumps(strict) + "\n")
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
 
     def close(self, summary: Summary | None) -> None:
         self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line, or infinity if it is not a valid line."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return math.inf
 
 
 def build_writers(
@@ -142,9 +151,10 @@ def build_writers(
         writers.append(JsonlWriter(numerics_file, resume_step=resume_step, numerics=True))
 
     if metrics.enable_tensorboard:
+        folder = dump_folder / metrics.save_tb_folder
         writers.append(
             TensorBoardWriter(
-                dump_folder / metrics.save_tb_folder,
+                folder,
                 resume_step=resume_step,
                 config_toml=config_toml,
                 hparams=hparams,
@@ -154,18 +164,3 @@ def build_writers(
     if metrics.enable_wandb:
         writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
     return writers
-
-
-def _finite(value: Any) -> Any:
-    """Replace every number in `value` that is not finite by None."""
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a line, or infinity if it is not a valid line."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return math.inf

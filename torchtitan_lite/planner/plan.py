@@ -170,7 +170,6 @@ def _plan_linears(run: _Run, meta: MetaModel) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     tokens, scheme = run.job.config.training.microbatch_tokens, float8_scheme(run.job.config)
     multiple = run.job.config.float8.recipe.size_multiple
-    precisions = {row.name: row for row in meta.ledger.linears}
 
     # Linears that are in float8 together share casts; a kept one is timed as if it were added.
     ratios: dict[tuple[str, ...], float] = {}
@@ -187,11 +186,11 @@ def _plan_linears(run: _Run, meta: MetaModel) -> list[dict[str, Any]]:
 
     rows = []
     for choice in meta.choices:
-        precision, (n, k) = precisions[choice.names[0]], choice.local_shape
+        precisions, (n, k) = meta.ledger.precisions[choice.names[0]], choice.local_shape
         gemms = {
-            "output": (tokens, n, k, precision.output),
-            "grad_input": (tokens, k, n, precision.grad_input),
-            "grad_weight": (n, k, tokens, precision.grad_weight),
+            "output": (tokens, n, k, precisions["output"]),
+            "grad_input": (tokens, k, n, precisions["grad_input"]),
+            "grad_weight": (n, k, tokens, precisions["grad_weight"]),
         }
         keys = ("m", "n", "k", "precision")
         rows.append(
@@ -276,7 +275,7 @@ def _plan_schedule(
         rates = run.rates or bf16_rates(run.device, run.peaks.tflops["bf16"])
         step = predict_step(run.job, meta, rates=rates).float8
         tps, origin = training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
-    at = compute_rates(tokens=tps, seconds=1.0, n_devices=1, ledger=ledger, peaks=run.peaks)
+    at = compute_rates(tps, ledger=ledger, peaks=run.peaks)
 
     tokens_per_step = run.job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
