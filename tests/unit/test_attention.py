@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchtitan_lite.models.attention import attention_backend
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import attention_backend
 
 
 @pytest.mark.parametrize(

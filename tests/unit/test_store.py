@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from torchtitan_lite.parallel.store import connect_store
+from torchtitan_lite.parallel.distributed import connect_store
 
 
 def test_attempts_do_not_see_each_others_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,15 +69,14 @@ class _Call:
     group: dist.ProcessGroup | None = None
     """Ranks that share the vocabulary; None: it is not split."""
 
-    @classmethod
-    def on(cls, split: Tensor, *, dim: int, scale: float) -> "_Call":
-        """Describe a call on logits or a weight whose dimension `dim` is the vocabulary."""
-        with_gradient = torch.is_grad_enabled()
-        if not isinstance(split, DTensor):
-            return cls(scale, with_gradient)
-        mesh = split.device_mesh
-        _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
-        return cls(scale, with_gradient, offset[dim], mesh.get_group())
+
+def _call_on(split: Tensor, *, dim: int, scale: float) -> _Call:
+    """Describe a call on logits or a weight whose dimension `dim` is the vocabulary."""
+    if not isinstance(split, DTensor):
+        return _Call(scale, torch.is_grad_enabled())
+    mesh = split.device_mesh
+    _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
+    return _Call(scale, torch.is_grad_enabled(), offset[dim], mesh.get_group())
 
 
 class CrossEntropy:
@@ -93,10 +92,9 @@ class CrossEntropy:
         )
 
     def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Return the loss of `labels` [B, S] for `logits` [B, S, V].
-
-        The logits may be a DTensor that is split over the vocabulary."""
-        call = _Call.on(logits, dim=-1, scale=scale)
+        """Return the loss of `labels` [B, S] for `logits` [B, S, V], which may be a DTensor that is
+        split over the vocabulary."""
+        call = _call_on(logits, dim=-1, scale=scale)
         logits = logits.to_local() if isinstance(logits, DTensor) else logits
         loss: Tensor = _OfLogits.apply(logits.flatten(0, 1), labels.flatten(), self, call)
         return loss
@@ -106,7 +104,7 @@ class CrossEntropy:
 
         `x` is [B, S, D], `weight` [V, D]. Both may be DTensors: the weight split over the
         vocabulary, `x` the same on all ranks."""
-        call = _Call.on(weight, dim=0, scale=scale)
+        call = _call_on(weight, dim=0, scale=scale)
         if isinstance(weight, DTensor):
             assert isinstance(x, DTensor), "x is a DTensor if the weight is one"
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()

@@ -70,10 +70,7 @@ def gathers_float8(module: nn.Module) -> bool:
     Only then can shards of the input be cast before they are gathered."""
     if not is_float8_linear(module):
         return False
-    # torchao is slow to import, and has been imported if there is a Float8Linear.
-    from torchao.float8.config import ScalingGranularity
-
-    return module.config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
+    return module.config.cast_config_input.scaling_granularity.value == "tensorwise"
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
@@ -142,14 +139,12 @@ def float8_gathers(tensorwise: Collection[str]) -> int:
     """Count the activations and gradients that a microbatch gathers in float8, without recomputing.
 
     `tensorwise` are the names of the linears that have one scale per tensor."""
-    parts = {name.rpartition(".")[0] for name in tensorwise} - {""}
-    linears = {path: path.rpartition(".")[2] for path in parts}
-    inputs = sum(
-        all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part])
-        for path, part in linears.items()
-    )
-    gradients = sum(f"{path}.{ROW_SPLIT[part]}" in tensorwise for path, part in linears.items())
-    return inputs + gradients + ("output" in tensorwise)
+    gathers = int("output" in tensorwise)
+    for path in {name.rpartition(".")[0] for name in tensorwise} - {""}:
+        part = path.rpartition(".")[2]
+        gathers += all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part])
+        gathers += f"{path}.{ROW_SPLIT[part]}" in tensorwise
+    return gathers
 
 
 def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> None:
