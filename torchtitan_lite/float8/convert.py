@@ -18,9 +18,8 @@ from .selection import LinearChoice
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
+# The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
-"""Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada, and AMD's MI300 in
-ROCm's numbering."""
 
 
 def has_float8_units(device: torch.device) -> bool:
@@ -95,9 +94,8 @@ def convert_linears(
 
 
 def build_scale_hook(model: nn.Module, *, float8: Float8Config) -> Callable[[], None]:
-    """Return the function to call after each optimizer step. With
-    precompute_float8_dynamic_scale_for_fsdp it computes the scales of all weights for the next
-    float8 all-gathers in one all-reduce; otherwise it does nothing."""
+    """Return the function to call after each optimizer step. If asked for, it computes the scales
+    of all weights for the next float8 all-gathers in one all-reduce; else it does nothing."""
     if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # slow to import
 

@@ -24,8 +24,7 @@ from torchtitan_lite.torchao_types import is_float8_linear
 
 ROLES = ("input", "weight", "grad_output")
 """The tensors that a linear casts, by the names of torchao's GemmInputRole."""
-Numerics = dict[str, dict[str, dict[str, float]]]
-"""Figures by kind of linear, role and name of the figure."""
+Numerics = dict[str, dict[str, dict[str, float]]]  # by kind of linear, role and name of the figure
 FIGURES: dict[str, Any] = {"sqnr_db": min, "amax": max, "underflow": max, "saturation": max}
 """The figures of a cast, and how to find the worst of several."""
 _LAYER = re.compile(r"layers\.(\d+)\.(?:_checkpoint_wrapped_module\.)?")
@@ -40,7 +39,7 @@ def saturation_limit(dtype: torch.dtype) -> float:
 
 
 def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure the cast of `tensor` to the float8 `data` [same shape], which is `tensor` * `scale`.
+    """Measure the cast of `tensor` to the float8 `data`, which is `tensor` * `scale`.
 
     Returns [5] float64: the sum of squares, the sum of squared errors, and the numbers of values
     that became 0, that saturated, and in total; and the largest magnitude, [] float32."""
@@ -74,7 +73,6 @@ class NumericsMonitor:
     """Measure every `freq` steps what a model's casts to float8 lose."""
 
     def __init__(self, model: nn.Module, *, freq: int, device: torch.device) -> None:
-        """`freq` 0 measures never. `device` is the device of the model."""
         self._model, self._freq = model, freq
         linears = [
             (name, module) for name, module in model.named_modules() if is_float8_linear(module)

@@ -17,8 +17,7 @@ from torchtitan_lite.tables import format_columns
 
 from .recipes import DEFAULT_RECIPE, RECIPES, Recipe
 
-AUTO = "auto"
-"""In filter_fqns: keep the linears that float8 would not make faster."""
+AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,12 @@ class LinearChoice:
     """All linears of one kind, such as every layer's wq, that share a decision. Shapes are
     (out_features, in_features)."""
 
-    kind: str
-    """Name without the layer's number: "attention.wq"."""
-    names: tuple[str, ...]
-    """The modules: "layers.0.attention.wq" and so on."""
+    kind: str  # name without the layer's number: "attention.wq"
+    names: tuple[str, ...]  # of the modules: "layers.0.attention.wq" and so on
     shape: tuple[int, int]
-    local_shape: tuple[int, int]
-    """Shape on each rank under tensor parallelism."""
-    kept_because: str = ""
-    """Why they stay in high precision; "" if they train in float8."""
-    recomputed: int = 0
-    """How many of them the backward pass runs forward again."""
+    local_shape: tuple[int, int]  # on each rank under tensor parallelism
+    kept_because: str = ""  # why they stay in high precision; "" if they train in float8
+    recomputed: int = 0  # how many of them the backward pass runs forward again
 
     @property
     def converted(self) -> bool:

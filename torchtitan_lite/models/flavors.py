@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling of rotary embeddings (Llama 3.1 model card, `rope_scaling` of
-    type "llama3")."""
+    """Llama 3.1's scaling of rotary frequencies (its model card, `rope_scaling` "llama3")."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -93,8 +92,7 @@ class BlockLinear:
 
     out_features: str
     in_features: str
-    reads: str
-    """The tensor it reads. Linears that read the same one share its gather and its float8 cast."""
+    reads: str  # the tensor; linears that read the same one share its gather and its float8 cast
 
 
 BLOCK_LINEARS = {
@@ -107,8 +105,7 @@ BLOCK_LINEARS = {
     "feed_forward.w2": BlockLinear("dim", "ffn_dim", "gated"),
 }
 """By name within the block, in the order in which its forward calls them."""
-OUTPUT = "output"
-"""Name of the projection to the vocabulary, the only linear outside the blocks."""
+OUTPUT = "output"  # the projection to the vocabulary, the only linear outside the blocks
 
 COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
 """Linears that tensor parallelism splits by columns (out_features), by module of a block."""

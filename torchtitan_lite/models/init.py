@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from .llama3 import Transformer, rope_table
 
-CUTOFF = 3.0
-"""Truncation of the normal distribution, in standard deviations."""
-CHUNK = 1 << 22
-"""Elements generated at a time; bounds the memory of the intermediate 64-bit values."""
+CUTOFF = 3.0  # truncation of the normal distribution, in standard deviations
+CHUNK = 1 << 22  # elements generated at a time; bounds the memory of intermediate 64-bit values
 
 
 def _signed(value: int) -> int:

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-IGNORED = -100
-"""Label of a token that does not count."""
+IGNORED = -100  # label of a token that does not count
 CHUNK_LOGITS = 2**30
 """Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. More chunks take less memory,
 but each one after the first costs a pass over the weight's gradient in float32."""
@@ -64,10 +63,8 @@ class _Call:
 
     scale: float
     with_gradient: bool
-    first_id: int = 0
-    """Token id of this rank's first logit."""
-    group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary; None: it is not split."""
+    first_id: int = 0  # token id of this rank's first logit
+    group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary if it is split
 
 
 def _call_on(split: Tensor, *, dim: int, scale: float) -> _Call:
@@ -100,10 +97,8 @@ class CrossEntropy:
         return loss
 
     def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Return the loss of `labels` [B, S] for the logits x @ weight.t().
-
-        `x` is [B, S, D], `weight` [V, D]. Both may be DTensors: the weight split over the
-        vocabulary, `x` the same on all ranks."""
+        """Return the loss of `labels` [B, S] for the logits x @ weight.t(), x [B, S, D], weight
+        [V, D]. Both may be DTensors: the weight split over the vocabulary, x the same on all."""
         call = _call_on(weight, dim=0, scale=scale)
         if isinstance(weight, DTensor):
             assert isinstance(x, DTensor), "x is a DTensor if the weight is one"

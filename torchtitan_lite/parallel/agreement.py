@@ -18,8 +18,9 @@ from torchtitan_lite.errors import ConfigError
 
 from .distributed import connect_store, local_world_size, read_rank
 
-HEARD_SECONDS = 10
-"""How long rank 0, whose host may serve the store, waits for the others to read the verdict."""
+HEARD_SECONDS = (
+    10  # for the other ranks to read the verdict: the host of rank 0 may serve the store
+)
 SHOWN_RANKS = 4
 
 

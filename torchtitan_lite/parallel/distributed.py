@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
 from torchtitan_lite.errors import ConfigError
 
+# NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
 NCCL_EXTRA_SECONDS = 30
-"""Added to NCCL's time-out: NCCL aborts the process, while gloo, whose time-out should come first,
-raises an error."""
+# From the slowest link to the fastest: neighbouring ranks share tensor parallelism.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the slowest link to the fastest: neighbouring ranks share tensor parallelism."""
 
 
 def read_rank() -> tuple[int, int]:
