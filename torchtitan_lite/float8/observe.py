@@ -24,13 +24,9 @@ MATMULS = {"mm": 1, "addmm": 1, "_mm_plus_mm": 2}
 """Number of matmuls that an operator computes, by its name; attention is not counted."""
 SCALED_MATMULS = {"_scaled_mm", "_scaled_mm_v2"}
 """Matmuls of float8 operands."""
-FUSED = {
-    "fused_all_gather_matmul",
-    "fused_all_gather_scaled_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_scaled_matmul_reduce_scatter",
-}
-"""A matmul and a collective that the compiler has fused for async tensor parallelism."""
+FUSED = ("fused_all_gather_", "fused_matmul_reduce_", "fused_scaled_matmul_reduce_")
+"""Operators, by the start of their names, that async tensor parallelism has fused of a matmul and a
+collective."""
 OBSERVED_TYPES = {torch.Tensor, nn.Parameter, DTensor}
 """Tensor types whose operators are counted. A float8 tensor first splits an operator into those on
 its data and its scale."""
@@ -79,7 +75,7 @@ class StepObserver(TorchDispatchMode):
             self.fsdp_gathers[_type_name(args[1])] += 1
         elif name == "all_gather_into_tensor":
             self.tp_gathers[_type_name(args[0])] += 1
-        elif name in FUSED:
+        elif name.startswith(FUSED):
             # A gathered tensor can have several readers, whose weights are a list.
             self.fused += 1
             readers = len(args[1]) if isinstance(args[1], list) else 1

@@ -66,10 +66,8 @@ def recomputed_modules(
 
 
 def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them.
-
-    The "op" policy keeps attention, the sums that tensor parallelism scatters, and every second
-    matmul."""
+    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them. The "op" policy
+    keeps every second matmul and the results of `SAVED`."""
     contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"
