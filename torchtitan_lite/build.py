@@ -36,8 +36,7 @@ from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import UpdateGuard, build_optimizer
-from torchtitan_lite.parallel.distributed import local_world_size
-from torchtitan_lite.parallel.mesh import build_mesh, flatten_data_parallel
+from torchtitan_lite.parallel.distributed import build_mesh, local_world_size
 from torchtitan_lite.planner.meta_model import (
     resolve_auto,
 )
@@ -104,7 +103,7 @@ def build_parts(
         f"{job.batch.grad_accum_steps} microbatches a rank"
     )
     mesh = build_mesh(degrees, device_type=device.type)
-    dp_mesh = flatten_data_parallel(mesh)
+    dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # ranks that train on other samples
 
     # Data, from the first sample that is not trained on yet.
     progress = accept_progress(resume, job)

@@ -13,9 +13,8 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.models.attention import attention_backend
 from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache

@@ -1,7 +1,7 @@
 """The optimizer, and the guard that decides which steps update the parameters."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.logger import logger
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
-LOSS_MEAN_DECAY = 0.98
-"""Decay of the running mean of the losses: a loss has half its weight after 34 steps."""
+LOSS_MEAN_DECAY = 0.98  # of the running mean: a loss has half its weight after 34 steps
 
 
 def build_optimizer(
@@ -42,59 +41,46 @@ def build_optimizer(
 
 # ----- AdamW with moments in 16 or 8 bits -----
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""AdamW's moments by their names in its state, and whether each is signed."""
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # names in the state, and whether each is signed
+# In float8 the second moment needs the larger range (arXiv 2409.12517).
 FLOAT8 = {"exp_avg": torch.float8_e4m3fn, "exp_avg_sq": torch.float8_e5m2}
-"""The types of moments in float8. The second moment needs the larger range (arXiv 2409.12517)."""
-MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}
-"""Of the types to which a second moment is rounded stochastically."""
-BLOCK = 128
-"""Neighbours in a row of a weight whose 8-bit moments share a scale."""
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}  # of types rounded to stochastically
+BLOCK = 128  # neighbours in a row of a weight whose 8-bit moments share a scale
 
 
 class LowBitAdamW(torch.optim.Optimizer):
     """AdamW that computes in float32 and stores the two moments in 16 or 8 bits.
 
-    `state_dtype` is one of
-
-    - "bfloat16";
-    - "int8": codes of a dynamic map, as in 8-bit Adam (arXiv 2110.02861);
-    - "float8": e4m3 and e5m2.
-
-    In 8 bits each `BLOCK` neighbours in a row share a float32 scale, and moments of parameters
-    whose rows on this rank are not whole blocks stay float32. A second moment that is stored as a
-    floating-point number is rounded stochastically.
+    `state_dtype` is "bfloat16", "int8" (codes of a dynamic map, as in 8-bit Adam, arXiv 2110.02861)
+    or "float8" (e4m3 and e5m2). In 8 bits each `BLOCK` neighbours in a row share a float32 scale,
+    and moments of parameters whose rows on this rank are not whole blocks stay float32. A second
+    moment that is stored as a floating-point number is rounded stochastically.
 
     Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
     a GPU the update is compiled, to 2 kernels a parameter in bfloat16, 5 to 7 in 8 bits."""
 
-    found_inf: Tensor | None = None
-
     def __init__(
         self, parameters: Iterable[Parameter], *, state_dtype: str, **settings: Any
     ) -> None:
-        """`settings` are lr, betas, eps and weight_decay."""
         # torchao is slow to import, and most runs have moments in float32.
         from torchao.optim.quant_utils import create_dynamic_map
 
         super().__init__(parameters, {**settings, "fused": True})
         self._state_dtype = state_dtype
         self._device = self.param_groups[0]["params"][0].device
-        self._never = torch.zeros((), device=self._device)
+        self.found_inf = torch.zeros((), device=self._device)
         # The value of each int8 code, as a share of the largest in its block.
         self._maps = {
             name: torch.tensor(create_dynamic_map(signed=signed), device=self._device)
             for name, signed in MOMENTS.items()
         }
-        self._update: Callable[..., None] = _update
-        if self._device.type == "cuda":
-            self._update = torch.compile(_update, dynamic=False)
+        compiles = self._device.type == "cuda"
+        self._update: Any = torch.compile(_update, dynamic=False) if compiles else _update
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each parameter that has a gradient."""
         assert closure is None, "the loss is computed once a step"
-        skip = self._never if self.found_inf is None else self.found_inf
         for group in self.param_groups:
             # A tensor, since the compiler would compile the update again for each new number.
             lr = torch.full((), group["lr"], device=self._device)
@@ -111,7 +97,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                     _local(parameter.grad),
                     {name: _local(tensor) for name, tensor in state.items()},
                     self._maps,
-                    skip=skip,
+                    skip=self.found_inf,
                     lr=lr,
                     betas=group["betas"],
                     eps=group["eps"],
@@ -126,7 +112,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
-    """Return zero moments, with scales if in 8 bits, sharded like `parameter`."""
+    """Return zero moments, with scales for each block if in 8 bits, sharded like `parameter`."""
     if state_dtype == "bfloat16":
         return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
     if parameter.ndim != 2 or _local(parameter).shape[-1] % BLOCK:
@@ -134,24 +120,16 @@ def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
 
     dtypes = FLOAT8 if state_dtype == "float8" else dict.fromkeys(MOMENTS, torch.uint8)
     moments = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
-    return moments | {f"{name}_scale": _scales_like(parameter) for name in MOMENTS}
-
-
-def _scales_like(parameter: Tensor) -> Tensor:
-    """Return a zero for each block of `parameter`, sharded like it."""
-    rows, columns = parameter.shape
-    local = _local(parameter)
-    scales = torch.zeros(len(local), local.shape[-1] // BLOCK, device=local.device)
-    if not isinstance(parameter, DTensor):
-        return scales
-    return DTensor.from_local(
-        scales,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size((rows, columns // BLOCK)),
-        stride=(columns // BLOCK, 1),
-    )
+    local, shape = _local(parameter), torch.Size((len(parameter), parameter.shape[1] // BLOCK))
+    for name in MOMENTS:
+        scales = torch.zeros(len(local), local.shape[1] // BLOCK, device=local.device)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            scales = DTensor.from_local(
+                scales, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
+            )
+        moments[f"{name}_scale"] = scales
+    return moments
 
 
 def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Tensor:
@@ -251,9 +229,11 @@ class UpdateGuard:
     """Decides on the device which steps do not update the parameters, and counts them there.
 
     These are steps whose loss or gradient is not finite and, with a `loss_spike_factor`, those
-    whose loss exceeds that factor times the running mean of the losses before.
+    whose loss exceeds that factor times the running mean of the losses before. It continues from
+    the counts and the mean of the steps before.
 
-    Its tensors are [] float32 on `device`."""
+    Its tensors are [] float32 on `device`. `consecutive_skips` counts the steps since the last one
+    with an update; `loss_mean` is over the steps that had one, in nat, NaN before the first."""
 
     def __init__(
         self,
@@ -264,13 +244,10 @@ class UpdateGuard:
         consecutive_skips: int,
         loss_mean: float | None,
     ) -> None:
-        """Continue from the counts and the mean of the steps before."""
         self._spike_factor = training.loss_spike_factor
         self.skipped_steps = torch.tensor(float(skipped_steps), device=device)
         self.consecutive_skips = torch.tensor(float(consecutive_skips), device=device)
-        """Number of steps without an update since the last step with one."""
         self.loss_mean = torch.tensor(math.nan if loss_mean is None else loss_mean, device=device)
-        """Running mean over the steps that had an update, in nat; NaN before the first."""
 
     def found_inf(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1 if this step must not update the parameters, else 0.

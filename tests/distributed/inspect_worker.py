@@ -22,8 +22,7 @@ from torchtitan_lite.build_model import build_model
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
-from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.distributed import build_mesh, end_process, init_distributed
 
 
 class Traffic(TorchDispatchMode):

@@ -1,15 +1,16 @@
-"""Joining the process group: what is refused before it, and how a GPU is set up."""
+"""Joining the process group: its store, what is refused before it, and how a GPU is set up."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.parallel import distributed
-from torchtitan_lite.parallel.distributed import init_distributed
+from torchtitan_lite.parallel.distributed import connect_store, init_distributed
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -83,3 +84,20 @@ def test_the_trace_buffer_has_its_size_by_the_name_that_is_not_deprecated(
         monkeypatch.delenv(name)
     start_on(monkeypatch, gpus=1)
     assert [os.environ.get(name) for name in BUFFER_SIZE] == ["7", None]
+
+
+def test_attempts_do_not_see_each_others_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(served.port),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    for name, value in {**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    first, also_first = connect_store(5), connect_store(5)
+    first.set("address", "old")
+    assert also_first.get("address") == b"old"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not connect_store(5).check(["address"])

@@ -5,10 +5,16 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.models import init
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.init import init_std, init_weights, local_window, truncated_normal
+from torchtitan_lite.models.init import init_std, init_weights, truncated_normal
 from torchtitan_lite.models.llama3 import Transformer
 
 ARGS = ModelArgs(
@@ -94,8 +100,19 @@ def test_standard_deviations(name: str, std: float) -> None:
     assert weight.std().item() == pytest.approx(0.9866 * std, rel=0.05)
 
 
-def test_a_plain_tensor_is_its_own_window() -> None:
-    assert local_window(torch.empty(3, 5)) == ([0, 0], [3, 5])
+def test_a_shard_has_the_values_of_its_part_of_the_whole() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=10, world_size=12)
+    mesh = init_device_mesh("cpu", (4, 3), mesh_dim_names=("dp_shard", "tp"))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.empty(50, 5), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp_shard"])
+    init._fill(model.weight, key=7, std=1.0)
+    dist.destroy_process_group()
+
+    whole = torch.empty(50, 5)
+    init._fill(whole, key=7, std=1.0)
+    part = whole.chunk(3)[1].chunk(4)[3]  # tensor parallelism splits first
+    assert torch.equal(model.weight.to_local(), part)
 
 
 def test_what_is_not_initialised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

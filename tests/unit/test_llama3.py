@@ -16,6 +16,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import (
     Transformer,
     apply_rope,
+    attention_backend,
     document_mask,
     document_starts,
     rope_frequencies,
@@ -262,3 +263,44 @@ def test_flex_attention_leaves_out_blocks_between_documents() -> None:
     assert isinstance(mask, flex_attention.BlockMask) and mask.full_kv_num_blocks is not None
     # Queries 256 to 299 see keys from 0 on, those from 384 on none before 300.
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).tolist() == [[[1, 2, 3, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("bos_id", "device", "expected"),
+    [
+        (None, "cpu", "FLASH_ATTENTION"),
+        (0, "cpu", "FLASH_ATTENTION"),
+        (0, "cuda", "FLEX_ATTENTION"),
+    ],
+)
+def test_the_attention_backend_is_named(bos_id: int | None, device: str, expected: str) -> None:
+    args = ModelArgs(
+        dim=64,
+        n_layers=1,
+        n_heads=8,
+        n_kv_heads=2,
+        ffn_dim=96,
+        vocab_size=50,
+        max_seq_len=48,
+        document_bos_id=bos_id,
+    )
+    found = attention_backend(args, tp_degree=2, dtype=torch.bfloat16, device=torch.device(device))
+    assert found == expected
+
+
+def test_this_ranks_share_of_the_heads_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def choose(*tensors: torch.Tensor, **options: object) -> int:
+        shapes.extend(tuple(tensor.shape) for tensor in tensors)
+        assert all(tensor.requires_grad for tensor in tensors)
+        assert options == {"attn_mask": None, "is_causal": True, "enable_gqa": True}
+        return int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    args = ModelArgs(
+        dim=64, n_layers=1, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
+    )
+    kind = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    assert attention_backend(args, tp_degree=2, **kind) == "CUDNN_ATTENTION"
+    assert shapes == [(1, 4, 48, 8), (1, 1, 48, 8), (1, 1, 48, 8)]

@@ -35,7 +35,7 @@ from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.optim import build_optimizer
-from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, Rank, step_memory
 

@@ -28,7 +28,13 @@ from torchao.testing.training.roofline_utils import get_float8_mem_sympy, get_ge
 
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs, block_linear_shapes
+from torchtitan_lite.models.flavors import (
+    BLOCK_LINEARS,
+    FLAVORS,
+    ROW_SPLIT,
+    ModelArgs,
+    block_linear_shapes,
+)
 from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
 from torchtitan_lite.planner.roofline import (
     DeviceRates,
@@ -63,7 +69,7 @@ def linears_of(
 ) -> list[LinearChoice]:
     linears = []
     for kind, (n, k) in block_linear_shapes(args).items():
-        local = (n // tp, k) if BLOCK_LINEARS[kind].split_dim == 0 else (n, k // tp)
+        local = (n // tp, k) if kind.split(".")[1] not in ROW_SPLIT.values() else (n, k // tp)
         names = tuple(f"layers.{i}.{kind}" for i in range(args.n_layers))
         again = args.n_layers if kind in recomputed else 0
         reason = "kept" if kind in kept else ""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import cast
 
 import pytest
@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import RankLostError
 from torchtitan_lite.parallel import watchdog
+from torchtitan_lite.parallel.distributed import connect_store
 from torchtitan_lite.parallel.signals import StopSignal
-from torchtitan_lite.parallel.store import connect_store
 from torchtitan_lite.parallel.watchdog import Heartbeat, Watchdog, describe_place, is_rank_loss
 
 pytestmark = pytest.mark.timeout(40)
@@ -228,11 +228,16 @@ def test_where_all_ranks_wait_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_places_in_collectives_and_in_code() -> None:
-    assert describe_place(f"{Path(dist.__file__).parent}/distributed_c10d.py", 9, "all_reduce") == (
+    def code(file: str, function: str) -> CodeType:
+        return cast(CodeType, SimpleNamespace(co_filename=file, co_name=function))
+
+    assert describe_place(
+        code(f"{Path(dist.__file__).parent}/distributed_c10d.py", "all_reduce"), 9
+    ) == (
         "all_reduce",
         True,
     )
-    assert describe_place("/home/me/train.py", 9, "loss") == ("train.py:9 in loss", False)
+    assert describe_place(code("/home/me/train.py", "loss"), 9) == ("train.py:9 in loss", False)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.parallel import watchdog
+from torchtitan_lite.parallel.distributed import connect_store
 from torchtitan_lite.parallel.signals import StopSignal
-from torchtitan_lite.parallel.store import connect_store
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
 
 watchdog.TICK_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_TICKS = 0.2, 1.0, 5

@@ -18,9 +18,8 @@ from .selection import LinearChoice
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
+# The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
-"""Compute capability of the first GPUs with float8 matrix units: NVIDIA's Ada, and AMD's MI300 in
-ROCm's numbering."""
 
 
 def has_float8_units(device: torch.device) -> bool:
@@ -35,22 +34,21 @@ def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     if device.type == "cpu" or float8.emulate:
         return True
 
-    major, minor = torch.cuda.get_device_capability(device)
-    have = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+    capability = torch.cuda.get_device_capability(device)
     needed = float8.recipe.capability_major
-    if needed is not None and major != needed:
-        raise ConfigError(
-            f'[float8] recipe_name = "{float8.recipe_name}" needs a GPU of compute capability '
-            f"{needed}.x, and {have}; set [float8] emulate = true to try its numerics slowly, or "
-            "use another recipe."
-        )
-    if not has_float8_units(device):
-        raise ConfigError(
-            "[float8] enable_float8_linear = true needs a GPU of compute capability "
-            f"{'.'.join(map(str, MIN_CAPABILITY))} or newer, and {have}; set [float8] emulate = "
-            "true to try float8's numerics slowly, or enable_float8_linear = false."
-        )
-    return False
+    if needed is not None and capability[0] != needed:
+        key, needs = f'recipe_name = "{float8.recipe_name}"', f"{needed}.x"
+        other = "use another recipe"
+    elif not has_float8_units(device):
+        key, needs = "enable_float8_linear = true", f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
+        other = "enable_float8_linear = false"
+    else:
+        return False
+    raise ConfigError(
+        f"[float8] {key} needs a GPU of compute capability {needs}, and "
+        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; set [float8] "
+        f"emulate = true to try its numerics slowly, or {other}."
+    )
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -59,8 +57,7 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def float8_linear_config(float8: Float8Config, *, emulate: bool) -> "Float8LinearConfig":
-    """Return torchao's config for the recipe, with the emulation, float8 all-gather and padding
-    that were asked for."""
+    """Return torchao's config for [float8]."""
     from torchao.float8 import Float8LinearConfig  # slow to import, and bf16 runs do not need it
 
     assert float8.recipe.torchao_recipe is not None, f"{float8.recipe_name} is none of torchao's"
@@ -75,11 +72,9 @@ def float8_linear_config(float8: Float8Config, *, emulate: bool) -> "Float8Linea
 def convert_linears(
     model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool
 ) -> None:
-    """Swap the chosen linears of `model`, which is on meta, for Float8Linear or MXFP8Linear, in
-    place.
+    """Swap the chosen linears of `model`, which is on meta, in place.
 
-    Checks afterwards that exactly the chosen linears were converted. Raises ConfigError if the
-    installed torchao does not offer the recipe."""
+    Raises ConfigError if the installed torchao does not offer the recipe."""
     chosen = {name for choice in choices if choice.converted for name in choice.names}
     if float8.recipe.torchao_recipe is None:
         convert_to_mxfp8(model, chosen, emulate=emulate)
@@ -99,9 +94,8 @@ def convert_linears(
 
 
 def build_scale_hook(model: nn.Module, *, float8: Float8Config) -> Callable[[], None]:
-    """Return the function to call after each optimizer step. With
-    precompute_float8_dynamic_scale_for_fsdp it computes the scales of all weights for the next
-    float8 all-gathers in one all-reduce; otherwise it does nothing."""
+    """Return the function to call after each optimizer step. If asked for, it computes the scales
+    of all weights for the next float8 all-gathers in one all-reduce; else it does nothing."""
     if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # slow to import
 

@@ -47,14 +47,6 @@ def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool
     """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place.
 
     Raises ConfigError if the installed torchao has no MXFP8 for training."""
-    multiply = _load_multiply(emulate=emulate)
-    for name in chosen:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear), f"{name} is a linear"
-        model.set_submodule(name, MXFP8Linear(linear, multiply, emulate=emulate))
-
-
-def _load_multiply(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     import torchao
 
     try:
@@ -74,4 +66,7 @@ def _load_multiply(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
         kernels = KernelPreference.EMULATED if emulate or input.is_meta else KernelPreference.AUTO
         return _to_mxfp8_then_scaled_mm(input, weight, kernels, ScaleCalculationMode.RCEIL)
 
-    return multiply
+    for name in chosen:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), f"{name} is a linear"
+        model.set_submodule(name, MXFP8Linear(linear, multiply, emulate=emulate))

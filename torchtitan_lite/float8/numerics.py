@@ -24,8 +24,7 @@ from torchtitan_lite.torchao_types import is_float8_linear
 
 ROLES = ("input", "weight", "grad_output")
 """The tensors that a linear casts, by the names of torchao's GemmInputRole."""
-Numerics = dict[str, dict[str, dict[str, float]]]
-"""Figures by kind of linear, role and name of the figure."""
+Numerics = dict[str, dict[str, dict[str, float]]]  # by kind of linear, role and name of the figure
 FIGURES: dict[str, Any] = {"sqnr_db": min, "amax": max, "underflow": max, "saturation": max}
 """The figures of a cast, and how to find the worst of several."""
 _LAYER = re.compile(r"layers\.(\d+)\.(?:_checkpoint_wrapped_module\.)?")
@@ -40,7 +39,7 @@ def saturation_limit(dtype: torch.dtype) -> float:
 
 
 def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure the cast of `tensor` to the float8 `data` [same shape], which is `tensor` * `scale`.
+    """Measure the cast of `tensor` to the float8 `data`, which is `tensor` * `scale`.
 
     Returns [5] float64: the sum of squares, the sum of squared errors, and the numbers of values
     that became 0, that saturated, and in total; and the largest magnitude, [] float32."""
@@ -59,13 +58,8 @@ def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, T
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
     """Run the compiled modules of `model` without their compiled code, which is kept. Unlike the
-    compiler's "force_eager", this leaves FlexAttention compiled, which eager computes all scores.
-    """
-    compiled = {
-        module: module._compiled_call_impl
-        for module in model.modules()
-        if module._compiled_call_impl
-    }
+    compiler's "force_eager", this leaves FlexAttention compiled: eager, it computes all scores."""
+    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
     try:
         for module in compiled:
             module._compiled_call_impl = None
@@ -79,9 +73,7 @@ class NumericsMonitor:
     """Measure every `freq` steps what a model's casts to float8 lose."""
 
     def __init__(self, model: nn.Module, *, freq: int, device: torch.device) -> None:
-        """`freq` 0 measures never. `device` is the device of the model."""
-        self._model = model
-        self._freq = freq
+        self._model, self._freq = model, freq
         linears = [
             (name, module) for name, module in model.named_modules() if is_float8_linear(module)
         ]
@@ -91,11 +83,11 @@ class NumericsMonitor:
         for row, (name, _) in enumerate(linears):
             layer = _LAYER.match(name)
             self._kinds.setdefault(_LAYER.sub("", name), {})[int(layer[1]) if layer else None] = row
+
         # FSDP casts weights on its own stream; no other cast adds to the same elements.
-        self._sums = torch.zeros(
-            len(linears), len(ROLES), 5, dtype=torch.float64, device=device
-        )  # [L, R, 5]
-        self._amax = torch.zeros(len(linears), len(ROLES), device=device)  # [L, R]
+        shape = len(linears), len(ROLES)  # [L, R]
+        self._sums = torch.zeros(*shape, 5, dtype=torch.float64, device=device)  # [L, R, 5]
+        self._amax = torch.zeros(shape, device=device)
 
     def due(self, step: int) -> bool:
         """Return whether to measure in `step`; never if the model has no float8 linear."""
@@ -146,13 +138,10 @@ class NumericsMonitor:
         table = torch.stack([sqnr, amax, underflows / count, saturated / count], dim=-1).tolist()
 
         # Find the worst layer of each kind.
-        kinds: Numerics = {}
+        kinds: Numerics = {kind: {} for kind in self._kinds}
         for kind, rows in self._kinds.items():
-            kinds[kind] = {}
             for role, name in enumerate(ROLES):
-                layers = {
-                    layer: table[row][role] for layer, row in rows.items() if count[row, role]
-                }
+                layers = {n: table[row][role] for n, row in rows.items() if count[row, role]}
                 if layers:
                     kinds[kind][name] = _worst(layers)
         return kinds
@@ -161,11 +150,9 @@ class NumericsMonitor:
 def _worst(layers: Mapping[int | None, Sequence[float]]) -> dict[str, float]:
     """Return the worst of each figure, and its layer. `layers` holds the FIGURES by layer."""
     worst: dict[str, float] = {}
-    for (name, choose), values in zip(
-        FIGURES.items(), zip(*layers.values(), strict=True), strict=True
-    ):
-        worst[name] = choose(values)
-        layer = list(layers)[values.index(worst[name])]
+    for index, (name, choose) in enumerate(FIGURES.items()):
+        layer = choose(layers, key=lambda layer: layers[layer][index])
+        worst[name] = layers[layer][index]
         if layer is not None:
             worst[f"{name}_layer"] = layer
     return worst

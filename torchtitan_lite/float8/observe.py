@@ -24,13 +24,9 @@ MATMULS = {"mm": 1, "addmm": 1, "_mm_plus_mm": 2}
 """Number of matmuls that an operator computes, by its name; attention is not counted."""
 SCALED_MATMULS = {"_scaled_mm", "_scaled_mm_v2"}
 """Matmuls of float8 operands."""
-FUSED = {
-    "fused_all_gather_matmul",
-    "fused_all_gather_scaled_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_scaled_matmul_reduce_scatter",
-}
-"""A matmul and a collective that the compiler has fused for async tensor parallelism."""
+FUSED = ("fused_all_gather_", "fused_matmul_reduce_", "fused_scaled_matmul_reduce_")
+"""Operators, by the start of their names, that async tensor parallelism has fused of a matmul and a
+collective."""
 OBSERVED_TYPES = {torch.Tensor, nn.Parameter, DTensor}
 """Tensor types whose operators are counted. A float8 tensor first splits an operator into those on
 its data and its scale."""
@@ -40,18 +36,12 @@ its data and its scale."""
 class Asked:
     """Least counts of a step on each rank that the config asks for, without recomputation."""
 
-    linears: int = 0
-    """Linears that train in float8."""
-    matmuls: int = 0
-    """Matmuls in float8."""
-    matmuls_run_in: str = "float8"
-    """Type of the operands of those matmuls: another one than float8 if they are emulated."""
-    fsdp_gathers: int = 0
-    """Gathers of weights in float8."""
-    tp_gathers: int = 0
-    """Gathers of activations and gradients in float8."""
-    fused: int = 0
-    """Collectives that are fused with a matmul."""
+    linears: int = 0  # that train in float8
+    matmuls: int = 0  # in float8
+    matmuls_run_in: str = "float8"  # type of their operands: another one if they are emulated
+    fsdp_gathers: int = 0  # of weights in float8
+    tp_gathers: int = 0  # of activations and gradients in float8
+    fused: int = 0  # collectives that are fused with a matmul
 
 
 class StepObserver(TorchDispatchMode):
@@ -61,14 +51,11 @@ class StepObserver(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # By the type of the operands, or that was sent: "float8" for types of one byte.
         self.matmuls: Counter[str] = Counter()
-        """By the type of the operands, "float8" for real ones."""
-        self.fsdp_gathers: Counter[str] = Counter()
-        """Gathers of weights by the type that was sent; types of one byte are "float8"."""
-        self.tp_gathers: Counter[str] = Counter()
-        """Gathers of activations and gradients, likewise."""
-        self.fused = 0
-        """Collectives that were fused with a matmul."""
+        self.fsdp_gathers: Counter[str] = Counter()  # of weights
+        self.tp_gathers: Counter[str] = Counter()  # of activations and gradients
+        self.fused = 0  # collectives that were fused with a matmul
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -88,7 +75,7 @@ class StepObserver(TorchDispatchMode):
             self.fsdp_gathers[_type_name(args[1])] += 1
         elif name == "all_gather_into_tensor":
             self.tp_gathers[_type_name(args[0])] += 1
-        elif name in FUSED:
+        elif name.startswith(FUSED):
             # A gathered tensor can have several readers, whose weights are a list.
             self.fused += 1
             readers = len(args[1]) if isinstance(args[1], list) else 1
@@ -99,10 +86,8 @@ class StepObserver(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def report(self, model: nn.Module, asked: Asked, *, step: int, deterministic: bool) -> None:
-        """Log what ran in `step` of `model`, and compare it with `asked` on all ranks.
-
-        A mismatch is a NumericError if the run is `deterministic`, else a warning. A collective
-        call."""
+        """Log what ran in `step` of `model`, and compare it with `asked` on all ranks. A mismatch
+        is a NumericError if the run is `deterministic`, else a warning. A collective call."""
         for line in self.lines(model, asked):
             logger.info(f"step {step} ran: {line}")
         of_ranks = on_all_ranks(lambda: "; ".join(self.mismatches(model, asked)))
@@ -110,10 +95,10 @@ class StepObserver(TorchDispatchMode):
         if not differing:
             return
 
-        first = differing[0]
         message = (
             f"step {step} ran otherwise than [float8] and [parallelism] ask for on "
-            f"{len(differing)} of {len(of_ranks)} ranks, on rank {first}: {of_ranks[first]}"
+            f"{len(differing)} of {len(of_ranks)} ranks, on rank {differing[0]}: "
+            f"{of_ranks[differing[0]]}"
         )
         if deterministic:
             raise NumericError(
@@ -124,12 +109,11 @@ class StepObserver(TorchDispatchMode):
     def lines(self, model: nn.Module, asked: Asked) -> list[str]:
         """Describe what ran in `model`."""
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        emulated = asked.matmuls_run_in != "float8"
-        emulation = f" (float8 is emulated in {asked.matmuls_run_in})" if emulated else ""
-        lines = [
-            f"{sum(map(is_float8, linears))} of {len(linears)} linears are of float8; "
-            f"matmuls: {_show(self.matmuls)}{emulation}"
-        ]
+        line = f"{sum(map(is_float8, linears))} of {len(linears)} linears are of float8; "
+        line += f"matmuls: {_show(self.matmuls)}"
+        if asked.matmuls_run_in != "float8":
+            line += f" (float8 is emulated in {asked.matmuls_run_in})"
+        lines = [line]
         if self.fsdp_gathers:
             lines.append(f"gathers of weights by FSDP: {_show(self.fsdp_gathers)}")
         if self.tp_gathers:
@@ -141,17 +125,14 @@ class StepObserver(TorchDispatchMode):
     def mismatches(self, model: nn.Module, asked: Asked) -> list[str]:
         """List what ran otherwise than `asked`."""
         found = []
-        converted = sum(is_float8(module) for module in model.modules())
-        if converted != asked.linears:
-            found.append(f"{converted} linears are of float8, not {asked.linears}")
-
-        counts = (
-            ("matmuls in float8", self.matmuls[asked.matmuls_run_in], asked.matmuls),
-            ("gathers of weights in float8", self.fsdp_gathers["float8"], asked.fsdp_gathers),
-            ("gathers of activations in float8", self.tp_gathers["float8"], asked.tp_gathers),
-            ("collectives fused with matmuls", self.fused, asked.fused),
-        )
-        for what, seen, least in counts:
+        counts = {
+            "linears of float8": (sum(map(is_float8, model.modules())), asked.linears),
+            "matmuls in float8": (self.matmuls[asked.matmuls_run_in], asked.matmuls),
+            "gathers of weights in float8": (self.fsdp_gathers["float8"], asked.fsdp_gathers),
+            "gathers of activations in float8": (self.tp_gathers["float8"], asked.tp_gathers),
+            "collectives fused with matmuls": (self.fused, asked.fused),
+        }
+        for what, (seen, least) in counts.items():
             if seen < least:
                 found.append(f"{seen} {what}, and at least {least} were asked for")
             elif seen and not least:

@@ -67,6 +67,9 @@ class Recipe:
 # float32, multiply, clamp, to float8. The other kernels compute scales. Both gradients cast
 # grad_output separately.
 _TENSOR, _ROW = Traffic(33, 11), Traffic(33, 14)
+# The casts of MXFP8 are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
+# bring the scales, a 32nd of the elements, into the order that the matmul takes.
+_MX, _MX_EAGER = Traffic(3, 2), Traffic(3, 3)
 
 # Compiled, each pass casts once more, into the layout of its matmul: 2 bytes read, 1 written. The
 # cast of grad_output writes both layouts at once.
@@ -119,18 +122,8 @@ _ROWS = (
         capability_major=10,  # Blackwell of data centres
         emulated_in=None,
         slow_accumulation=False,
-        # The casts are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
-        # bring the scales, a 32nd of the elements, into the order that the matmul takes.
-        compiled_casts=Casts(
-            input=(Traffic(3, 2), Traffic(3, 2)),
-            weight=(Traffic(3, 2), Traffic(3, 2)),
-            grad_output=Traffic(6, 4),
-        ),
-        eager_casts=Casts(
-            input=(Traffic(3, 3), Traffic(3, 3)),
-            weight=(Traffic(3, 3), Traffic(3, 3)),
-            grad_output=Traffic(6, 6),
-        ),
+        compiled_casts=Casts((_MX, _MX), (_MX, _MX), Traffic(6, 4)),
+        eager_casts=Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, 6)),
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in _ROWS}

@@ -12,15 +12,12 @@ from torch import nn
 
 from torchtitan_lite.config import multiples_near
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, ROW_SPLIT
 from torchtitan_lite.tables import format_columns
 
 from .recipes import DEFAULT_RECIPE, RECIPES, Recipe
 
-AUTO = "auto"
-"""In filter_fqns: keep the linears that float8 would not make faster."""
-SPLIT_DIMS = {kind: linear.split_dim for kind, linear in BLOCK_LINEARS.items()} | {OUTPUT: 0}
-"""Weight dimension that tensor parallelism splits, by kind of linear."""
+AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
 
 
 @dataclass(frozen=True)
@@ -28,17 +25,12 @@ class LinearChoice:
     """All linears of one kind, such as every layer's wq, that share a decision. Shapes are
     (out_features, in_features)."""
 
-    kind: str
-    """Name without the layer's number: "attention.wq"."""
-    names: tuple[str, ...]
-    """The modules: "layers.0.attention.wq" and so on."""
+    kind: str  # name without the layer's number: "attention.wq"
+    names: tuple[str, ...]  # of the modules: "layers.0.attention.wq" and so on
     shape: tuple[int, int]
-    local_shape: tuple[int, int]
-    """Shape on each rank under tensor parallelism."""
-    kept_because: str = ""
-    """Why they stay in high precision; "" if they train in float8."""
-    recomputed: int = 0
-    """How many of them the backward pass runs forward again."""
+    local_shape: tuple[int, int]  # on each rank under tensor parallelism
+    kept_because: str = ""  # why they stay in high precision; "" if they train in float8
+    recomputed: int = 0  # how many of them the backward pass runs forward again
 
     @property
     def converted(self) -> bool:
@@ -48,8 +40,11 @@ class LinearChoice:
     @property
     def reads(self) -> str:
         """The tensor they read. Linears that read the same one share its casts."""
-        linear = BLOCK_LINEARS.get(self.kind)
-        return linear.reads if linear else self.kind
+        return BLOCK_LINEARS[self.kind].reads if self.kind in BLOCK_LINEARS else self.kind
+
+    def keep(self, reason: str) -> "LinearChoice":
+        """Return the choice to keep the linears for `reason`, unless it is "" or another holds."""
+        return replace(self, kept_because=self.kept_because or reason)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -81,20 +76,24 @@ def select_linears(
     patterns = [pattern for pattern in filter_fqns if pattern != AUTO]
     choices, errors = _apply_filters(model, patterns, tp_degree, convert_output)
 
-    # Refuse or keep what float8 matmuls cannot multiply, then keep what would be slower.
+    # Keep what float8 matmuls cannot multiply, then what they would slow down; or refuse the first.
     if AUTO in filter_fqns:
         assert slower is not None, "auto needs a function that finds what float8 slows down"
-        obstacles = (_obstacle(choice, recipe, tokens, tp_degree) for choice in choices)
-        choices = list(map(_keep, choices, obstacles))
+        multiple = recipe.size_multiple
+        odd = tokens is not None and tokens % multiple
+        odd_tokens = f"local_batch_size * seq_len = {tokens}" if odd else ""
+        for index, choice in enumerate(choices):
+            misfit = odd_tokens or _misfits(choice, multiple, tp_degree)[0]
+            choices[index] = choice.keep(misfit and f"{misfit}, not a multiple of {multiple}")
         reasons = slower([choice for choice in choices if choice.converted])
-        choices = [_keep(choice, reasons.get(choice.kind, "")) for choice in choices]
+        choices = [choice.keep(reasons.get(choice.kind, "")) for choice in choices]
     else:
         errors += _size_errors(choices, recipe, tokens, tp_degree)
         if not any(choice.converted for choice in choices):
+            count = sum(len(choice.names) for choice in choices)
             errors.append(
-                f"[float8] filter_fqns = {patterns} keeps all "
-                f"{sum(len(choice.names) for choice in choices)} linears in high precision; remove "
-                "a filter, or set [float8] enable_float8_linear = false."
+                f"[float8] filter_fqns = {patterns} keeps all {count} linears in high precision; "
+                "remove a filter, or set [float8] enable_float8_linear = false."
             )
     if errors:
         raise ConfigError("\n".join(errors))
@@ -130,62 +129,46 @@ def _apply_filters(
 
     choices = []
     for (kind, kept_by), group in names.items():
-        shape = (linears[group[0]].out_features, linears[group[0]].in_features)
-        out, in_ = (
-            math.ceil(size / tp_degree) if dim == SPLIT_DIMS.get(kind) else size
-            for dim, size in enumerate(shape)
-        )
-        choices.append(LinearChoice(kind, tuple(group), shape, (out, in_), kept_by))
+        out, in_ = shape = (linears[group[0]].out_features, linears[group[0]].in_features)
+        if kind.rpartition(".")[2] in ROW_SPLIT.values():
+            local_shape = out, math.ceil(in_ / tp_degree)
+        else:
+            local_shape = math.ceil(out / tp_degree), in_
+        choices.append(LinearChoice(kind, tuple(group), shape, local_shape, kept_by))
     return choices, errors
 
 
-def _keep(choice: LinearChoice, reason: str) -> LinearChoice:
-    return replace(choice, kept_because=choice.kept_because or reason)
-
-
-def _misfits(choice: LinearChoice, multiple: int, tp_degree: int) -> list[tuple[str, str]]:
-    """Describe each dimension that is not a `multiple` on every rank, and the nearest sizes that
-    would be."""
-    misfits = []
+def _misfits(choice: LinearChoice, multiple: int, tp_degree: int) -> tuple[str, str]:
+    """Return the sizes that are not a `multiple` on every rank, and the nearest that would be."""
+    sizes, nearest = [], []
     labels = ("out_features", "in_features")
     for label, size, local in zip(labels, choice.shape, choice.local_shape, strict=True):
         ranks = 1 if local == size else tp_degree
         if size % (multiple * ranks):
             split = f" ({size} over tensor_parallel_degree {ranks})" if ranks > 1 else ""
-            near = f"{label} {multiples_near(size, multiple * ranks)}"
-            misfits.append((f"{label} {local}{split}", near))
-    return misfits
-
-
-def _obstacle(choice: LinearChoice, recipe: Recipe, tokens: int | None, tp_degree: int) -> str:
-    """Why float8 matmuls would refuse `choice`; "" if they would not."""
-    multiple = recipe.size_multiple
-    if tokens is not None and tokens % multiple:
-        return f"local_batch_size * seq_len = {tokens} is not a multiple of {multiple}"
-    wrong = " and ".join(text for text, _ in _misfits(choice, multiple, tp_degree))
-    return f"{wrong}, not a multiple of {multiple}" if wrong else ""
+            sizes.append(f"{label} {local}{split}")
+            nearest.append(f"{label} {multiples_near(size, multiple * ranks)}")
+    return " and ".join(sizes), ", ".join(nearest)
 
 
 def _size_errors(
     choices: Sequence[LinearChoice], recipe: Recipe, tokens: int | None, tp_degree: int
 ) -> list[str]:
-    """One message for each kind of converted linear that float8 matmuls would refuse, and one for
-    the tokens."""
+    """Return a message for each kind that float8 matmuls would refuse, and for the tokens."""
     multiple, errors = recipe.size_multiple, []
     converted = [choice for choice in choices if choice.converted]
     for choice in converted:
-        if misfits := _misfits(choice, multiple, tp_degree):
-            keep = (
-                "set [float8] convert_output = false"
-                if choice.kind == OUTPUT
-                else f'add "{choice.kind.rsplit(".", 1)[-1]}" to [float8] filter_fqns'
-            )
-            errors.append(
-                f"[float8] {choice.kind}: {' and '.join(text for text, _ in misfits)} on each "
-                f"rank, not a multiple of {multiple}, which float8 matmuls need; the nearest "
-                f"sizes that fit: {', '.join(near for _, near in misfits)}. Lower [parallelism] "
-                f"tensor_parallel_degree, or {keep}."
-            )
+        sizes, nearest = _misfits(choice, multiple, tp_degree)
+        if not sizes:
+            continue
+        keep = f'add "{choice.kind.rpartition(".")[2]}" to [float8] filter_fqns'
+        if choice.kind == OUTPUT:
+            keep = "set [float8] convert_output = false"
+        errors.append(
+            f"[float8] {choice.kind}: {sizes} on each rank, not a multiple of {multiple}, which "
+            f"float8 matmuls need; the nearest sizes that fit: {nearest}. Lower [parallelism] "
+            f"tensor_parallel_degree, or {keep}."
+        )
 
     if converted and tokens is not None and tokens % multiple:
         pad = ", or set [float8] pad_inner_dim = true, which is slower"
@@ -203,7 +186,7 @@ def format_choices(choices: Sequence[LinearChoice]) -> str:
     rows = [("linear", "count", "out x in", "per rank", "trained in", "why")]
     for choice in choices:
         shape, local = (f"{out} x {in_}" for out, in_ in (choice.shape, choice.local_shape))
-        trained_in = "float8" if choice.converted else "high precision"
+        precision = "float8" if choice.converted else "high precision"
         count = str(len(choice.names))
-        rows.append((choice.kind, count, shape, local, trained_in, choice.kept_because))
+        rows.append((choice.kind, count, shape, local, precision, choice.kept_because))
     return format_columns(rows)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling of rotary embeddings (Llama 3.1 model card, `rope_scaling` of
-    type "llama3")."""
+    """Llama 3.1's scaling of rotary frequencies (its model card, `rope_scaling` "llama3")."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -93,35 +92,25 @@ class BlockLinear:
 
     out_features: str
     in_features: str
-    reads: str
-    """The tensor it reads. Linears that read the same one share its gather and its float8 cast."""
-    split_dim: int
-    """Weight dimension that tensor parallelism splits: 0 by columns (out_features), 1 by rows."""
+    reads: str  # the tensor; linears that read the same one share its gather and its float8 cast
 
 
 BLOCK_LINEARS = {
-    "attention.wq": BlockLinear("q_dim", "dim", "attention_norm", 0),
-    "attention.wk": BlockLinear("kv_dim", "dim", "attention_norm", 0),
-    "attention.wv": BlockLinear("kv_dim", "dim", "attention_norm", 0),
-    "attention.wo": BlockLinear("dim", "q_dim", "attention", 1),
-    "feed_forward.w1": BlockLinear("ffn_dim", "dim", "ffn_norm", 0),
-    "feed_forward.w3": BlockLinear("ffn_dim", "dim", "ffn_norm", 0),
-    "feed_forward.w2": BlockLinear("dim", "ffn_dim", "gated", 1),
+    "attention.wq": BlockLinear("q_dim", "dim", "attention_norm"),
+    "attention.wk": BlockLinear("kv_dim", "dim", "attention_norm"),
+    "attention.wv": BlockLinear("kv_dim", "dim", "attention_norm"),
+    "attention.wo": BlockLinear("dim", "q_dim", "attention"),
+    "feed_forward.w1": BlockLinear("ffn_dim", "dim", "ffn_norm"),
+    "feed_forward.w3": BlockLinear("ffn_dim", "dim", "ffn_norm"),
+    "feed_forward.w2": BlockLinear("dim", "ffn_dim", "gated"),
 }
 """By name within the block, in the order in which its forward calls them."""
-OUTPUT = "output"
-"""Name of the projection to the vocabulary, the only linear outside the blocks."""
+OUTPUT = "output"  # the projection to the vocabulary, the only linear outside the blocks
 
-COLUMN_SPLIT: dict[str, tuple[str, ...]] = {}
-"""By module of a block: the linears that read its gathered input and are split by columns."""
-ROW_SPLIT: dict[str, str] = {}
-"""By module of a block: the linear that is split by rows and whose outputs are summed."""
-for _path, _linear in BLOCK_LINEARS.items():
-    _module, _, _name = _path.partition(".")
-    if _linear.split_dim == 0:
-        COLUMN_SPLIT[_module] = (*COLUMN_SPLIT.get(_module, ()), _name)
-    else:
-        ROW_SPLIT[_module] = _name
+COLUMN_SPLIT = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
+"""Linears that tensor parallelism splits by columns (out_features), by module of a block."""
+ROW_SPLIT = {"attention": "wo", "feed_forward": "w2"}
+"""The linear of each module that it splits by rows (in_features), and whose outputs it sums."""
 
 
 def block_linear_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:

@@ -9,6 +9,7 @@ normal.
 
 import hashlib
 import math
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,11 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from .llama3 import Transformer, rope_table
 
-CUTOFF = 3.0
-"""Truncation of the normal distribution, in standard deviations."""
-CHUNK = 1 << 22
-"""Elements generated at a time; bounds the memory of the intermediate 64-bit values."""
-_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+CUTOFF = 3.0  # truncation of the normal distribution, in standard deviations
+CHUNK = 1 << 22  # elements generated at a time; bounds the memory of intermediate 64-bit values
 
 
 def _signed(value: int) -> int:
@@ -47,38 +45,37 @@ def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
     return torch.erfinv(uniform.mul_(2 * tail).sub_(tail)).mul_(std * math.sqrt(2)).float()
 
 
-def local_window(param: Tensor) -> tuple[list[int], list[int]]:
-    """Return offset and size, per dimension, of this rank's shard of `param`.
+def local_offset(param: DTensor) -> list[int]:
+    """Return the global index, per dimension, at which this rank's shard of `param` starts.
 
     Mesh dimensions are processed from the last to the first, because tensor parallelism splits a
-    weight before FSDP splits each part. Each splits a dimension as torch.chunk does."""
+    weight before FSDP splits each part. Each splits a dimension as torch.chunk does. torch's own
+    compute_local_shape_and_global_offset differs from FSDP where parts are uneven (torch 2.13)."""
     offset, size = [0] * param.ndim, list(param.shape)
-    if not isinstance(param, DTensor):
-        return offset, size
-
-    mesh = param.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the parameter"
-    for mesh_dim in reversed(range(mesh.ndim)):
+    for mesh_dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[mesh_dim]
         if placement.is_replicate():
             continue
         dim = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard both have it
-        chunk = -(-size[dim] // mesh.size(mesh_dim))
+        chunk = -(-size[dim] // param.device_mesh.size(mesh_dim))
         start = min(coordinate[mesh_dim] * chunk, size[dim])
         offset[dim] += start
         size[dim] = min(chunk, size[dim] - start)
 
-    local_shape = tuple(param.to_local().shape)
-    assert tuple(size) == local_shape, f"the shard has shape {local_shape}, not {tuple(size)}"
-    return offset, size
+    local_shape = list(param.to_local().shape)
+    assert size == local_shape, f"the shard has shape {local_shape}, not {size}"
+    return offset
 
 
 @torch.no_grad()
 def _fill(param: Tensor, *, key: int, std: float) -> None:
     """Fill a matrix, or this rank's shard of it, in place."""
-    (row0, col0), (rows, cols) = local_window(param)
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local, row0, col0 = param, 0, 0
+    if isinstance(param, DTensor):
+        local, (row0, col0) = param.to_local(), local_offset(param)
+    rows, cols = local.shape
     columns = torch.arange(col0, col0 + cols, device=local.device)
     step = max(1, CHUNK // max(1, cols))
     for start in range(0, rows, step):
@@ -108,13 +105,12 @@ def init_weights(
 ) -> None:
     """Fill all parameters of `model`, sharded or not, and its rotary tables in place.
 
-    The tables are put on `buffer_device`, by default the device that they are on."""
+    The tables move to `buffer_device` if it is given."""
     for param in model.parameters():
         param.fill_(math.nan)  # so that a parameter that is left out is found below
 
     for name, param in model.named_parameters():
-        for prefix in _PREFIXES:
-            name = name.replace(prefix, "")
+        name = name.replace("_checkpoint_wrapped_module.", "")
         if param.ndim == 1:
             param.fill_(1.0)  # the weight of an RMSNorm
         else:
@@ -125,13 +121,11 @@ def init_weights(
     device = buffer_device or model.rope_cos.device
     model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(model.args))
 
-    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    missed = [name for name, tensor in tensors.items() if not _all_finite(tensor)]
-    assert not missed, f"not initialised, or not finite: {', '.join(missed)}"
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # A NaN or an infinity makes the sum not finite, and finite weights cannot overflow it. Unlike
     # isfinite().all(), this allocates no boolean copy.
-    return bool(local.sum(dtype=torch.float64).isfinite())
+    missed = []
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not local.sum(dtype=torch.float64).isfinite():
+            missed.append(name)
+    assert not missed, f"not initialised, or not finite: {', '.join(missed)}"

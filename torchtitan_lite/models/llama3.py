@@ -10,10 +10,12 @@ Under tensor parallelism H, K and F are this rank's share.
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import (
     BlockMask,
     create_block_mask,
@@ -24,21 +26,18 @@ from torch.nn.attention.flex_attention import (
 from .flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
-"""Largest head_dim for which attention on CPU is computed in float32: PyTorch's CPU kernel takes up
-to 2.7 times as long in bfloat16."""
+"""Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""
 
 
 # FlexAttention is compiled even if blocks are not: eager, it computes S x S values. The compiler is
 # loaded at the first use.
+_compile_once = cache(torch.compile)
+
+
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
     # Wrapped as one operator, so that activation checkpointing can keep its output.
     return torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
-
-
-@cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask)
 
 
 def rope_frequencies(args: ModelArgs) -> Tensor:
@@ -50,10 +49,8 @@ def rope_frequencies(args: ModelArgs) -> Tensor:
     frequencies = args.rope_theta ** -(torch.arange(0, args.head_dim, 2).double() / args.head_dim)
     if (scaling := args.rope_scaling) is not None:
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        kept = kept.clamp(0, 1)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
     return frequencies.float()
 
@@ -100,14 +97,13 @@ def document_mask(starts: Tensor) -> Tensor | BlockMask:
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (starts[b, query] <= key) & (key <= query)
 
-    create = _compiled_create_block_mask() if starts.is_cuda else create_mask
+    create: Any = _compile_once(create_block_mask) if starts.is_cuda else create_mask
     return create(sees, batch_size, None, seq_len, seq_len, device=starts.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Compute attention of `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q], causal if `mask` is None.
-
-    Return [B, H, S, Q]."""
+    """Return the attention [B, H, S, Q] of `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q], causal if
+    `mask` is None."""
     if isinstance(mask, BlockMask):
         if torch.compiler.is_compiling():  # it is compiled with its block
             return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -122,16 +118,40 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
     return out.to(dtype)
 
 
+def attention_backend(
+    args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Return what computes this rank's attention: FLEX_ATTENTION or the name of an SDPA backend.
+
+    MATH, the only backend that is not fused, stores all S x S scores. PyTorch chooses in a fixed
+    order: cuDNN first on Hopper and Blackwell if its version has no known faults, flash attention
+    first elsewhere. On Hopper `sdpa_kernel(..., set_priority=True)` cannot replace that order: the
+    first choice in a process overwrites it (torch 2.11 to 2.13)."""
+    masked, seq_len = args.document_bos_id is not None, args.max_seq_len
+    if masked and device.type == "cuda":
+        return "FLEX_ATTENTION"
+
+    # Tensors as the model passes them: [1, heads, S, Q], with S before the heads in memory.
+    q, k, v = (
+        torch.empty(1, seq_len, heads // tp_degree, args.head_dim, dtype=dtype, device=device)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
+    )
+    mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device) if masked else None
+    chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    return SDPBackend(chosen).name
+
+
 class Attention(nn.Module):
     """Causal self-attention in which each key-value head serves H/K query heads."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        kv_dim = args.n_kv_heads * args.head_dim
         self.wq = nn.Linear(args.dim, args.dim, bias=False)
-        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
     def forward(
@@ -187,19 +207,15 @@ class Output(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """A Llama 3 language model.
-
-    Build it under `torch.device("meta")`, then call `to_empty` and `init_weights`."""
+    """A Llama 3 language model. Build it on meta, then call `to_empty` and `init_weights`."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
-        self.rope_cos: Tensor
-        self.rope_sin: Tensor
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         cos, sin = rope_table(args)
-        self.register_buffer("rope_cos", cos, persistent=False)
-        self.register_buffer("rope_sin", sin, persistent=False)
+        self.rope_cos: Tensor = nn.Buffer(cos, persistent=False)
+        self.rope_sin: Tensor = nn.Buffer(sin, persistent=False)
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
@@ -207,9 +223,8 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return logits [B, S, V] for the token after each of `tokens` [B, S].
-
-        With a `head`, return its result instead; see `Output`."""
+        """Return logits [B, S, V] for the token after each of `tokens` [B, S]; with a `head`, its
+        result, see `Output`."""
         seq_len = tokens.shape[1]
         cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None  # [S, Q/2]
 

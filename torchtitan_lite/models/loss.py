@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-IGNORED = -100
-"""Label of a token that does not count."""
+IGNORED = -100  # label of a token that does not count
 CHUNK_LOGITS = 2**30
 """Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. More chunks take less memory,
 but each one after the first costs a pass over the weight's gradient in float32."""
@@ -64,20 +63,17 @@ class _Call:
 
     scale: float
     with_gradient: bool
-    first_id: int = 0
-    """Token id of this rank's first logit."""
-    group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary; None: it is not split."""
+    first_id: int = 0  # token id of this rank's first logit
+    group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary if it is split
 
-    @classmethod
-    def on(cls, split: Tensor, *, dim: int, scale: float) -> "_Call":
-        """Describe a call on logits or a weight whose dimension `dim` is the vocabulary."""
-        with_gradient = torch.is_grad_enabled()
-        if not isinstance(split, DTensor):
-            return cls(scale, with_gradient)
-        mesh = split.device_mesh
-        _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
-        return cls(scale, with_gradient, offset[dim], mesh.get_group())
+
+def _call_on(split: Tensor, *, dim: int, scale: float) -> _Call:
+    """Describe a call on logits or a weight whose dimension `dim` is the vocabulary."""
+    if not isinstance(split, DTensor):
+        return _Call(scale, torch.is_grad_enabled())
+    mesh = split.device_mesh
+    _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
+    return _Call(scale, torch.is_grad_enabled(), offset[dim], mesh.get_group())
 
 
 class CrossEntropy:
@@ -93,20 +89,17 @@ class CrossEntropy:
         )
 
     def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Return the loss of `labels` [B, S] for `logits` [B, S, V].
-
-        The logits may be a DTensor that is split over the vocabulary."""
-        call = _Call.on(logits, dim=-1, scale=scale)
+        """Return the loss of `labels` [B, S] for `logits` [B, S, V], which may be a DTensor that is
+        split over the vocabulary."""
+        call = _call_on(logits, dim=-1, scale=scale)
         logits = logits.to_local() if isinstance(logits, DTensor) else logits
         loss: Tensor = _OfLogits.apply(logits.flatten(0, 1), labels.flatten(), self, call)
         return loss
 
     def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Return the loss of `labels` [B, S] for the logits x @ weight.t().
-
-        `x` is [B, S, D], `weight` [V, D]. Both may be DTensors: the weight split over the
-        vocabulary, `x` the same on all ranks."""
-        call = _Call.on(weight, dim=0, scale=scale)
+        """Return the loss of `labels` [B, S] for the logits x @ weight.t(), x [B, S, D], weight
+        [V, D]. Both may be DTensors: the weight split over the vocabulary, x the same on all."""
+        call = _call_on(weight, dim=0, scale=scale)
         if isinstance(weight, DTensor):
             assert isinstance(x, DTensor), "x is a DTensor if the weight is one"
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()

@@ -1,7 +1,6 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping."""
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,24 +30,18 @@ SAVED = {
     aten.amax.default,
 }
 """Operators besides matmuls whose outputs the "op" policy keeps: expensive to recompute, small."""
-LINEARS = tuple(BLOCK_LINEARS)
-"""The linears of a block in the order in which its forward calls them."""
-
-
-def _keep_every_second_matmul(
-    seen: Counter[str], ctx: Any, op: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    keep = op in SAVED
-    if op in MATMULS:
-        phase = "recompute" if ctx.is_recompute else "forward"
-        seen[phase] += 1
-        keep = seen[phase] % 2 == 1
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _op_contexts() -> Any:
     # Counts start at 0 for each block and pass: the recomputation must decide as the forward did.
-    return create_selective_checkpoint_contexts(partial(_keep_every_second_matmul, Counter()))
+    seen: Counter[bool] = Counter()
+
+    def keep_every_second_matmul(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen[ctx.is_recompute] += op in MATMULS
+        keep = seen[ctx.is_recompute] % 2 == 1 if op in MATMULS else op in SAVED
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep_every_second_matmul)
 
 
 def recomputed_modules(
@@ -59,24 +52,22 @@ def recomputed_modules(
     `model` is not checkpointed yet. A block is recomputed up to the last tensor that its backward
     pass needs, the input of w2; w2 runs again only if it is an eager float8 linear, which saves its
     input after its matmul. Attention that is not fused has no operator whose output can be kept."""
-    layers = model.get_submodule("layers")
+    layers, linears = model.get_submodule("layers"), list(BLOCK_LINEARS)
     names = []
     for i in ac.checkpointed_layers(len(list(layers.children()))):
         if ac.keeps_by_op:
-            parts = [*LINEARS[1::2], *([] if fused_attention else ["attention"])]
+            parts = [*linears[1::2], *([] if fused_attention else ["attention"])]
         else:
-            w2_in_float8 = type(layers.get_submodule(f"{i}.{LINEARS[-1]}")) is not nn.Linear
-            parts = [*LINEARS[:-1], "attention"]
-            parts += [LINEARS[-1]] if w2_in_float8 and not compiled else []
+            w2_in_float8 = type(layers.get_submodule(f"{i}.{linears[-1]}")) is not nn.Linear
+            kept = linears[-1:] if compiled or not w2_in_float8 else []
+            parts = [*(linear for linear in linears if linear not in kept), "attention"]
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)
 
 
 def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them.
-
-    The "op" policy keeps attention, the sums that tensor parallelism scatters, and every second
-    matmul."""
+    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them. The "op" policy
+    keeps every second matmul and the results of `SAVED`."""
     contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import ConfigError
 
-from .distributed import local_world_size, read_rank
-from .store import connect_store
+from .distributed import connect_store, local_world_size, read_rank
 
-HEARD_SECONDS = 10
-"""How long rank 0, whose host may serve the store, waits for the others to read the verdict."""
+HEARD_SECONDS = (
+    10  # for the other ranks to read the verdict: the host of rank 0 may serve the store
+)
 SHOWN_RANKS = 4
 
 
@@ -39,41 +39,34 @@ def compare_facts(
 ) -> None:
     """Raise ConfigError on every rank unless all of them have the same `facts`."""
     store = dist.PrefixStore("agreement", store)
+    store.set(f"host {rank}", socket.gethostname())
+    store.set(f"facts {rank}", json.dumps(facts))
+    ranks = range(world_size)
 
-    # Each rank posts only its differences from rank 0, so that little travels.
+    # Rank 0 compares, and posts the verdict.
     if rank == 0:
-        store.set("facts", json.dumps(facts))
-    first = json.loads(store.get("facts"))
-    names = [*first, *(name for name in facts if name not in first)]
-    differing = {
-        name: facts.get(name, "none") for name in names if facts.get(name) != first.get(name)
-    }
-    store.set(f"rank {rank}", json.dumps({"host": socket.gethostname(), "differing": differing}))
-
-    # Rank 0 posts the verdict.
-    if rank == 0:
-        answers = [json.loads(store.get(f"rank {other}")) for other in range(world_size)]
-        store.set("verdict", describe_differences(first, answers))
+        answers = [json.loads(store.get(f"facts {other}")) for other in ranks]
+        hosts = [store.get(f"host {other}").decode() for other in ranks]
+        store.set("verdict", describe_differences(answers, hosts))
     if verdict := store.get("verdict").decode():
         store.set(f"rank {rank} heard", "")
         if rank == 0:
             with suppress(RuntimeError):
-                others = [f"rank {other} heard" for other in range(world_size)]
-                store.wait(others, timedelta(seconds=HEARD_SECONDS))
+                heard = [f"rank {other} heard" for other in ranks]
+                store.wait(heard, timedelta(seconds=HEARD_SECONDS))
         raise ConfigError(verdict)
 
 
-def describe_differences(first: Mapping[str, str], answers: list[dict]) -> str:
-    """Return a line for each fact in which a rank differs from rank 0, whose facts are `first`: its
-    values, and the ranks and hosts that have them; "" if none differs. `answers` holds each rank's
-    host and differing facts, by rank."""
-    names = dict.fromkeys(name for answer in answers for name in answer["differing"])
+def describe_differences(answers: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
+    """Return a line for each fact that differs: its values, and the ranks and hosts that have them;
+    "" if none differs. `answers` and `hosts` are in the order of ranks."""
     lines = []
-    for name in names:
+    for name in dict.fromkeys(name for facts in answers for name in facts):
         holders = defaultdict(list)
-        for rank, answer in enumerate(answers):
-            value = answer["differing"].get(name, first.get(name, "none"))
-            holders[value].append(f"{rank} on {answer['host']}")
+        for rank, (facts, host) in enumerate(zip(answers, hosts, strict=True)):
+            holders[facts.get(name, "none")].append(f"{rank} on {host}")
+        if len(holders) == 1:
+            continue
 
         values = []
         for value, ranks in holders.items():

@@ -1,4 +1,4 @@
-"""The process group: how a process joins it, its time-outs, how a process ends."""
+"""The process group and the device mesh: how a process joins them, time-outs, how it ends."""
 
 import os
 import sys
@@ -8,15 +8,15 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite.config import CommConfig, DebugConfig
+from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
 from torchtitan_lite.errors import ConfigError
 
-from .store import connect_store
-
+# NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
 NCCL_EXTRA_SECONDS = 30
-"""Added to NCCL's time-out: NCCL aborts the process, while gloo, whose time-out should come first,
-raises an error."""
+# From the slowest link to the fastest: neighbouring ranks share tensor parallelism.
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def read_rank() -> tuple[int, int]:
@@ -44,6 +44,16 @@ def set_determinism(debug: DebugConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def connect_store(timeout_s: float) -> dist.Store:
+    """Connect to the store of torchrun's job, where ranks meet. The connection and each answer may
+    take `timeout_s`. One connection serves one thread at a time.
+
+    Each attempt of a job has its own keys: after a restart the store still holds what the attempt
+    before left there, such as the addresses of its process group."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def init_distributed(comm: CommConfig) -> torch.device:
@@ -88,6 +98,12 @@ def _set_up_gpu(comm: CommConfig) -> torch.device:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     return device
+
+
+def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
+    """Build the mesh of all processes. It keeps every dimension, so that all can be indexed."""
+    sizes = (1, degrees.dp_replicate, degrees.dp_shard, 1, degrees.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
 
 
 def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> None:

@@ -10,13 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import TrainingConfig
@@ -30,10 +24,10 @@ def apply_fsdp(
     """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate.
 
     FSDP gathers the embedding, each block, and the last norm with the output projection as a group
-    each. `reshard_after_forward` is "default", "always" or "never": which groups are freed after
-    their forward. By default the last block and the last norm with the output stay: the backward
-    pass needs them first. As the loss computes its gradient in the forward pass, too little would
-    be left of the last group's backward to hide the gather of a block behind it."""
+    each. `reshard_after_forward`: "always" and "never" free all groups, or none, after their
+    forward. "default" keeps the last block and the last norm with the output: backward needs them
+    first, and as the loss computes its gradient in the forward pass, too little would be left of
+    the last group's backward to hide the gather of a block behind it."""
     # The floating-point inputs of a block are the residual stream, which already has the compute
     # type, and the rotary tables, which stay float32.
     precision = MixedPrecisionPolicy(
@@ -41,12 +35,12 @@ def apply_fsdp(
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    offload: OffloadPolicy = OffloadPolicy()
-    if training.enable_cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     replicated = mesh["dp_replicate"].size() > 1
     dp_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
-    shard = partial(fully_shard, mesh=dp_mesh, mp_policy=precision, offload_policy=offload)
+    shard = partial(fully_shard, mesh=dp_mesh, mp_policy=precision)
+    if training.enable_cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        shard = partial(shard, offload_policy=offload)
 
     # A scale of a float8 all-gather covers all shards of a weight, also across tensor parallelism.
     split = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
@@ -64,7 +58,6 @@ def apply_fsdp(
     *blocks, last_block = model.get_submodule("layers").children()
     for block in blocks:
         shard(block, reshard_after_forward=reshard)
-    shard(last_block, reshard_after_forward=reshard_last)
-    last = [model.get_submodule("norm"), model.get_submodule("output")]
-    shard(last, reshard_after_forward=reshard_last)
+    for last in (last_block, [model.get_submodule("norm"), model.get_submodule("output")]):
+        shard(last, reshard_after_forward=reshard_last)
     shard(model, reshard_after_forward=reshard)

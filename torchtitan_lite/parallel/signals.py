@@ -18,8 +18,8 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self._received = 0
-        self._received_at = 0.0
+        self.received = 0
+        """Number of the first signal that asked to stop; 0 if none has."""
 
         # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
         # a collective. The interpreter's own C handler writes each signal's number to this pipe at
@@ -31,20 +31,13 @@ class StopSignal:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._read, name="signals", daemon=True).start()
 
-    @property
-    def received(self) -> int:
-        """Number of the first signal that asked to stop; 0 if none has."""
-        return self._received
-
     def _read(self) -> None:
+        received_at = 0.0
         while True:
-            for number in os.read(self._pipe, 64):
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    self._take(signal.Signals(number))
-
-    def _take(self, number: signal.Signals) -> None:
-        now = time.monotonic()
-        if not self._received:
-            self._received, self._received_at = number, now
-        elif now - self._received_at > DUPLICATE_SECONDS[number]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            (number,) = os.read(self._pipe, 1)
+            if number not in DUPLICATE_SECONDS:
+                continue
+            if not self.received:
+                self.received, received_at = number, time.monotonic()
+            elif time.monotonic() - received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
+                os.kill(os.getpid(), signal.SIGKILL)

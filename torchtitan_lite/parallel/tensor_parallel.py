@@ -44,9 +44,8 @@ class _WaitingRowwiseParallel(RowwiseParallel):
 
 
 class _HeadParallel(ColwiseParallel):
-    """ColwiseParallel for the projection to the vocabulary, called with or without a `head`.
-
-    A head receives the gathered input and this rank's shard of the weight."""
+    """ColwiseParallel for the projection to the vocabulary, called with or without a `head`, which
+    receives the gathered input and this rank's shard of the weight."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -65,22 +64,17 @@ class _HeadParallel(ColwiseParallel):
 
 
 def gathers_float8(module: nn.Module) -> bool:
-    """Return whether `module` is a Float8Linear whose input has one scale per tensor.
-
-    Only then can shards of the input be cast before they are gathered."""
-    if not is_float8_linear(module):
-        return False
-    # torchao is slow to import, and has been imported if there is a Float8Linear.
-    from torchao.float8.config import ScalingGranularity
-
-    return module.config.cast_config_input.scaling_granularity is ScalingGranularity.TENSORWISE
+    """Return whether `module` is a Float8Linear whose input has one scale per tensor. Only then can
+    shards of the input be cast before they are gathered."""
+    return (
+        is_float8_linear(module)
+        and module.config.cast_config_input.scaling_granularity.value == "tensorwise"
+    )
 
 
 def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    """Split `model` over `tp_mesh` in place.
-
-    With `loss_parallel` the logits stay DTensors that are split over the vocabulary; without it
-    each rank gathers all of them."""
+    """Split `model` over `tp_mesh` in place. With `loss_parallel` the logits stay DTensors that are
+    split over the vocabulary; without it each rank gathers all of them."""
     # gloo cannot send float8 tensors.
     if tp_mesh.device_type == "cpu" and any(map(gathers_float8, model.modules())):
         gather_float8_as_bytes()
@@ -139,17 +133,14 @@ def _style(plain: type[ParallelStyle], *, float8: bool) -> Any:
 
 
 def float8_gathers(tensorwise: Collection[str]) -> int:
-    """Count the activations and gradients that a microbatch gathers in float8, without recomputing.
-
+    """Count the activations and gradients that a microbatch gathers in float8, not recomputed ones.
     `tensorwise` are the names of the linears that have one scale per tensor."""
-    parts = {name.rpartition(".")[0] for name in tensorwise} - {""}
-    linears = {path: path.rpartition(".")[2] for path in parts}
-    inputs = sum(
-        all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part])
-        for path, part in linears.items()
-    )
-    gradients = sum(f"{path}.{ROW_SPLIT[part]}" in tensorwise for path, part in linears.items())
-    return inputs + gradients + ("output" in tensorwise)
+    gathers = int("output" in tensorwise)
+    for path in {name.rpartition(".")[0] for name in tensorwise} - {""}:
+        part = path.rpartition(".")[2]
+        gathers += all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part])
+        gathers += f"{path}.{ROW_SPLIT[part]}" in tensorwise
+    return gathers
 
 
 def enable_async_tensor_parallel(tp_mesh: DeviceMesh) -> None:
