@@ -311,4 +311,4 @@ def test_the_plan_lists_rows_with_predictions_and_refused_rows_with_the_reason(
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head == "plan for H100 SXM"
     assert [line.split()[:1] for line in lines[1:5]] == [["8B"]] * 4
-    assert re.search(r"mxfp8: not run: .*torchao has no MXFP8 for the H100", "\n".join(lines))
+    assert re.search(r"mxfp8: not run: .*torchao has no kernels of it for the H100", "\n".join(lines))

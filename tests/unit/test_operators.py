@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_jobs import job_of
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
 
@@ -27,9 +28,7 @@ def build(recipe: str | None, args: ModelArgs = SMALL, **float8: Any) -> MetaMod
             enable_float8_linear=recipe is not None, recipe_name=recipe or "tensorwise", **float8
         ),
     )
-    return build_meta_model(
-        config, args, tp_degree=1, emulate=False, fused_attention=True, rates=None
-    )
+    return build_meta_model(job_of(config, args), emulate=False, fused_attention=True)
 
 
 def count_operators(meta: MetaModel) -> Counter[tuple[str, str]]:
