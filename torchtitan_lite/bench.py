@@ -49,6 +49,12 @@ RATIOS = {"bf16_ratio": "tps over the bf16 row's", "compile_ratio": "tps over th
 """Figures that --check compares: unlike seconds, they hardly depend on clocks and neighbours."""
 DONE, STOPPED = "done", "stopped by a signal"
 
+# Columns of the tables, each with the format of its figures.
+FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "compile_ratio": ".3f", "tflops": ".4g"}
+FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f"}
+FIGURES |= {"step_time_s": ".4f", "spread_pct": ".1f"}
+PREDICTIONS = {"predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
+
 Result = dict[str, Any]
 """A row and its figures, in values that JSON can hold."""
 
@@ -77,52 +83,50 @@ class Row:
     @property
     def config(self) -> Config:
         """Config of the run. The 8B model's moments are in bf16, to leave room for more layers."""
-        training = {"seq_len": self.seq_len, "local_batch_size": self.batch, "steps": STEPS}
-        float8 = {} if self.recipe == "bf16" else {"recipe_name": self.recipe}
-        return Config.model_validate(
-            {
-                "model": {"flavor": f"{self.flavor}_{self.layers}layers"},
-                "optimizer": {"state_dtype": "bfloat16" if self.flavor == "8B" else "float32"},
-                "training": training,
-                "activation_checkpoint": {"mode": "selective" if self.ac == "op" else self.ac},
-                "compile": {"enable": self.compile},
-                "float8": {"enable_float8_linear": bool(float8), **float8},
-                "metrics": {"enable_tensorboard": False, "measure_peak": True},
-            }
-        )
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"flavor": f"{self.flavor}_{self.layers}layers"},
+            "optimizer": {"state_dtype": "bfloat16" if self.flavor == "8B" else "float32"},
+            "training": {"seq_len": self.seq_len, "local_batch_size": self.batch, "steps": STEPS},
+            "activation_checkpoint": {"mode": "selective" if self.ac == "op" else self.ac},
+            "compile": {"enable": self.compile},
+            "float8": {"enable_float8_linear": True, "recipe_name": self.recipe},
+            "metrics": {"enable_tensorboard": False, "measure_peak": True},
+        }
+        if self.recipe == "bf16":
+            del sections["float8"]
+        return Config.model_validate(sections)
 
 
-def compare(recipes: Sequence[str], flavor: str, seq_len: int, **fields: Any) -> list[Row]:
+def compare(
+    recipes: Sequence[str], flavor: str, batch: int, ac: str, *, compile: bool = True
+) -> list[Row]:
     """Rows that differ in the recipe only."""
-    layers = FLAVORS[flavor].n_layers
-    return [Row(flavor, layers, seq_len, recipe=recipe, **fields) for recipe in recipes]
+    layers, seq_len = FLAVORS[flavor].n_layers, 8192 if flavor == "8B" else 256
+    return [Row(flavor, layers, seq_len, batch, ac, compile, recipe) for recipe in recipes]
 
 
 # The most important rows come first: the time budget cuts off the end.
 ROWS = {
     "GPU": [
-        *compare(RECIPES, "8B", 8192, batch=1, ac="op", compile=True),
-        *compare(PAIR, "8B", 8192, batch=1, ac="op", compile=False),
-        *compare(PAIR, "8B", 8192, batch=1, ac="none", compile=True),
-        *compare(PAIR, "debugmodel", 256, batch=8, ac="none", compile=True),
-        *compare(PAIR, "8B", 8192, batch=2, ac="op", compile=True),
-        *compare(PAIR, "8B", 8192, batch=1, ac="full", compile=True),
-        *compare(PAIR, "8B", 8192, batch=2, ac="none", compile=True),
-        *compare(PAIR, "8B", 8192, batch=2, ac="full", compile=True),
+        *compare(RECIPES, "8B", 1, "op"),
+        *compare(PAIR, "8B", 1, "op", compile=False),
+        *compare(PAIR, "8B", 1, "none"),
+        *compare(PAIR, "debugmodel", 8, "none"),
+        *compare(PAIR, "8B", 2, "op"),
+        *compare(PAIR, "8B", 1, "full"),
+        *compare(PAIR, "8B", 2, "none"),
+        *compare(PAIR, "8B", 2, "full"),
     ],
-    "quick GPU": [
-        *compare(PAIR, "8B", 8192, batch=1, ac="op", compile=True),
-        *compare(PAIR, "debugmodel", 256, batch=8, ac="none", compile=True),
-    ],
+    "quick GPU": [*compare(PAIR, "8B", 1, "op"), *compare(PAIR, "debugmodel", 8, "none")],
     "CPU": [
-        *compare(RECIPES, "debugmodel", 256, batch=2, ac="none", compile=False),
-        *compare(PAIR, "debugmodel", 256, batch=2, ac="none", compile=True),
-        *compare(PAIR, "debugmodel", 256, batch=2, ac="op", compile=False),
-        *compare(PAIR, "debugmodel", 256, batch=2, ac="full", compile=False),
+        *compare(RECIPES, "debugmodel", 2, "none", compile=False),
+        *compare(PAIR, "debugmodel", 2, "none"),
+        *compare(PAIR, "debugmodel", 2, "op", compile=False),
+        *compare(PAIR, "debugmodel", 2, "full", compile=False),
     ],
     "quick CPU": [
-        *compare(PAIR, "debugmodel", 256, batch=2, ac="none", compile=False),
-        *compare(PAIR, "debugmodel", 256, batch=2, ac="none", compile=True),
+        *compare(PAIR, "debugmodel", 2, "none", compile=False),
+        *compare(PAIR, "debugmodel", 2, "none"),
     ],
 }
 
@@ -160,13 +164,13 @@ def plan_row(row: Row, device: DeviceSpec | None) -> tuple[Row, Result]:
     On a CPU, where `device` is None, nothing is cut or predicted. Raises ConfigError if the row
     cannot run on the device."""
     if device is None:
-        return row, {"predicted_tps": None, "predicted_memory_gib": None}
+        return row, dict.fromkeys(PREDICTIONS)
 
     # The layers are chosen for bf16, compiled and eager, so that the rows that are compared have
     # equally many. The estimate for fewer layers lies on or below the straight line.
     def reserved_gib(layers: int) -> float:
         rows = [replace(row, layers=layers, compile=on, recipe="bf16") for on in (True, False)]
-        return max(_plan(each, device)["memory"]["reserved"] for each in rows) / 2**30
+        return max(_plan(each, device)["predicted_memory_gib"] for each in rows)
 
     least, most = reserved_gib(1), reserved_gib(row.layers)
     if least > device.memory_gib:
@@ -175,14 +179,14 @@ def plan_row(row: Row, device: DeviceSpec | None) -> tuple[Row, Result]:
         share = (device.memory_gib - least) / (most - least)
         row = replace(row, layers=1 + int(share * (row.layers - 1)))
 
-    plan = _plan(row, device)
-    reserved = plan["memory"]["reserved"] / 2**30
-    return row, {"predicted_tps": plan["schedule"]["tps"], "predicted_memory_gib": reserved}
+    return row, _plan(row, device)
 
 
 @functools.cache
-def _plan(row: Row, device: DeviceSpec) -> dict[str, Any]:
-    return make_plan(row.config, world_size=1, device=device)
+def _plan(row: Row, device: DeviceSpec) -> Result:
+    plan = make_plan(row.config, world_size=1, device=device)
+    reserved_gib = plan["memory"]["reserved"] / 2**30
+    return {"predicted_tps": plan["schedule"]["tps"], "predicted_memory_gib": reserved_gib}
 
 
 def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
@@ -191,11 +195,11 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
     folder.mkdir()
     config, run, log = folder / "config.toml", folder / "run", folder / "log.txt"
     config.write_text(dump_config(row.config))
-    command = [sys.executable, *TRAIN, "--job.config_file", str(config)]
+    words = ["--job.config_file", str(config), "--job.dump_folder", str(run)]
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [*command, "--job.dump_folder", str(run)],
+            [sys.executable, *TRAIN, *words],
             env=_environment(),
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -212,7 +216,8 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
 
     result = asdict(row) | {"name": row.name, "seconds": round(time.monotonic() - began, 1)}
     if code == 0:
-        return result | {"status": DONE, "reason": ""} | measure(read_records(run))
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return result | {"status": DONE, "reason": ""} | measure([*map(json.loads, lines)])
 
     # The run folder has the cause, unless the process was killed or ended before it had a folder.
     status = read_status(run)
@@ -225,14 +230,9 @@ def _environment() -> dict[str, str]:
     """Environment of a run that is its only process, as torchrun would set it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**os.environ, **alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
-def read_records(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the records of a run."""
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return {**os.environ, **alone, **address}
 
 
 def measure(records: Sequence[Mapping[str, Any]]) -> Result:
@@ -346,37 +346,31 @@ def find_regressions(
     one, and each row that no longer works. Rows that only one side has are ignored. Raises
     ConfigError if no ratio is left."""
     before = {row["name"]: row for row in earlier if row["status"] == DONE}
-    found: list[str] = []
-    compared = 0
-    for row in now:
-        old = before.get(row["name"], {})
-        if old and row["status"] != DONE:
-            compared += 1
-            found.append(f"{row['name']}: {row['status']}, and was done before: {row['reason']}")
-        for name, what in RATIOS.items():
-            if row[name] is None or old.get(name) is None:
-                continue
-            compared += 1
-            below_pct = 100 * (1 - row[name] / old[name])
-            if below_pct > tolerance_pct:
-                change = f"{row[name]:.3f}, {below_pct:.1f} % below the earlier {old[name]:.3f}"
-                found.append(f"{row['name']}: {what} is {change}")
-
-    if not compared:
+    pairs = [(row, before[row["name"]]) for row in now if row["name"] in before]
+    failed = [
+        f"{row['name']}: {row['status']}, and was done before: {row['reason']}"
+        for row, _ in pairs
+        if row["status"] != DONE
+    ]
+    ratios = [
+        (f"{row['name']}: {what}", row[ratio], old[ratio])
+        for row, old in pairs
+        for ratio, what in RATIOS.items()
+        if row[ratio] is not None and old.get(ratio) is not None
+    ]
+    if not (failed or ratios):
         raise ConfigError("--check: no ratio is in both results; measure with the same options.")
-    return found
-
-
-ROW_COLUMNS = dict.fromkeys(("flavor", "layers", "seq_len", "batch", "ac", "compile", "recipe"), "")
-FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "compile_ratio": ".3f", "tflops": ".4g"}
-FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f"}
-FIGURES |= {"step_time_s": ".4f", "spread_pct": ".1f"}
-PREDICTIONS = {"predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
+    slower = [
+        f"{name} is {ratio:.3f}, {100 * (1 - ratio / old):.1f} % below the earlier {old:.3f}"
+        for name, ratio, old in ratios
+        if 100 * (1 - ratio / old) > tolerance_pct
+    ]
+    return slower + failed
 
 
 def format_rows(rows: Iterable[Result], figures: Mapping[str, str]) -> str:
     """Return a table of `rows` with `figures`, each by its format."""
-    columns = ROW_COLUMNS | dict(figures)
+    columns = dict.fromkeys(Row.__annotations__, "") | dict(figures)
     cells = [
         ["-" if row[key] is None else format(row[key], form) for key, form in columns.items()]
         for row in rows
@@ -387,13 +381,12 @@ def format_rows(rows: Iterable[Result], figures: Mapping[str, str]) -> str:
 def format_report(report: Mapping[str, Any]) -> str:
     """Return the report as text: the table, then the rows without figures and why."""
     done = [row for row in report["rows"] if row["status"] == DONE]
+    other = [row for row in report["rows"] if row["status"] != DONE]
     lines = [report["device"]]
     if report["emulated"]:
         lines.append("float8 is emulated on a CPU: its rows show that it runs, not what it gains")
     if done:
         lines += ["", format_rows(done, FIGURES), ""]
-    for row in report["rows"]:
-        if row["status"] != DONE:
-            lines.append(f"{row['name']}: {row['status']}: {row['reason']}")
+    lines += [f"{row['name']}: {row['status']}: {row['reason']}" for row in other]
     lines += [f"{row['name']}: not run: {row['reason']}" for row in report["skipped"]]
     return "\n".join([*lines, f"{report['ended_by']} after {report['seconds']:.0f} s"])

@@ -28,7 +28,7 @@ from torchtitan_lite.metrics import figures
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner import roofline
 from torchtitan_lite.planner.plan import make_plan, resolve_device
-from torchtitan_lite.planner.roofline import Scheme, predict, step_time
+from torchtitan_lite.planner.roofline import Roofline, predict, step_time
 
 ROOT = Path(__file__).parents[2]
 METRICS, PLAN, FLOAT8 = (
@@ -108,8 +108,10 @@ def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
     for _, _, _, bf16_tps, float8_tps, predicted, error in PUBLISHED_STEPS:
         measured = f"{bf16_tps:,g} to {float8_tps:,g} | {float8_tps / bf16_tps:.2f}"
         assert_said(PLAN, f"| {measured} | {predicted:.2f} | +{error} % |")
-    eager = predict(*DEBUG_RUN, H100_500W, scheme=Scheme("tensorwise", compiled=False))
-    step = step_time(*LLAMA_8B, H100_500W, scheme=GATHERED, float8=False)
+    linears, rest, tokens = DEBUG_RUN
+    eager = predict(Roofline(H100_500W, tokens, "tensorwise", compiled=False), linears, rest)
+    linears, rest, tokens = LLAMA_8B
+    step = step_time(GATHERED(H100_500W, tokens), linears, rest, float8=False)
     assert_said(
         PLAN,
         f"since eager it would be {eager.step_speedup:.2f}",

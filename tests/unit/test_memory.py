@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sample_jobs import job_of
 from torch import nn
 from torch._functorch import partitioners
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -23,10 +24,8 @@ from torchtitan_lite.config import (
     Config,
     Float8Config,
     OptimizerConfig,
-    ParallelDegrees,
     ParallelismConfig,
     TrainingConfig,
-    resolve_batch,
 )
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
@@ -63,21 +62,15 @@ def build_rank(
 ) -> Rank:
     """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven
     linears are converted."""
-    rank = {
-        "degrees": ParallelDegrees(1, dp_shard, tp),
-        "on_cpu": True,
-        "float8_linears": frozenset(BLOCK_LINEARS if "float8" in changes else ()),
-    }
+    degrees = changes.pop("degrees", (1, dp_shard, tp))
+    on_cpu = changes.pop("on_cpu", True)
     sections = {
         "training": TrainingConfig(seq_len=args.max_seq_len, local_batch_size=batch),
         "activation_checkpoint": NONE,
     }
-    rank |= {name: changes.pop(name) for name in rank if name in changes}
-    return Rank(config=Config(**sections | changes), model=args, **rank)
-
-
-def accum_steps(rank: Rank) -> int:
-    return resolve_batch(rank.config.training, dp_degree=rank.degrees.dp).grad_accum_steps
+    float8_linears = BLOCK_LINEARS if "float8" in changes else ()
+    job = job_of(Config(**sections | changes), args, degrees=degrees)
+    return Rank(job, float8_linears, on_cpu=on_cpu)
 
 
 def peak(rank: Rank) -> Moment:
@@ -123,8 +116,8 @@ def train(rank: Rank) -> None:
         rank.model.vocab_size, (rank.config.training.local_batch_size, rank.config.training.seq_len)
     )
     for step in range(2):
-        for accum_step in range(accum_steps(rank)):
-            last = accum_step == accum_steps(rank) - 1
+        for accum_step in range(rank.accum_steps):
+            last = accum_step == rank.accum_steps - 1
             model.set_requires_gradient_sync(last)
             with record_function("measured") if step and last else contextlib.nullcontext():
                 if rank.fuses_loss:
@@ -197,7 +190,7 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
         (WIDE, 1, training(mixed_precision_param="float32")),
         (WIDE, 1, training(mixed_precision_reduce="bfloat16")),
         (WIDE, 1, {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}),
-        (WIDE, 1, {"degrees": ParallelDegrees(2, 2, 1)}),
+        (WIDE, 1, {"degrees": (2, 2, 1)}),
         (WIDE, 1, training(global_batch_size=16)),
         (VOCABULARY, 2, GATHERED_LOGITS),
         (WEIGHTS, 1, {"optimizer": OptimizerConfig(implementation="foreach")}),
@@ -385,7 +378,10 @@ def torchtitan_peak(rank: Rank) -> int:
     log-probability, its gradient and the logit's, in float32; compiled, the logit and its gradient;
     split, copies of its own besides. The last block is freed as the others are."""
     always = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="always")}
-    rank = dataclasses.replace(rank, config=rank.config.model_copy(update=always))
+    job = job_of(
+        rank.config.model_copy(update=always), rank.model, degrees=dataclasses.astuple(rank.degrees)
+    )
+    rank = Rank(job, rank.float8_linears, on_cpu=rank.on_cpu)
     if rank.config.compile.covers("loss"):
         per_logit = 2 + 2 * 4 if rank.degrees.tp > 1 else 2 * 2
     else:

@@ -7,10 +7,11 @@ roofline gives as 0.6 of the data sheet's; the model's 0.78 is that of parts wit
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,13 +41,10 @@ from torchtitan_lite.planner.roofline import (
     DeviceRates,
     Prediction,
     Rest,
-    Scheme,
+    Roofline,
     StepTime,
-    added_ratio,
-    choose_linears,
     predict,
     step_time,
-    time_linears,
 )
 
 H100 = DeviceRates(bf16_flops=989e12, fp8_flops=1979e12, bandwidth=3.35e12)
@@ -77,6 +75,12 @@ def linears_of(
     return linears
 
 
+class Run(NamedTuple):
+    linears: list[LinearChoice]
+    rest: Rest
+    tokens: int
+
+
 def run_of(
     args: ModelArgs,
     *,
@@ -86,29 +90,28 @@ def run_of(
     tp: int = 1,
     recomputed: tuple[str, ...] = (),
     kept: Collection[str] = (),
-) -> tuple[list[LinearChoice], Rest]:
+) -> Run:
     linears = linears_of(args, tp=tp, recomputed=recomputed, kept=kept)
     parameters = sum(len(linear.names) * math.prod(linear.local_shape) for linear in linears)
     parameters += 2 * args.vocab_size * args.dim // tp
     rest = Rest(
         args=replace(args, max_seq_len=seq_len),
         tp=tp,
-        tokens=tokens,
         gathered_parameters=parameters,
         sharded_parameters=parameters // dp,
         recomputed_layers=args.n_layers if recomputed else 0,
     )
-    return linears, rest
+    return Run(linears, rest, tokens)
 
 
 LLAMA_8B = run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, recomputed=PER_OP_AC)
 LLAMA_8B_BATCH_2 = run_of(FLAVORS["8B"], tokens=16384, seq_len=8192, recomputed=PER_OP_AC)
 LLAMA_8B_TP_2 = run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, dp=2, tp=2, recomputed=PER_OP_AC)
 DEBUG_RUN = run_of(DEBUG, tokens=8 * 2048, seq_len=2048)
-GATHERED = Scheme("tensorwise", compiled=True, float8_all_gather=True)
-TENSORWISE = Scheme("tensorwise", compiled=True)
-ROWWISE = Scheme("rowwise", compiled=True)
-ROWWISE_WITH_GW_HP = Scheme("rowwise_with_gw_hp", compiled=True)
+GATHERED = partial(Roofline, recipe="tensorwise", compiled=True, float8_all_gather=True)
+TENSORWISE = partial(Roofline, recipe="tensorwise", compiled=True)
+ROWWISE = partial(Roofline, recipe="rowwise", compiled=True)
+ROWWISE_WITH_GW_HP = partial(Roofline, recipe="rowwise_with_gw_hp", compiled=True)
 
 # Device, run, scheme, published tokens/s in bf16 and in float8, predicted speedup, its error in
 # percent. Published for 8B on 8 H100: by a user of torchtitan, in torchao's float8 README, in
@@ -133,21 +136,21 @@ PUBLISHED_STEPS = (
 )
 def test_step_speedups_beside_published_ones(
     device: DeviceRates,
-    run: tuple[list[LinearChoice], Rest],
-    scheme: Scheme,
+    run: Run,
+    scheme: Callable[[DeviceRates, int], Roofline],
     bf16_tps: float,
     float8_tps: float,
     predicted: float,
     error: int,
 ) -> None:
-    speedup = predict(*run, device, scheme=scheme).step_speedup
+    speedup = predict(scheme(device, run.tokens), run.linears, run.rest).step_speedup
     assert speedup == pytest.approx(predicted, abs=0.006)
     assert 100 * (speedup / (float8_tps / bf16_tps) - 1) == pytest.approx(error, abs=0.6)
 
 
 def test_a_bf16_step_takes_less_than_the_measured_one_but_not_by_much() -> None:
-    linears, rest = LLAMA_8B
-    seconds = step_time(linears, rest, H100_500W, scheme=GATHERED, float8=False).seconds
+    linears, rest, tokens = LLAMA_8B
+    seconds = step_time(GATHERED(H100_500W, tokens), linears, rest, float8=False).seconds
     assert seconds == pytest.approx(
         1.09, abs=0.005
     )  # measured: 8192 tokens at 6,150 to 6,667 a second, 1.23 to 1.33 s
@@ -179,14 +182,13 @@ def test_linears_beside_published_ones(
     predicted_ms: float,
     predicted: float,
 ) -> None:
-    [time] = time_linears(
-        [one_linear(n, k)], H100_500W, tokens=m, scheme=Scheme(recipe, compiled=True)
-    )
-    assert time.bf16 * 1e3 == pytest.approx(predicted_ms, rel=0.01)
-    assert 1 / time.ratio == pytest.approx(predicted, abs=0.005)
+    linear, roofline = one_linear(n, k), Roofline(H100_500W, m, recipe, compiled=True)
+    bf16 = roofline.bf16(linear).seconds * 1e3
+    assert bf16 == pytest.approx(predicted_ms, rel=0.01)
+    assert 1 / roofline.ratio(linear, [linear]) == pytest.approx(predicted, abs=0.005)
     assert (predicted > 1) == (speedup > 1)
     if bf16_ms is not None:
-        assert -0.2 < time.bf16 * 1e3 / bf16_ms - 1 < 0
+        assert -0.2 < bf16 / bf16_ms - 1 < 0
 
 
 # About 1.4 (pytorch/ao#2410): wk and wv on an H100 under rowwise and tensor parallelism, 8B with
@@ -203,23 +205,23 @@ def test_linears_beside_published_ones(
 def test_wk_and_wv_are_slower_in_rowwise_under_tensor_parallelism(
     flavor: str, tp: int, tokens: int, predicted: float
 ) -> None:
-    times = time_linears(linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE)
-    ratios = {time.kind: time.ratio for time in times}
+    linears, roofline = linears_of(FLAVORS[flavor], tp=tp), ROWWISE(H100, tokens)
+    ratios = {linear.kind: roofline.ratio(linear, linears) for linear in linears}
     assert ratios[WK] == ratios[WV] == pytest.approx(predicted, abs=0.005)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seq_len", [256, 2048])
 def test_nothing_of_the_debug_model_is_chosen(recipe: Any, seq_len: int) -> None:
-    scheme = Scheme(recipe, compiled=True)
-    assert choose_linears(linears_of(DEBUG), H100, tokens=8 * seq_len, scheme=scheme) == []
+    roofline = Roofline(H100, 8 * seq_len, recipe, compiled=True)
+    assert roofline.choose(linears_of(DEBUG)) == []
 
 
 @pytest.mark.parametrize("scheme", [TENSORWISE, ROWWISE, GATHERED])
 @pytest.mark.parametrize("device", [H100, H100_500W])
-def test_all_seven_of_8b_are_chosen_under_fsdp_alone(device: DeviceRates, scheme: Scheme) -> None:
+def test_all_seven_of_8b_are_chosen_under_fsdp_alone(device: DeviceRates, scheme: Any) -> None:
     linears = linears_of(FLAVORS["8B"])
-    assert set(choose_linears(linears, device, tokens=8192, scheme=scheme)) == set(linears)
+    assert set(scheme(device, 8192).choose(linears)) == set(linears)
 
 
 @pytest.mark.parametrize(
@@ -235,13 +237,13 @@ def test_all_seven_of_8b_are_chosen_under_fsdp_alone(device: DeviceRates, scheme
 def test_what_is_kept_in_rowwise_under_tensor_parallelism(
     flavor: str, tp: int, tokens: int, kept: set[str]
 ) -> None:
-    chosen = choose_linears(linears_of(FLAVORS[flavor], tp=tp), H100, tokens=tokens, scheme=ROWWISE)
+    chosen = ROWWISE(H100, tokens).choose(linears_of(FLAVORS[flavor], tp=tp))
     assert {linear.kind for linear in chosen} == set(BLOCK_LINEARS) - kept
 
 
 def test_nothing_pays_where_the_casts_are_not_compiled() -> None:
-    scheme = Scheme("tensorwise", compiled=False)
-    assert choose_linears(linears_of(FLAVORS["8B"]), H100, tokens=8192, scheme=scheme) == []
+    roofline = Roofline(H100, 8192, "tensorwise", compiled=False)
+    assert roofline.choose(linears_of(FLAVORS["8B"])) == []
 
 
 @given(
@@ -251,32 +253,30 @@ def test_nothing_pays_where_the_casts_are_not_compiled() -> None:
     flavor=st.sampled_from(["8B", "70B", "405B"]),
 )
 def test_the_choice_is_the_fastest_of_all(tp: int, tokens: int, recipe: Any, flavor: str) -> None:
-    linears, scheme = linears_of(FLAVORS[flavor], tp=tp), Scheme(recipe, compiled=True)
-    chosen = choose_linears(linears, H100, tokens=tokens, scheme=scheme)
+    linears, roofline = (
+        linears_of(FLAVORS[flavor], tp=tp),
+        Roofline(H100, tokens, recipe, compiled=True),
+    )
+    chosen = roofline.choose(linears)
 
     def seconds(converted: Collection[LinearChoice]) -> float:
-        float8 = time_linears(
-            [x for x in linears if x in converted], H100, tokens=tokens, scheme=scheme
-        )
-        bf16 = time_linears(
-            [x for x in linears if x not in converted], H100, tokens=tokens, scheme=scheme
-        )
-        return sum(time.float8 for time in float8) + sum(time.bf16 for time in bf16)
+        return sum(cost.seconds for cost in roofline.linears(linears, converted))
 
     every = [subset for size in range(8) for subset in combinations(linears, size)]
     assert len(every) == 128
     assert seconds(chosen) <= min(map(seconds, every)) * (1 + 1e-12)
     for linear in linears:
         if linear not in chosen:
-            assert added_ratio(linear, chosen, H100, tokens=tokens, scheme=scheme) >= 1 - 1e-9
+            assert roofline.ratio(linear, chosen) >= 1 - 1e-9
 
 
 def test_a_linear_beside_others_pays_for_its_own_casts_only() -> None:
     wq, wk, *_ = linears_of(FLAVORS["8B"])
     assert (wq.reads, wq.kind, wk.kind) == (wk.reads, WQ, WK)
-    alone = added_ratio(wk, [], H100, tokens=8192, scheme=TENSORWISE)
-    assert alone == pytest.approx(time_linears([wk], H100, tokens=8192, scheme=TENSORWISE)[0].ratio)
-    assert added_ratio(wk, [wq], H100, tokens=8192, scheme=TENSORWISE) < alone
+    roofline = TENSORWISE(H100, 8192)
+    alone = roofline.ratio(wk, [])
+    assert alone == pytest.approx(roofline.ratio(wk, [wk]))
+    assert roofline.ratio(wk, [wq]) < roofline.ratio(wk, [wq, wk]) < alone
 
 
 @pytest.mark.parametrize("shape", [(8192, 4096, 14336), (8192, 4096, 128), (16384, 8192, 8192)])
@@ -285,9 +285,9 @@ def test_bf16_matmuls_take_what_torchaos_roofline_says_and_three_launches(
 ) -> None:
     m, k, n = shape
     device = replace(H100, bandwidth=2.4e12)  # torchao's H100
-    [time] = time_linears([one_linear(n, k)], device, tokens=m, scheme=TENSORWISE)
+    seconds = TENSORWISE(device, m).bf16(one_linear(n, k)).seconds
     theirs = float(get_gemm_time_sympy(m, k, n, torch.bfloat16, None, None, "NVIDIA H100"))
-    assert time.bf16 == pytest.approx(theirs + 3 * 2e-6, rel=1e-6)
+    assert seconds == pytest.approx(theirs + 3 * 2e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -295,14 +295,12 @@ def test_casts_take_about_what_torchaos_roofline_says(recipe: Any) -> None:
     m = k = n = 16384
     device = replace(H100, bandwidth=2.4e12)
     slow_matmuls = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1, "mxfp8": 0}[recipe]
-    [time] = time_linears(
-        [one_linear(n, k)], device, tokens=m, scheme=Scheme(recipe, compiled=True)
-    )
+    seconds = Roofline(device, m, recipe, compiled=True).float8(one_linear(n, k)).seconds
     fp8 = 2 * m * k * n / (1979e12 * 0.78)
     bf16 = 2 * m * k * n / (989e12 * 0.78)
     fast_matmuls = 3 if recipe == "mxfp8" else 1
     casts = (
-        time.float8
+        seconds
         - (fast_matmuls + slow_matmuls * 1.15) * fp8
         - (bf16 if recipe == "rowwise_with_gw_hp" else 0)
     )
@@ -384,32 +382,32 @@ def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway
 ) -> None:
     # What is not compiled shares no casts: small linears then no longer pay for those of their
     # input.
-    scheme = Scheme("mxfp8", compiled=compiled)
-    chosen = choose_linears(linears_of(FLAVORS["8B"]), B200, tokens=8192, scheme=scheme)
+    chosen = Roofline(B200, 8192, "mxfp8", compiled).choose(linears_of(FLAVORS["8B"]))
     assert {linear.kind for linear in chosen} == set(BLOCK_LINEARS) - kept
 
 
 def test_recomputation_runs_the_forward_part_again() -> None:
-    linear = one_linear(4096, 4096, count=10)
-    once, half, all_again = (
-        time_linears([replace(linear, recomputed=n)], H100, tokens=8192, scheme=ROWWISE)[0]
-        for n in (0, 5, 10)
-    )
-    assert half.bf16 - once.bf16 == pytest.approx(once.bf16 / 6)
-    assert all_again.float8 - half.float8 == pytest.approx(half.float8 - once.float8)
-    assert half.float8 > once.float8
+    linear, roofline = one_linear(4096, 4096, count=10), ROWWISE(H100, 8192)
+    once, half, all_again = (replace(linear, recomputed=n) for n in (0, 5, 10))
+    bf16 = roofline.bf16(half).seconds - roofline.bf16(once).seconds
+    assert bf16 == pytest.approx(roofline.bf16(once).seconds / 6)
+    float8 = [roofline.float8(each).seconds for each in (once, half, all_again)]
+    assert float8[2] - float8[1] == pytest.approx(float8[1] - float8[0])
+    assert float8[1] > float8[0]
 
 
 def test_a_step_without_float8_does_not_depend_on_the_recipe() -> None:
-    linears, rest = LLAMA_8B
-    assert step_time(linears, rest, H100, scheme=GATHERED, float8=False) == step_time(
-        linears, rest, H100, scheme=ROWWISE, float8=False
+    linears, rest, tokens = LLAMA_8B
+    gathered, rowwise = (
+        step_time(scheme(H100, tokens), linears, rest, float8=False)
+        for scheme in (GATHERED, ROWWISE)
     )
+    assert gathered == rowwise
 
 
 def test_a_small_step_waits_for_the_host_and_a_large_one_for_the_device() -> None:
-    for (linears, rest), waits_for_host in ((DEBUG_RUN, True), (LLAMA_8B, False)):
-        time = step_time(linears, rest, H100, scheme=TENSORWISE, float8=True)
+    for (linears, rest, tokens), waits_for_host in ((DEBUG_RUN, True), (LLAMA_8B, False)):
+        time = step_time(TENSORWISE(H100, tokens), linears, rest, float8=True)
         assert (time.host > sum(time.parts.values())) == waits_for_host
         assert time.seconds == max(time.host, sum(time.parts.values()))
 
@@ -455,12 +453,11 @@ def test_verdicts(
 def test_a_prediction_names_what_had_better_be_kept() -> None:
     kept = {WQ, WK, WV, WO}
     with_them, without = (
-        predict(
-            *run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, tp=8, kept=names),
-            H100,
-            scheme=ROWWISE,
+        predict(ROWWISE(H100, tokens), linears, rest)
+        for linears, rest, tokens in (
+            run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, tp=8, kept=names)
+            for names in ((), kept)
         )
-        for names in ((), kept)
     )
     assert (set(with_them.better_kept), without.better_kept) == (kept, ())
     assert without.step_speedup > with_them.step_speedup

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torchtitan_lite.config import Config, ParallelDegrees, resolve_batch
+from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, ModelArgs, block_linear_shapes
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, block_linear_shapes
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 
 FLOAT32 = 4
@@ -27,73 +27,48 @@ readings that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. Memo
 FSDP's streams cannot be used by the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The settings that decide a rank's memory, which is alike on all ranks."""
+    """What decides a rank's memory, and the sizes that recur in it. All ranks are alike."""
 
-    config: Config
-    model: ModelArgs
-    degrees: ParallelDegrees
-    float8_linears: frozenset[str]
-    """Names within a block of the linears that train in float8, such as attention.wq."""
-    on_cpu: bool
+    def __init__(self, job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> None:
+        """`float8_linears` names those of a block that train in float8, such as attention.wq."""
+        config, model, tp = job.config, job.model_args, job.degrees.tp
+        self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
+        self.accum_steps = job.batch.grad_accum_steps
+        self.float8_linears = frozenset(float8_linears)
 
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return self.config.training.microbatch_tokens
+        # Bytes of an element of the compute type, and of a gradient that is being reduced.
+        self.width = WIDTHS[config.training.mixed_precision_param]
+        self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
-    @property
-    def width(self) -> int:
-        """Bytes of an element of the compute type."""
-        return WIDTHS[self.config.training.mixed_precision_param]
+        # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
+        # split along it.
+        self.tokens = config.training.microbatch_tokens  # N
+        self.hidden = self.width * self.tokens * model.dim
+        self.residual = self.hidden // tp
 
-    @property
-    def reduce_width(self) -> int:
-        """Bytes of an element of a gradient that is being reduced."""
-        return WIDTHS[self.config.training.mixed_precision_reduce]
-
-    @property
-    def gathers_logits(self) -> bool:
-        """Whether tensor parallelism gathers the logits for the loss."""
-        return self.degrees.tp > 1 and self.config.parallelism.disable_loss_parallel
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether the loss is fused with the projection to the vocabulary."""
-        float8 = self.config.float8
-        return not (self.gathers_logits or (float8.enable_float8_linear and float8.convert_output))
-
-    @property
-    def logits(self) -> int:
-        """Number of logits on this rank, out of N * V."""
-        ranks = 1 if self.gathers_logits else self.degrees.tp
-        return self.tokens * self.model.vocab_size // ranks
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of activations [N, D], gathered along the sequence."""
-        return self.width * self.tokens * self.model.dim
-
-    @property
-    def residual(self) -> int:
-        """Bytes of the residual stream [N, D], split along the sequence."""
-        return self.hidden // self.degrees.tp
-
-    @property
-    def output_weights(self) -> int:
-        """Elements of this rank's share of the embedding [V, D], or of the projection."""
-        return self.model.vocab_size * self.model.dim // self.degrees.tp
+        # The loss is fused with the projection to the vocabulary, unless that is in float8 or
+        # tensor parallelism gathers the logits.
+        gathers_logits = tp > 1 and config.parallelism.disable_loss_parallel
+        in_float8 = config.float8.enable_float8_linear and config.float8.convert_output
+        self.fuses_loss = not (gathers_logits or in_float8)
+        self.logits = self.tokens * model.vocab_size // (1 if gathers_logits else tp)
+        self.output_weights = model.vocab_size * model.dim // tp  # elements
 
     def norm_input(self, *, compiled: bool) -> int:
         """Bytes that a norm saves: its input; eager on CPU also its output, both in float32."""
         several = self.on_cpu and not compiled
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
-    def gathers_float8(self, linears: Collection[str]) -> bool:
-        """Whether tensor parallelism gathers the input of `linears` in float8, which they save."""
+    def gathers_float8(self, tensor: str) -> bool:
+        """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
         possible = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
-        return possible and self.float8_linears.issuperset(linears)
+        return possible and _readers(tensor) <= self.float8_linears
+
+
+def _readers(tensor: str) -> set[str]:
+    """The linears of a block that read `tensor`."""
+    return {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
 
 
 @dataclass(frozen=True)
@@ -143,7 +118,7 @@ def step_memory(rank: Rank) -> list[Moment]:
     update. The peak is the one with the largest total.
 
     The step is not the first, so the optimizer has its states; its microbatch is the last one."""
-    groups = [_embedding(rank), *(_block(rank, i) for i in range(rank.model.n_layers)), _head(rank)]
+    groups = _groups(rank)
     last = len(groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
@@ -156,17 +131,17 @@ def step_memory(rank: Rank) -> list[Moment]:
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += groups[-1].gathered
     working = _loss_working(rank)
-    loss_moment = _moment(rank, groups, "loss", activations=kept, logits=working, buffers=buffers)
+    moment = partial(_moment, rank, groups)
+    moments = [moment("loss", left=len(groups), activations=kept, logits=working, buffers=buffers)]
 
-    backward: list[Moment] = []
     for i in range(last, -1, -1):
         kept -= groups[i].saved
-        backward += _backward_moments(rank, groups, i, kept=kept, kept_from=kept_from)
+        moments += _backward_moments(rank, groups, i, kept=kept, kept_from=kept_from)
 
     # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
     copies = _sharded(rank, groups) if foreach else 0
-    return [loss_moment, *backward, _moment(rank, groups, "optimizer step", left=0, buffers=copies)]
+    return [*moments, moment("optimizer step", left=0, buffers=copies)]
 
 
 def _backward_moments(
@@ -197,14 +172,10 @@ def _backward_moments(
     return height, end
 
 
-def _moment(
-    rank: Rank, groups: Sequence[Group], name: str, *, left: int | None = None, **parts: int
-) -> Moment:
-    """A moment when the first `left` groups (default: all) have yet to scatter their gradients."""
-    left = len(groups) if left is None else left
+def _moment(rank: Rank, groups: Sequence[Group], name: str, *, left: int, **parts: int) -> Moment:
+    """A moment when the first `left` groups have yet to scatter their gradients."""
     # Gradients of earlier microbatches add up unsharded: only the last backward scatters them.
-    accum_steps = resolve_batch(rank.config.training, dp_degree=rank.degrees.dp).grad_accum_steps
-    accumulated_width = rank.reduce_width if accum_steps > 1 else 0
+    accumulated_width = rank.reduce_width if rank.accum_steps > 1 else 0
     accumulated = accumulated_width * sum(group.weights for group in groups[:left])
     moment_width = MOMENT_WIDTHS[rank.config.optimizer.state_dtype]
     return Moment(
@@ -240,22 +211,26 @@ def _loss_working(rank: Rank) -> int:
     return rank.hidden + logits + added_up + piece
 
 
-def _embedding(rank: Rank) -> Group:
-    weights = rank.output_weights
+def _groups(rank: Rank) -> list[Group]:
+    """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
     # FSDP does not gather the embedding again for its backward.
     never = rank.config.parallelism.fsdp_reshard_after_forward == "never"
+    weights = rank.output_weights
     gathered = rank.width * weights if never else 0
-    return Group("tok_embeddings", weights, gathered, saved=0, working=rank.hidden)
+    embedding = Group("tok_embeddings", weights, gathered, saved=0, working=rank.hidden)
 
-
-def _head(rank: Rank) -> Group:
-    """The last norm and the projection to the vocabulary."""
-    weights = rank.output_weights + rank.model.dim
-    saved = rank.norm_input(compiled=False) + rank.hidden  # or its gradient, if the loss is fused
-    if rank.fuses_loss:
-        saved += rank.width * rank.output_weights  # the weight's gradient
-    working = saved + rank.hidden
-    return Group("output", weights, rank.width * weights, saved=saved, working=working)
+    # The projection saves its input or, if the loss is fused, the gradients of input and weight.
+    saved = rank.norm_input(compiled=False) + rank.hidden
+    saved += rank.width * weights if rank.fuses_loss else 0
+    head_weights = weights + rank.model.dim
+    head = Group(
+        "output",
+        head_weights,
+        gathered=rank.width * head_weights,
+        saved=saved,
+        working=saved + rank.hidden,
+    )
+    return [embedding, *(_block(rank, index) for index in range(rank.model.n_layers)), head]
 
 
 def _block(rank: Rank, index: int) -> Group:
@@ -282,11 +257,6 @@ def _block(rank: Rank, index: int) -> Group:
     return Group(f"layers.{index}", weights, gathered, saved=sum(kept.values()), working=working)
 
 
-def _readers(tensor: str) -> set[str]:
-    """The linears of a block that read `tensor`."""
-    return {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
-
-
 def _block_tensors(rank: Rank) -> dict[str, int]:
     """Bytes of each tensor that a block's backward needs, by the name of what computed it."""
     model, tp, width = rank.model, rank.degrees.tp, rank.width
@@ -296,12 +266,12 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
 
     def read(tensor: str, elements: int) -> int:
         """Bytes of a tensor that is saved only for the linears that read it."""
-        return elements * (1 if rank.gathers_float8(_readers(tensor)) else width)
+        return elements * (1 if rank.gathers_float8(tensor) else width)
 
     # Attention saves its operands and its output; wo saves a cast of it.
     float32_attention = rank.on_cpu and model.head_dim <= CPU_FLOAT32_HEAD_DIM
     attention_width = FLOAT32 if float32_attention else width
-    float8_attention = rank.gathers_float8(_readers("attention"))
+    float8_attention = rank.gathers_float8("attention")
     no_cast = attention_width == width or float8_attention
     norm_input = rank.norm_input(compiled=rank.config.compile.covers("model"))
     return {

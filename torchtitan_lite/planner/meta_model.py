@@ -3,9 +3,7 @@ training and planning alike.
 """
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
 
 import torch
 
@@ -23,17 +21,9 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
 from .memory import Moment, Rank, reserved_bytes, step_memory
-from .roofline import (
-    DeviceRates,
-    Prediction,
-    Rest,
-    Scheme,
-    added_ratio,
-    choose_linears,
-    predict,
-)
+from .roofline import DeviceRates, Prediction, Rest, Roofline, predict
 
-CHEAPEST_FIRST: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+CHEAPEST_FIRST = ("none", "selective", "full")
 """Modes of activation checkpointing, by how much they recompute."""
 
 
@@ -63,16 +53,15 @@ def device_rates(device: DeviceSpec | None, metrics: MetricsConfig) -> DeviceRat
     return DeviceRates(peaks["bf16"] * 1e12, peaks["fp8"] * 1e12, device.bandwidth_tb_s * 1e12)
 
 
-def bf16_rates(device: DeviceSpec, tflops: float) -> DeviceRates:
-    """Return the rates of a device that reaches `tflops` in bf16, for a model without float8."""
-    return DeviceRates(tflops * 1e12, math.nan, device.bandwidth_tb_s * 1e12)
-
-
-def float8_scheme(config: Config) -> Scheme:
-    """Return the settings that decide how fast float8 is."""
-    float8 = config.float8
-    compiled = config.compile.covers("model")
-    return Scheme(float8.recipe_name, compiled, float8.enable_fsdp_float8_all_gather)
+def config_roofline(config: Config, rates: DeviceRates) -> Roofline:
+    """Return the roofline of a device that trains by `config`."""
+    return Roofline(
+        rates,
+        tokens=config.training.microbatch_tokens,
+        recipe=config.float8.recipe_name,
+        compiled=config.compile.covers("model"),
+        float8_all_gather=config.float8.enable_fsdp_float8_all_gather,
+    )
 
 
 def _with_recomputed(
@@ -88,9 +77,7 @@ def _with_recomputed(
 def _slower_linears(
     config: Config, choices: Sequence[LinearChoice], rates: DeviceRates | None
 ) -> dict[str, str]:
-    """Return the kinds of linears that float8 would not make faster, each with the reason.
-
-    Raises ConfigError if the device's rates are not known."""
+    """Return the kinds of linears that float8 would not make faster, each with the reason."""
     if not config.float8.enable_float8_linear:
         return {choice.kind: "float8 is off" for choice in choices}
     if rates is None:
@@ -99,22 +86,19 @@ def _slower_linears(
             "and the memory bandwidth of the device, and not all of them are known here; name the "
             'linears to keep, such as ["wk", "wv"].'
         )
-    tokens, scheme = config.training.microbatch_tokens, float8_scheme(config)
-    chosen = choose_linears(choices, rates, tokens=tokens, scheme=scheme)
-    eager = "" if scheme.compiled else ", as eager casts are not fused"
+    roofline = config_roofline(config, rates)
+    chosen = roofline.choose(choices)
+    eager = "" if roofline.compiled else ", as eager casts are not fused"
     return {
-        linear.kind: "auto: "
-        f"{added_ratio(linear, chosen, rates, tokens=tokens, scheme=scheme):.2f}x the time of "
-        f"bf16{eager}"
-        for linear in choices
-        if linear not in chosen
+        choice.kind: f"auto: {roofline.ratio(choice, chosen):.2f}x the time of bf16{eager}"
+        for choice in choices
+        if choice not in chosen
     }
 
 
 def _select(job: Job, model: Transformer, *, rates: DeviceRates | None) -> list[LinearChoice]:
     """Decide which linears of `model`, not yet converted, train in float8."""
-    config = job.config
-    float8, training, ac = config.float8, config.training, config.activation_checkpoint
+    config, float8, ac = job.config, job.config.float8, job.config.activation_checkpoint
     compiled = config.compile.covers("model")
     recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=True)
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
@@ -122,7 +106,7 @@ def _select(job: Job, model: Transformer, *, rates: DeviceRates | None) -> list[
         model,
         filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
         tp_degree=job.degrees.tp,
-        tokens=None if any_tokens else training.microbatch_tokens,
+        tokens=None if any_tokens else config.training.microbatch_tokens,
         convert_output=float8.convert_output,
         recipe=float8.recipe,
         slower=lambda left: _slower_linears(config, _with_recomputed(left, recomputed), rates),
@@ -152,10 +136,13 @@ def build_meta_model(
     emulated = emulate and bool(converted)
     ledger = count_flops(
         model,
-        args,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
         seq_len=training.seq_len,
         high_precision=high_precision,
-        float8_matmuls=dict.fromkeys(converted, float8.recipe.matmuls),
+        float8_linears=converted,
+        float8_matmuls=float8.recipe.matmuls,
         fp8_runs_in=(float8.recipe.emulated_in or high_precision) if emulated else "fp8",
         convention=config.metrics.flops_convention,
         recomputed=recomputed,
@@ -171,62 +158,46 @@ def estimate_memory(
     """Estimate what a rank holds at the moments of a step at which memory can peak."""
     # The group of `output` is estimated in high precision, which is slightly more than in float8.
     float8 = {choice.kind for choice in choices if choice.converted and choice.kind != OUTPUT}
-    rank = Rank(
-        config=job.config,
-        model=job.model_args,
-        degrees=job.degrees,
-        float8_linears=frozenset(float8),
-        on_cpu=on_cpu,
-    )
-    return step_memory(rank)
+    return step_memory(Rank(job, float8, on_cpu=on_cpu))
 
 
 def resolve_auto(
     job: Job, *, rates: DeviceRates | None, memory_gib: float, on_cpu: bool = False
 ) -> Job:
-    """Replace each "auto" of the config by the values chosen for these devices, and log the reasons.
+    """Replace each "auto" of the config by values chosen for these devices, and log the reasons.
 
     Models built from the result select the same linears, without `rates`. If float8 would make no
     linear faster, it is off in the result. Raises ConfigError if [float8] filter_fqns = ["auto"]
     needs rates that are not known.
     """
-    job = resolve_checkpointing(job, rates=rates, memory_gib=memory_gib, on_cpu=on_cpu)
-    float8 = job.config.float8
-    if float8.enable_float8_linear and AUTO in float8.filter_fqns:
-        return _choose_linears(job, rates=rates)
-    return job
-
-
-def resolve_checkpointing(
-    job: Job, *, rates: DeviceRates | None, memory_gib: float, on_cpu: bool = False
-) -> Job:
-    """Replace activation_checkpoint.mode = "auto" by the cheapest mode whose step should fit in
-    `memory_gib`, or by "full" if none does."""
-    if job.config.activation_checkpoint.mode != "auto":
+    float8, ac = job.config.float8, job.config.activation_checkpoint
+    chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
+    if ac.mode != "auto" and not chooses_linears:
         return job
     with torch.device("meta"):
         model = Transformer(job.model_args)
-    for mode in CHEAPEST_FIRST:
-        tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
-        choices = _select(tried, model, rates=rates)
-        reserved_gib = reserved_bytes(estimate_memory(tried, choices, on_cpu=on_cpu)) / 2**30
-        if reserved_gib <= memory_gib:
-            break
 
-    fits = "the cheapest that fits" if reserved_gib <= memory_gib else "and even that may not fit"
-    logger.info(
-        f'[activation_checkpoint] mode = "auto" is "{mode}" here, {fits}: '
-        f"{reserved_gib:.1f} GiB of {memory_gib:.1f}"
-    )
-    return tried
+    # The cheapest activation checkpointing whose step should fit, or the last.
+    if ac.mode == "auto":
+        for mode in CHEAPEST_FIRST:
+            tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+            moments = estimate_memory(tried, _select(tried, model, rates=rates), on_cpu=on_cpu)
+            reserved_gib = reserved_bytes(moments) / 2**30
+            if fits := reserved_gib <= memory_gib:
+                break
+        logger.info(
+            f'[activation_checkpoint] mode = "auto" is "{mode}" here, '
+            f"{'the cheapest that fits' if fits else 'and even that may not fit'}: "
+            f"{reserved_gib:.1f} GiB of {memory_gib:.1f}"
+        )
+        job = tried
+
+    return _choose_linears(job, _select(job, model, rates=rates)) if chooses_linears else job
 
 
-def _choose_linears(job: Job, *, rates: DeviceRates | None) -> Job:
-    """Choose the linears that float8 makes faster, and name the others in filter_fqns."""
+def _choose_linears(job: Job, choices: Sequence[LinearChoice]) -> Job:
+    """Name the linears that float8 would make slower in filter_fqns, in place of "auto"."""
     float8 = job.config.float8
-    with torch.device("meta"):
-        model = Transformer(job.model_args)
-    choices = _select(job, model, rates=rates)
     kept = {
         choice.kind: choice.kept_because
         for choice in choices
@@ -236,37 +207,28 @@ def _choose_linears(job: Job, *, rates: DeviceRates | None) -> Job:
     logger.info(f'[float8] filter_fqns = ["auto"] keeps in high precision: {reasons or "nothing"}')
 
     patterns = [pattern for pattern in float8.filter_fqns if pattern != AUTO]
-    changes: dict[str, object] = {
-        "filter_fqns": (*patterns, *(kind for kind in kept if kind != OUTPUT))
-    }
-    if not any(choice.converted for choice in choices):
-        changes["enable_float8_linear"] = False
-    elif float8.convert_output and OUTPUT in kept:
-        changes["convert_output"] = False
-    return job.choose("float8", **changes)
+    return job.choose(
+        "float8",
+        filter_fqns=(*patterns, *(kind for kind in kept if kind != OUTPUT)),
+        enable_float8_linear=any(choice.converted for choice in choices),
+        convert_output=float8.convert_output and OUTPUT not in kept,
+    )
 
 
 def predict_step(job: Job, meta: MetaModel, *, rates: DeviceRates) -> Prediction:
     """Predict the time of a microbatch of `meta` in bf16, and in float8 as converted."""
-    config, args, degrees = job.config, job.model_args, job.degrees
-    # An unconverted projection to the vocabulary is no linear to the roofline.
+    args, degrees = job.model_args, job.degrees
     converted = [choice for choice in meta.choices if choice.converted]
-    converts_output = any(choice.kind == OUTPUT for choice in converted)
-    kept = [
-        choice
-        for choice in meta.choices
-        if not choice.converted and (choice.kind != OUTPUT or converts_output)
-    ]
+    # Unless converted, the projection to the vocabulary is no linear to the roofline.
+    kept = [choice for choice in meta.choices if not choice.converted and choice.kind != OUTPUT]
     parameters = meta.parameters // degrees.tp
+    updates = degrees.dp_shard * job.batch.grad_accum_steps  # the optimizer runs once a step
     rest = Rest(
         args=args,
         tp=degrees.tp,
-        tokens=config.training.microbatch_tokens,
         gathered_parameters=parameters,
-        sharded_parameters=parameters
-        // degrees.dp_shard
-        // job.batch.grad_accum_steps,  # updated once a step
-        recomputed_layers=len(config.activation_checkpoint.checkpointed_layers(args.n_layers)),
+        sharded_parameters=parameters // updates,
+        recomputed_layers=len(job.config.activation_checkpoint.checkpointed_layers(args.n_layers)),
         recomputed_attention=sum(name.endswith(".attention") for name in meta.recomputed),
     )
-    return predict([*converted, *kept], rest, rates, scheme=float8_scheme(config))
+    return predict(config_roofline(job.config, rates), [*converted, *kept], rest)

@@ -4,6 +4,7 @@ Each `_plan_x` computes one section in plain values; docs/plan.md documents ever
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -21,15 +22,14 @@ from torchtitan_lite.metrics.rates import compute_rates, effective_peak
 from .memory import MOMENT_WIDTHS, reserved_bytes
 from .meta_model import (
     MetaModel,
-    bf16_rates,
     build_meta_model,
+    config_roofline,
     device_rates,
     estimate_memory,
-    float8_scheme,
     predict_step,
-    resolve_checkpointing,
+    resolve_auto,
 )
-from .roofline import DeviceRates, StepTime, added_ratio, time_linears
+from .roofline import DeviceRates, StepTime
 
 SECONDS_PER_DAY = 86_400
 
@@ -53,6 +53,7 @@ class _Run:
     """A run to plan, on a device that need not be present."""
 
     job: Job
+    meta: MetaModel
     device: DeviceSpec
     peaks: Peaks
     rates: DeviceRates | None
@@ -71,35 +72,31 @@ def make_plan(
     _check_device(config, device)
     tokenizer = build_tokenizer(config.model.tokenizer_path).values
     job = build_job(config, world_size=world_size, tokenizer=tokenizer)
+    published, given = published_peaks(device), given_peaks(config.metrics)
+    peaks = Peaks(device.name, published=published, given=given)
     rates = device_rates(device, config.metrics)
-    run = _Run(
-        job=resolve_checkpointing(job, rates=rates, memory_gib=device.memory_gib),
-        device=device,
-        peaks=Peaks(
-            device.name, published=published_peaks(device), given=given_peaks(config.metrics)
-        ),
-        rates=rates,
-    )
-    # "auto" in filter_fqns is left in place, so that the plan shows the reason for each linear.
-    meta = in_float8 = build_meta_model(run.job, emulate=False, fused_attention=True, rates=rates)
+    job = resolve_auto(job, rates=rates, memory_gib=device.memory_gib)
+    meta = build_meta_model(job, emulate=False, fused_attention=True)
+    run = in_float8 = _Run(job, meta, device, peaks, rates)
 
-    # Without float8 the linears and the prediction show what it would gain, wherever it pays.
-    if not config.float8.enable_float8_linear and rates is not None:
+    # Without float8, or if "auto" has switched it off, the linears and the prediction show what it
+    # would gain, wherever it pays.
+    if not job.config.float8.enable_float8_linear and rates is not None:
         filters = (*config.float8.filter_fqns, AUTO)
-        tried = run.job.choose("float8", enable_float8_linear=True, filter_fqns=filters)
-        in_float8 = build_meta_model(tried, emulate=False, fused_attention=True, rates=rates)
+        job = job.choose("float8", enable_float8_linear=True, filter_fqns=filters)
+        meta = build_meta_model(job, emulate=False, fused_attention=True, rates=rates)
+        in_float8 = _Run(job, meta, device, peaks, rates)
 
-    peaks = _plan_peaks(run, meta.ledger)
-    return {
+    plan: dict[str, Any] = {
         "request": _plan_request(run),
-        "model": _plan_model(run, meta.parameters),
-        "flops_per_token": _plan_flops(meta.ledger),
-        "linears": _plan_linears(run, in_float8),
-        "peaks": peaks,
-        "prediction": _plan_prediction(run, in_float8),
-        "memory": _plan_memory(run, meta),
-        "schedule": _plan_schedule(run, meta, arithmetic_peak=peaks["arithmetic"], tps=tps),
+        "model": _plan_model(run),
+        "flops_per_token": _plan_flops(run.meta.ledger),
+        "linears": _plan_linears(in_float8),
+        "peaks": _plan_peaks(run),
+        "prediction": _plan_prediction(in_float8),
+        "memory": _plan_memory(run),
     }
+    return plan | {"schedule": _plan_schedule(run, plan["peaks"]["arithmetic"], tps)}
 
 
 def _check_device(config: Config, device: DeviceSpec) -> None:
@@ -124,25 +121,25 @@ def _check_device(config: Config, device: DeviceSpec) -> None:
 
 
 def _plan_request(run: _Run) -> dict[str, Any]:
-    training, float8 = run.job.config.training, run.job.config.float8
+    job, config = run.job, run.job.config
     return {
-        "flavor": run.job.config.model.flavor,
+        "flavor": config.model.flavor,
         "device": run.device.name,
-        "world_size": run.job.degrees.world_size,
-        **dataclasses.asdict(run.job.degrees),
-        **dataclasses.asdict(run.job.batch),
-        "seq_len": training.seq_len,
-        "document_mask": training.document_mask,
-        "steps": training.steps,
-        "float8_recipe": float8.recipe_name if float8.enable_float8_linear else None,
-        "float8_all_gather": float8.enable_fsdp_float8_all_gather,
-        "activation_checkpoint": run.job.config.activation_checkpoint.mode,
-        "compile": run.job.config.compile.enable,
+        "world_size": job.degrees.world_size,
+        **dataclasses.asdict(job.degrees),
+        **dataclasses.asdict(job.batch),
+        "seq_len": config.training.seq_len,
+        "document_mask": config.training.document_mask,
+        "steps": config.training.steps,
+        "float8_recipe": config.float8.recipe_name if config.float8.enable_float8_linear else None,
+        "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
+        "activation_checkpoint": config.activation_checkpoint.mode,
+        "compile": config.compile.enable,
     }
 
 
-def _plan_model(run: _Run, parameters: int) -> dict[str, Any]:
-    args = run.job.model_args
+def _plan_model(run: _Run) -> dict[str, Any]:
+    args, parameters = run.job.model_args, run.meta.parameters
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
     return {
         "flavor": run.job.config.model.flavor,
@@ -166,40 +163,33 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
     }
 
 
-def _plan_linears(run: _Run, meta: MetaModel) -> list[dict[str, Any]]:
+def _plan_linears(run: _Run) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    tokens, scheme = run.job.config.training.microbatch_tokens, float8_scheme(run.job.config)
-    multiple = run.job.config.float8.recipe.size_multiple
-
-    # Linears that are in float8 together share casts; a kept one is timed as if it were added.
-    ratios: dict[tuple[str, ...], float] = {}
-    if (rates := run.rates) is not None:
-        converted = [choice for choice in meta.choices if choice.converted]
-        times = time_linears(converted, rates, tokens=tokens, scheme=scheme)
-        ratios = {
-            choice.names: time.ratio for choice, time in zip(converted, times, strict=True)
-        } | {
-            kept.names: added_ratio(kept, converted, rates, tokens=tokens, scheme=scheme)
-            for kept in meta.choices
-            if not kept.converted
-        }
+    config, choices = run.job.config, run.meta.choices
+    tokens, multiple = config.training.microbatch_tokens, config.float8.recipe.size_multiple
+    roofline = config_roofline(config, run.rates) if run.rates else None
+    converted = [choice for choice in choices if choice.converted]
+    precisions = {row.name: row for row in run.meta.ledger.linears}
 
     rows = []
-    for choice in meta.choices:
-        precisions, (n, k) = meta.ledger.precisions[choice.names[0]], choice.local_shape
-        gemms = {
-            "output": (tokens, n, k, precisions["output"]),
-            "grad_input": (tokens, k, n, precisions["grad_input"]),
-            "grad_weight": (n, k, tokens, precisions["grad_weight"]),
+    for choice in choices:
+        precision, (n, k) = precisions[choice.names[0]], choice.local_shape
+        shapes = {
+            "output": (tokens, n, k),
+            "grad_input": (tokens, k, n),
+            "grad_weight": (n, k, tokens),
         }
-        keys = ("m", "n", "k", "precision")
+        gemms = {
+            name: dict(zip("mnk", shape, strict=True)) | {"precision": getattr(precision, name)}
+            for name, shape in shapes.items()
+        }
         rows.append(
             {
                 "kind": choice.kind,
                 "count": len(choice.names),
-                "gemms": {name: dict(zip(keys, gemm, strict=True)) for name, gemm in gemms.items()},
+                "gemms": gemms,
                 "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
-                "time_ratio": ratios.get(choice.names),
+                "time_ratio": roofline.ratio(choice, converted) if roofline else None,
                 "converted": choice.converted,
                 "kept_because": choice.kept_because,
             }
@@ -207,12 +197,12 @@ def _plan_linears(run: _Run, meta: MetaModel) -> list[dict[str, Any]]:
     return rows
 
 
-def _plan_peaks(run: _Run, ledger: FlopsLedger) -> dict[str, Any]:
-    known, flops = run.peaks.tflops, ledger.by_precision
+def _plan_peaks(run: _Run) -> dict[str, Any]:
+    known, flops = run.peaks.tflops, run.meta.ledger.by_precision
     effective, arithmetic = effective_peak(flops, known), None
     if effective is not None:
         weighted = sum(count * known[name] for name, count in flops.items() if count)
-        arithmetic = weighted / ledger.total
+        arithmetic = weighted / run.meta.ledger.total
     return {
         "device": run.device.name,
         "bf16": known.get("bf16"),
@@ -224,8 +214,8 @@ def _plan_peaks(run: _Run, ledger: FlopsLedger) -> dict[str, Any]:
     }
 
 
-def _plan_prediction(run: _Run, meta: MetaModel) -> dict[str, Any]:
-    """The gain over bf16 of `meta`, which is in float8."""
+def _plan_prediction(run: _Run) -> dict[str, Any]:
+    """The gain of `run`, which is in float8, over bf16."""
     if run.rates is None:
         return {
             "step_speedup": None,
@@ -235,24 +225,23 @@ def _plan_prediction(run: _Run, meta: MetaModel) -> dict[str, Any]:
             "bf16": None,
             "float8": None,
         }
-    found = predict_step(run.job, meta, rates=run.rates)
-
-    def as_dict(step: StepTime) -> dict[str, Any]:
-        times = {"microbatch_s": step.seconds, "host_s": step.host}
-        return times | {"device_parts_s": dict(step.parts)}
-
+    found = predict_step(run.job, run.meta, rates=run.rates)
     return {
         "step_speedup": found.step_speedup,
         "verdict": found.verdict,
         "converted": list(found.converted),
         "better_kept": list(found.better_kept),
-        "bf16": as_dict(found.bf16),
-        "float8": as_dict(found.float8),
+        "bf16": _plan_step(found.bf16),
+        "float8": _plan_step(found.float8),
     }
 
 
-def _plan_memory(run: _Run, meta: MetaModel) -> dict[str, Any]:
-    moments = estimate_memory(run.job, meta.choices)
+def _plan_step(step: StepTime) -> dict[str, Any]:
+    return {"microbatch_s": step.seconds, "host_s": step.host, "device_parts_s": step.parts}
+
+
+def _plan_memory(run: _Run) -> dict[str, Any]:
+    moments = estimate_memory(run.job, run.meta.choices)
     peak, reserved = max(moments, key=lambda moment: moment.total), reserved_bytes(moments)
     device_bytes = round(run.device.memory_gib * 2**30)
     return {
@@ -264,24 +253,25 @@ def _plan_memory(run: _Run, meta: MetaModel) -> dict[str, Any]:
     }
 
 
-def _plan_schedule(
-    run: _Run, meta: MetaModel, *, arithmetic_peak: float | None, tps: float | None
-) -> dict[str, Any]:
+def _plan_schedule(run: _Run, arithmetic_peak: float | None, tps: float | None) -> dict[str, Any]:
     """Rates at `tps`, or as predicted, and the time that the run takes at them."""
-    training, degrees, ledger = run.job.config.training, run.job.degrees, meta.ledger
-    origin = "given"
+    training, degrees, origin = run.job.config.training, run.job.degrees, "given"
     if tps is None:
         # Without an fp8 peak no linear is in float8.
-        rates = run.rates or bf16_rates(run.device, run.peaks.tflops["bf16"])
-        step = predict_step(run.job, meta, rates=rates).float8
+        bf16, bandwidth = run.peaks.tflops["bf16"] * 1e12, run.device.bandwidth_tb_s * 1e12
+        rates = run.rates or DeviceRates(bf16, math.nan, bandwidth)
+        step = predict_step(run.job, run.meta, rates=rates).float8
         tps, origin = training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
-    at = compute_rates(tps, ledger=ledger, peaks=run.peaks)
+    at = compute_rates(
+        tokens=tps, seconds=1.0, n_devices=1, ledger=run.meta.ledger, peaks=run.peaks
+    )
 
     tokens_per_step = run.job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
+    run_tokens = training.steps * tokens_per_step
     # A checkpoint holds each weight in float32 and its two moments.
     moment_width = MOMENT_WIDTHS[run.job.config.optimizer.state_dtype]
-    checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)
+    checkpoint_bytes = round((4 + 2 * moment_width) * run.meta.parameters)
     return {
         "origin": origin,
         "tps": tps,
@@ -294,8 +284,8 @@ def _plan_schedule(
         "step_s": tokens_per_step / tokens_per_second,
         "tokens_per_step": tokens_per_step,
         "tokens_per_day": tokens_per_second * SECONDS_PER_DAY,
-        "run_tokens": training.steps * tokens_per_step,
-        "run_days": training.steps * tokens_per_step / tokens_per_second / SECONDS_PER_DAY,
+        "run_tokens": run_tokens,
+        "run_days": run_tokens / tokens_per_second / SECONDS_PER_DAY,
         "days_per_trillion_tokens": 1e12 / tokens_per_second / SECONDS_PER_DAY,
         "checkpoint_bytes": checkpoint_bytes,
         "checkpoint_s": checkpoint_bytes / degrees.world_size / 1e9,

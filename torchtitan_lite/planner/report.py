@@ -6,9 +6,11 @@ from typing import Any
 from torchtitan_lite.tables import format_columns
 
 GIB = 2**30
+Plan = Mapping[str, Any]
+"""What `make_plan` returns, or a section of it."""
 
 
-def format_plan(plan: Mapping[str, Any]) -> str:
+def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`, section by section."""
     linears_title = "Float8, linear by linear"
     if plan["request"]["float8_recipe"] is None:
@@ -33,19 +35,16 @@ def _number(value: float | None, form: str = ",.2f") -> str:
     return "n/a" if value is None else format(value, form)
 
 
-def _run(request: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
-    recipe, mask = request["float8_recipe"], ""
+def _run(request: Plan, peaks: Plan) -> str:
+    recipe, compiled = request["float8_recipe"], "on" if request["compile"] else "off"
     gather = " with float8 all-gather" if recipe and request["float8_all_gather"] else ""
-    if request["document_mask"]:
-        mask = ", document mask (attention counts as if documents were one)"
+    mask = ", document mask (attention counts as if documents were one)"
+    mask = mask if request["document_mask"] else ""
     return (
-        f"{request['flavor']} on {request['world_size']} x {request['device']}: "
-        f"dp_replicate {request['dp_replicate']} x dp_shard {request['dp_shard']} x "
-        f"tp {request['tp']}, global batch {request['global_batch_size']} x "
-        f"{request['seq_len']:,} tokens\n"
-        f"float8 {recipe or 'off'}{gather}, activation checkpointing "
-        f"{request['activation_checkpoint']}, "
-        f"compile {'on' if request['compile'] else 'off'}{mask}\n"
+        "{flavor} on {world_size} x {device}: dp_replicate {dp_replicate} x dp_shard {dp_shard} x "
+        "tp {tp}, global batch {global_batch_size} x {seq_len:,} tokens\n".format_map(request)
+        + f"float8 {recipe or 'off'}{gather}, "
+        f"activation checkpointing {request['activation_checkpoint']}, compile {compiled}{mask}\n"
         f"dense peaks in TFLOPS: bf16 {_number(peaks['bf16'], '.4g')}, "
         f"fp8 {_number(peaks['fp8'], '.4g')}; of this run's mix "
         f"{_number(peaks['effective'], '.1f')}, a harmonic mean "
@@ -53,7 +52,7 @@ def _run(request: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
     )
 
 
-def _model(model: Mapping[str, Any], flops: Mapping[str, Any]) -> str:
+def _model(model: Plan, flops: Plan) -> str:
     total = flops["total"]
     parts = {
         "block linears": flops["block_linears"],
@@ -70,30 +69,27 @@ def _model(model: Mapping[str, Any], flops: Mapping[str, Any]) -> str:
     return f"{model['parameters']:,} parameters, {without}\n{table}"
 
 
-def _linears(linears: Sequence[Mapping[str, Any]]) -> str:
+def _linears(linears: Sequence[Plan]) -> str:
     matmuls = ("output", "grad_input", "grad_weight")
-    header = (
-        *("linear", "count", "M x N x K per rank"), *matmuls, *("/16", "fp8/bf16", "trained in")
-    )  # fmt: skip
-    rows = []
-    for row in linears:
-        gemms = row["gemms"]
-        rows.append(
-            (
-                row["kind"],
-                str(row["count"]),
-                " x ".join(str(gemms["output"][size]) for size in "mnk"),
-                *(gemms[name]["precision"] for name in matmuls),
-                "yes" if row["divisible_by_16"] else "no",
-                _number(row["time_ratio"]),
-                "float8" if row["converted"] else f"kept: {row['kept_because']}",
-            )
+    shape = "M x N x K per rank"
+    header = ("linear", "count", shape, *matmuls, "/16", "fp8/bf16", "trained in")
+    rows = [
+        (
+            row["kind"],
+            str(row["count"]),
+            "{m} x {n} x {k}".format_map(row["gemms"]["output"]),
+            *(row["gemms"][name]["precision"] for name in matmuls),
+            "yes" if row["divisible_by_16"] else "no",
+            _number(row["time_ratio"]),
+            "float8" if row["converted"] else f"kept: {row['kept_because']}",
         )
+        for row in linears
+    ]
     note = "fp8/bf16: predicted time of the three matmuls and their casts in float8, over bf16"
     return f"{_table(header, rows)}\n{note}"
 
 
-def _prediction(prediction: Mapping[str, Any]) -> str:
+def _prediction(prediction: Plan) -> str:
     if prediction["step_speedup"] is None:
         return str(prediction["verdict"])
     steps = prediction["bf16"], prediction["float8"]
@@ -111,7 +107,7 @@ def _prediction(prediction: Mapping[str, Any]) -> str:
     return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
 
 
-def _memory(memory: Mapping[str, Any]) -> str:
+def _memory(memory: Plan) -> str:
     peak, device = memory["peak"], memory["device_bytes"]
     rows = [
         (name.replace("_", " "), f"{size / GIB:,.2f}", "")
@@ -125,7 +121,7 @@ def _memory(memory: Mapping[str, Any]) -> str:
     return _table(("GiB", "", ""), rows)
 
 
-def _schedule(schedule: Mapping[str, Any], peaks: Mapping[str, Any]) -> str:
+def _schedule(schedule: Plan, peaks: Plan) -> str:
     rows = [
         (name, _number(schedule[name]), f"of {_number(peaks[peak], '.1f')} TFLOPS{note}")
         for name, peak, note in (

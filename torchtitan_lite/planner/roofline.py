@@ -12,8 +12,9 @@ and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 from torchtitan_lite.float8.recipes import RECIPES, Traffic
@@ -41,7 +42,7 @@ HOST_SECONDS_PER_BLOCK = 2e-3
 RESOLUTION = 0.05
 """Predictions are no better than this: a smaller relative difference is reported as none."""
 
-_GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
+GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
 
@@ -52,34 +53,6 @@ class DeviceRates:
     bf16_flops: float
     fp8_flops: float
     bandwidth: float
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How a model trains in float8: the recipe, whether the blocks are compiled, which fuses the
-    casts, and whether FSDP gathers the weights in float8."""
-
-    recipe: str
-    compiled: bool
-    float8_all_gather: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rest:
-    """What determines a rank's work in a step besides its linears."""
-
-    args: ModelArgs
-    tp: int
-    tokens: int
-    """Tokens of a microbatch."""
-    gathered_parameters: int
-    """Parameters that FSDP gathers for this rank."""
-    sharded_parameters: int
-    """Parameters that this rank's optimizer updates."""
-    recomputed_layers: int = 0
-    """Layers whose pointwise operators run again in the backward pass."""
-    recomputed_attention: int = 0
-    """Layers whose attention runs again in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +70,112 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class LinearTime:
-    """Device seconds of all linears of a kind in a step: forward, recomputed and backward."""
+class Roofline:
+    """Costs of kernels on one device, and of linears as a config trains them."""
 
-    kind: str
-    bf16: float
-    float8: float
+    rates: DeviceRates
+    tokens: int
+    """Tokens of a microbatch."""
+    recipe: str
+    compiled: bool
+    """Whether the blocks are compiled, which fuses the casts."""
+    float8_all_gather: bool = False
+    """Whether FSDP gathers the weights in float8."""
 
-    @property
-    def ratio(self) -> float:
-        """Time in float8 over time in bf16: below 1 float8 pays."""
-        return self.float8 / self.bf16
+    def move(self, nbytes: float, kernels: float) -> Cost:
+        """Cost of kernels that read and write `nbytes` in total and compute next to nothing."""
+        seconds = nbytes / (self.rates.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS
+        return Cost(seconds, kernels)
+
+    def gemm(
+        self, rows: int, columns: int, inner: int, *, fp8: bool = False, slow: bool = False
+    ) -> Cost:
+        """Cost of a matmul [rows, inner] @ [inner, columns] with a bf16 result."""
+        rate = (self.rates.fp8_flops if fp8 else self.rates.bf16_flops) * GEMM_FRACTION
+        arithmetic = (SLOW_ACCUMULATION if slow else 1.0) * 2 * rows * columns * inner / rate
+        nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
+        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + KERNEL_SECONDS, 1)
+
+    def bf16(self, linear: LinearChoice) -> Cost:
+        """Cost of all linears of a kind in bf16: forward, recomputed and backward."""
+        m, (n, k), count = self.tokens, linear.local_shape, len(linear.names)
+        backward = self.gemm(m, k, n) + self.gemm(n, k, m)
+        return self.gemm(m, n, k) * (count + linear.recomputed) + backward * count
+
+    def float8(self, linear: LinearChoice, readers: int = 1) -> Cost:
+        """Cost of the same in float8. Compiled, `readers` linears share the casts of an input."""
+        m, (n, k), recipe = self.tokens, linear.local_shape, RECIPES[self.recipe]
+        casts = recipe.compiled_casts if self.compiled else recipe.eager_casts
+        weight = GATHERED_WEIGHT if self.float8_all_gather else casts.weight
+        share = 1 / readers if self.compiled else 1.0
+
+        def cast(elements: int, traffic: Traffic) -> Cost:
+            return self.move(elements * traffic.bytes, traffic.kernels)
+
+        forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
+        forward += self.gemm(m, n, k, fp8=True)
+
+        # grad_input [M, K] over N, then grad_weight [N, K] over M
+        slow, fp8 = recipe.slow_accumulation, recipe.divides_tokens
+        backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])
+        backward += cast(m * n, casts.grad_output) + self.gemm(m, k, n, fp8=True, slow=slow)
+        backward += self.gemm(n, k, m, fp8=fp8, slow=slow and fp8)
+        count = len(linear.names)
+        return forward * (count + linear.recomputed) + backward * count
+
+    def linears(
+        self, linears: Iterable[LinearChoice], converted: Collection[LinearChoice]
+    ) -> list[Cost]:
+        """Cost of each of `linears`, in float8 if it is among those `converted`, else in bf16."""
+        readers = Counter(linear.reads for linear in converted)
+        return [
+            self.float8(linear, readers[linear.reads]) if linear in converted else self.bf16(linear)
+            for linear in linears
+        ]
+
+    def ratio(self, linear: LinearChoice, converted: Collection[LinearChoice]) -> float:
+        """Time of `linear` in float8 over its time in bf16, beside the other linears `converted`.
+
+        A linear that is not among them is timed as if it were added: it also makes the others
+        faster that read the same input."""
+        bf16 = self.bf16(linear).seconds
+        if linear in converted:
+            return self.linears([linear], converted)[0].seconds / bf16
+        every = [*converted, linear]
+        return (self._seconds(every, every) - self._seconds(every, converted) + bf16) / bf16
+
+    def choose(self, linears: Sequence[LinearChoice]) -> list[LinearChoice]:
+        """Return those of `linears` that make the shortest step if they train in float8.
+
+        Linears that read the same input share its casts, so that the gain of one depends on the
+        others: every subset of them is timed."""
+        chosen: list[LinearChoice] = []
+        for reads in dict.fromkeys(linear.reads for linear in linears):
+            group = [linear for linear in linears if linear.reads == reads]
+            subsets = [each for size in range(len(group) + 1) for each in combinations(group, size)]
+            chosen += min(subsets, key=partial(self._seconds, group))
+        return chosen
+
+    def _seconds(
+        self, linears: Sequence[LinearChoice], converted: Collection[LinearChoice]
+    ) -> float:
+        return sum(cost.seconds for cost in self.linears(linears, converted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """What determines a rank's work in a step besides its linears."""
+
+    args: ModelArgs
+    tp: int
+    gathered_parameters: int
+    """Parameters that FSDP gathers for this rank."""
+    sharded_parameters: int
+    """Parameters that this rank's optimizer updates in a microbatch, on average."""
+    recomputed_layers: int = 0
+    """Layers whose pointwise operators run again in the backward pass."""
+    recomputed_attention: int = 0
+    """Layers whose attention runs again in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -151,135 +219,15 @@ class Prediction:
         )
 
 
-def _move(rates: DeviceRates, nbytes: float, kernels: float) -> Cost:
-    """Cost of kernels that read and write `nbytes` in total and compute next to nothing."""
-    seconds = nbytes / (rates.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS
-    return Cost(seconds, kernels)
-
-
-def _gemm(
-    rates: DeviceRates,
-    rows: int,
-    columns: int,
-    inner: int,
-    *,
-    fp8: bool = False,
-    slow: bool = False,
-) -> Cost:
-    """Cost of a matmul [rows, inner] @ [inner, columns] with a bf16 result."""
-    rate = (rates.fp8_flops if fp8 else rates.bf16_flops) * GEMM_FRACTION
-    slowdown = SLOW_ACCUMULATION if slow else 1.0
-    nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
-    memory = nbytes / (rates.bandwidth * BANDWIDTH_FRACTION)
-    return Cost(max(slowdown * 2 * rows * columns * inner / rate, memory) + KERNEL_SECONDS, 1)
-
-
-def _bf16_cost(linear: LinearChoice, rates: DeviceRates, tokens: int) -> Cost:
-    m, (n, k) = tokens, linear.local_shape
-    forward = _gemm(rates, m, n, k)
-    backward = _gemm(rates, m, k, n) + _gemm(rates, n, k, m)
-    count = len(linear.names)
-    return forward * (count + linear.recomputed) + backward * count
-
-
-def _float8_cost(
-    linear: LinearChoice, rates: DeviceRates, tokens: int, scheme: Scheme, readers: int
-) -> Cost:
-    """Cost in float8. Compiled, `readers` linears share the casts of their input."""
-    m, (n, k), recipe = tokens, linear.local_shape, RECIPES[scheme.recipe]
-    casts = recipe.compiled_casts if scheme.compiled else recipe.eager_casts
-    weight = _GATHERED_WEIGHT if scheme.float8_all_gather else casts.weight
-    share = 1 / readers if scheme.compiled else 1.0
-
-    def cast(elements: int, traffic: Traffic) -> Cost:
-        return _move(rates, elements * traffic.bytes, traffic.kernels)
-
-    forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
-    backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])
-    forward += _gemm(rates, m, n, k, fp8=True)
-
-    # grad_input [M, K] over N, then grad_weight [N, K] over M
-    slow, fp8 = recipe.slow_accumulation, "grad_weight" in recipe.matmuls
-    backward += cast(m * n, casts.grad_output) + _gemm(rates, m, k, n, fp8=True, slow=slow)
-    backward += _gemm(rates, n, k, m, fp8=fp8, slow=slow and fp8)
-    count = len(linear.names)
-    return forward * (count + linear.recomputed) + backward * count
-
-
-def time_linears(
-    linears: Sequence[LinearChoice], rates: DeviceRates, *, tokens: int, scheme: Scheme
-) -> list[LinearTime]:
-    """Time each kind of linear on `tokens` tokens per rank, if `linears` and no others are in
-    float8."""
-    readers = Counter(linear.reads for linear in linears)
-    return [
-        LinearTime(
-            linear.kind,
-            _bf16_cost(linear, rates, tokens).seconds,
-            _float8_cost(linear, rates, tokens, scheme, readers[linear.reads]).seconds,
-        )
-        for linear in linears
-    ]
-
-
-def _seconds(
-    linears: Sequence[LinearChoice],
-    converted: Collection[LinearChoice],
-    rates: DeviceRates,
-    tokens: int,
-    scheme: Scheme,
-) -> float:
-    """Time of `linears` in a step, with those `converted` in float8."""
-    float8 = [linear for linear in linears if linear in converted]
-    float8_times = time_linears(float8, rates, tokens=tokens, scheme=scheme)
-    bf16 = [_bf16_cost(linear, rates, tokens) for linear in linears if linear not in converted]
-    return sum(time.float8 for time in float8_times) + sum(cost.seconds for cost in bf16)
-
-
-def choose_linears(
-    linears: Sequence[LinearChoice], rates: DeviceRates, *, tokens: int, scheme: Scheme
-) -> list[LinearChoice]:
-    """Return those of `linears` that make the shortest step if they train in float8.
-
-    Linears that read the same input share its casts, so that the gain of one depends on the others:
-    every subset of them is timed."""
-    chosen: list[LinearChoice] = []
-    for reads in dict.fromkeys(linear.reads for linear in linears):
-        group = [linear for linear in linears if linear.reads == reads]
-        subsets = [subset for size in range(len(group) + 1) for subset in combinations(group, size)]
-        seconds = [_seconds(group, subset, rates, tokens, scheme) for subset in subsets]
-        chosen += subsets[seconds.index(min(seconds))]
-    return chosen
-
-
-def added_ratio(
-    linear: LinearChoice,
-    beside: Sequence[LinearChoice],
-    rates: DeviceRates,
-    *,
-    tokens: int,
-    scheme: Scheme,
-) -> float:
-    """Return the time in float8 over that in bf16 of `linear`, if it were converted in addition to
-    `beside`."""
-    every = [*beside, linear]
-    with_it = _seconds(every, every, rates, tokens, scheme)
-    without = _seconds(every, beside, rates, tokens, scheme)
-    bf16 = _bf16_cost(linear, rates, tokens).seconds
-    return (with_it - without + bf16) / bf16
-
-
-def _rest_costs(
-    rest: Rest, rates: DeviceRates, *, compiled: bool, with_output: bool
-) -> dict[str, Cost]:
+def _rest_costs(roofline: Roofline, rest: Rest, *, with_output: bool) -> dict[str, Cost]:
     """Costs of a step besides its linears, by part; `with_output` with the last projection."""
-    args, tp, tokens, n_layers = rest.args, rest.tp, rest.tokens, rest.args.n_layers
+    args, tp, tokens, n_layers = rest.args, rest.tp, roofline.tokens, rest.args.n_layers
     q_dim, ffn_dim, vocab_size = args.q_dim // tp, args.ffn_dim // tp, args.vocab_size // tp
 
     # Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which recomputes
     # the scores.
     flops = tokens * args.max_seq_len * q_dim * (7 * n_layers + 2 * rest.recomputed_attention)
-    attention_seconds = flops / (rates.bf16_flops * ATTENTION_FRACTION)
+    attention_seconds = flops / (roofline.rates.bf16_flops * ATTENTION_FRACTION)
 
     # Elements that fused norms, rotary embeddings, SwiGLU and residuals read and write, in bf16.
     # Tensor parallelism splits norms and residuals along the sequence.
@@ -288,63 +236,51 @@ def _rest_costs(
     backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
     elements = forward * (n_layers + rest.recomputed_layers) + backward * n_layers
     # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
-    kernels = 34 if compiled else 130
+    kernels = 34 if roofline.compiled else 130
 
-    output = Cost()
-    if with_output:
-        grad_input = _gemm(rates, tokens, args.dim, vocab_size)
-        grad_weight = _gemm(rates, vocab_size, args.dim, tokens)
-        output = _gemm(rates, tokens, vocab_size, args.dim) + (grad_input + grad_weight)
+    output = LinearChoice(OUTPUT, (OUTPUT,), (0, 0), local_shape=(vocab_size, args.dim))
     return {
         "attention": Cost(attention_seconds, 4 * n_layers),
-        "output": output,
-        "pointwise": _move(rates, 2 * tokens * elements, n_layers * kernels),
+        "output": roofline.bf16(output) if with_output else Cost(),
+        "pointwise": roofline.move(2 * tokens * elements, n_layers * kernels),
         # The logits in float32, their log-softmax, its gradient, and that in bf16.
-        "loss": _move(rates, 28 * tokens * vocab_size, 6),
+        "loss": roofline.move(28 * tokens * vocab_size, 6),
         # AdamW reads weight, gradient and two moments in float32 and writes three of them; clipping
         # takes another 12 bytes.
-        "optimizer": _move(rates, 40 * rest.sharded_parameters, 8),
+        "optimizer": roofline.move(40 * rest.sharded_parameters, 8),
     }
 
 
 def step_time(
-    linears: Sequence[LinearChoice], rest: Rest, rates: DeviceRates, *, scheme: Scheme, float8: bool
+    roofline: Roofline, linears: Sequence[LinearChoice], rest: Rest, *, float8: bool
 ) -> StepTime:
-    """Time a step, with the converted ones of `linears` in float8, or with all in bf16. Unless the
-    projection to the vocabulary is among them, it is in bf16 and a part of its own."""
+    """Time a step, with the converted ones of `linears` in float8, or with all in bf16.
+
+    The projection to the vocabulary, unless it is among them, is in bf16 and a part of its own."""
     converted = [linear for linear in linears if linear.converted and float8]
-    readers = Counter(linear.reads for linear in converted)
     with_output = all(linear.kind != OUTPUT for linear in linears)
-    costs = _rest_costs(rest, rates, compiled=scheme.compiled, with_output=with_output)
-    costs["linears"] = Cost()
-    for linear in linears:
-        costs["linears"] += (
-            _float8_cost(linear, rates, rest.tokens, scheme, readers[linear.reads])
-            if linear in converted
-            else _bf16_cost(linear, rates, rest.tokens)
-        )
+    costs = _rest_costs(roofline, rest, with_output=with_output)
+    costs["linears"] = sum(roofline.linears(linears, converted), Cost())
 
     # FSDP copies what it gathered, before the forward and the backward pass, and casts gradients to
     # float32 to reduce them.
     sizes = [len(linear.names) * math.prod(linear.local_shape) for linear in converted]
-    in_float8 = sum(sizes) if scheme.float8_all_gather else 0
+    in_float8 = sum(sizes) if roofline.float8_all_gather else 0
     copied = 14 * rest.gathered_parameters - 4 * in_float8
-    costs["fsdp copies"] = _move(rates, copied, 10 * rest.args.n_layers)
+    costs["fsdp copies"] = roofline.move(copied, 10 * rest.args.n_layers)
 
     host = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
     host += rest.args.n_layers * HOST_SECONDS_PER_BLOCK
     return StepTime({part: cost.seconds for part, cost in costs.items()}, host)
 
 
-def predict(
-    linears: Sequence[LinearChoice], rest: Rest, rates: DeviceRates, *, scheme: Scheme
-) -> Prediction:
+def predict(roofline: Roofline, linears: Sequence[LinearChoice], rest: Rest) -> Prediction:
     """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
     converted = [linear for linear in linears if linear.converted]
-    chosen = choose_linears(converted, rates, tokens=rest.tokens, scheme=scheme)
+    chosen = roofline.choose(converted)
     return Prediction(
-        bf16=step_time(linears, rest, rates, scheme=scheme, float8=False),
-        float8=step_time(linears, rest, rates, scheme=scheme, float8=True),
+        bf16=step_time(roofline, linears, rest, float8=False),
+        float8=step_time(roofline, linears, rest, float8=True),
         converted=tuple(linear.kind for linear in converted),
         better_kept=tuple(linear.kind for linear in converted if linear not in chosen),
     )
