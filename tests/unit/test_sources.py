@@ -11,7 +11,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import sources, text_files
+from torchtitan_lite.data import rows as row_module
+from torchtitan_lite.data import sources
 from torchtitan_lite.data.datasets import DATASETS
 from torchtitan_lite.data.sources import build_named_source, build_source, open_source
 from torchtitan_lite.errors import DataError
@@ -135,8 +136,8 @@ def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
 def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chunk_bytes):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(text_files, "PART_BYTES", 16)
-    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 64)
+    monkeypatch.setattr(row_module, "PART_BYTES", 16)
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 64)
     text = b"one line\nanother line\n\n" * 4 + b"x" * 80 + b"\nend"
     rows = b'{"text": "a"}\n\n{"text": "\n' + b"x" * 80 + b"\n" + b'{"text": "b"}\r\n' * 3
     files = {"empty.txt": b"", "a/text.md": text, "a/rows.jsonl": rows, "z.jsonl": rows + b"\n\n"}
