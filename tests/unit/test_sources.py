@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data import sources
 from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.data.sources import build_named_source, build_source, open_source
+from torchtitan_lite.data.sources import build_source, open_source
 from torchtitan_lite.errors import DataError
 
 
@@ -31,7 +31,7 @@ def documents(path: str, **options: str) -> list[str]:
 
 
 def test_pystdlib_is_the_running_library():
-    source = build_named_source("pystdlib")
+    source = open_source("pystdlib")
     texts = list(source.documents())
     library = Path(sysconfig.get_path("stdlib"))
     assert (library / "json" / "decoder.py").read_bytes().decode() in texts
@@ -57,7 +57,7 @@ def test_pystdlib_without_packages_and_tests(tmp_path, monkeypatch):
         },
     )
     monkeypatch.setitem(DATASETS, "pystdlib", replace(DATASETS["pystdlib"], path=str(tmp_path)))
-    assert list(build_named_source("pystdlib").documents()) == ["az", "b", "caf"]
+    assert list(open_source("pystdlib").documents()) == ["az", "b", "caf"]
 
 
 def test_all_readable_kinds(tmp_path):

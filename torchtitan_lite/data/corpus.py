@@ -14,10 +14,10 @@ from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches
-from .datasets import DATASETS
+from .datasets import DATASETS, NamedDataset
 from .mixture import Mixture
 from .prepare import make_store
-from .sources import HF_PREFIX, Source, build_named_source, build_source
+from .sources import HF_PREFIX, Source, build_dataset
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
@@ -104,27 +104,23 @@ def open_data(
     the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
     cache's disk is full.
     """
+    row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
     try:
-        if (DATASETS[dataset].path if path is None else path).startswith(HF_PREFIX):
+        if row.path.startswith(HF_PREFIX):
             raise DataError(
                 "training reads no Hugging Face dataset; make a store of it: "
                 f"scripts/prepare_data.py make {path or dataset} STORE"
             )
-        if path is None:
-            return open_cached(build_named_source(dataset), tokenizer)
-
         # A store is read where it is; other text becomes a store in the cache.
-        if is_store(folder := Path(path).expanduser()):
-            store = TokenStore(folder)
-            _check_tokenizer(store, tokenizer)
-            return store
-        return open_cached(build_source(path, text_field=text_field), tokenizer)
+        if is_store(folder := Path(row.path).expanduser()):
+            return _check_tokenizer(TokenStore(folder), tokenizer)
+        return open_cached(build_dataset(path or dataset, row), tokenizer)
     except (DataError, StorageError) as error:
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise type(error)(f"{table} {setting}: {error}") from error
 
 
-def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
     recipe = store.manifest.recipe
     found = (recipe.tokenizer_fingerprint, recipe.vocab_size)
     if found != (tokenizer.fingerprint, tokenizer.vocab_size):
@@ -134,6 +130,7 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
             f"[model] tokenizer_path names {tokenizer.name} ({tokenizer.vocab_size} ids, "
             f"{tokenizer.fingerprint[:12]}); name the tokenizer that it was made with"
         )
+    return store
 
 
 def open_cached(

@@ -48,7 +48,8 @@ from .tokenizer import Tokenizer
 
 TokenizedBatch = tuple[list[TextRow], EncodedBatch]
 """Rows and their tokens; an empty batch ends a chunk."""
-Encode = Callable[[Iterable[list[TextRow]]], Generator[TokenizedBatch, None, None]]
+Encode = Callable[..., Generator[TokenizedBatch, None, None]]
+"""`encode_batches` with its tokenizer and its number of workers."""
 SHARD_MANIFEST = "shard-{:05d}.json"
 BATCH_BYTES = 2**20
 """Size of the rows that a worker gets at a time."""
@@ -80,46 +81,8 @@ def make_store(
     """
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
-    recipe = _build_recipe(source, tokenizer)
-    encode = partial(
-        encode_batches,
-        parser=source.parser,
-        tokenizer=tokenizer,
-        dtype=np.dtype(recipe.dtype),
-        workers=workers or len(usable_cores()),
-    )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.with_name(f".{folder.name}.lock")):
-        if folder.exists():
-            if not (replace_damaged or is_store(folder)):
-                raise DataError(f"{folder} exists and is no token store; name another folder")
-            try:
-                store = TokenStore(folder)
-                _check_recipe(folder, store.manifest.recipe, recipe)
-                _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
-                return store
-            except DamagedStoreError as error:
-                if not replace_damaged:
-                    raise
-                logger.warning("%s", error)
-                remove_folder(folder)
 
-        started = time.monotonic()
-        unfinished = folder.with_name(folder.name + ".partial")
-        _make_unfinished(unfinished, recipe, source, encode, skip_bad)
-        fsync_folder(unfinished)
-        unfinished.rename(folder)
-        fsync_folder(folder.parent)
-    store = TokenStore(folder)
-    logger.info(
-        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
-        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
-    )
-    return store
-
-
-def _build_recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
-    return StoreRecipe(
+    recipe = StoreRecipe(
         format=FORMAT,
         source=source.name,
         source_fingerprint=source.fingerprint,
@@ -130,6 +93,47 @@ def _build_recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
         eos_id=tokenizer.eos_id,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     )
+    encode = partial(encode_batches, tokenizer=tokenizer, workers=workers or len(usable_cores()))
+
+    # Only one process makes a store; the others find it made.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists() and (made := _open_made(folder, recipe, skip_bad, replace_damaged)):
+            return made
+
+        # A new store gets its name when it is complete.
+        started = time.monotonic()
+        unfinished = folder.with_name(folder.name + ".partial")
+        _make_unfinished(unfinished, recipe, source, encode, skip_bad)
+        fsync_folder(unfinished)
+        unfinished.rename(folder)
+        fsync_folder(folder.parent)
+
+    store = TokenStore(folder)
+    logger.info(
+        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
+        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
+    )
+    return store
+
+
+def _open_made(
+    folder: Path, recipe: StoreRecipe, skip_bad: int, replace_damaged: bool
+) -> TokenStore | None:
+    """Open a store that is there, or remove it if it is damaged and may be made again."""
+    if not (replace_damaged or is_store(folder)):
+        raise DataError(f"{folder} exists and is no token store; name another folder")
+    try:
+        store = TokenStore(folder)
+        _check_recipe(folder, store.manifest.recipe, recipe)
+        _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
+        return store
+    except DamagedStoreError as error:
+        if not replace_damaged:
+            raise
+        logger.warning("%s", error)
+        remove_folder(folder)
+        return None
 
 
 def _check_recipe(folder: Path, found: StoreRecipe, asked: StoreRecipe) -> None:
@@ -205,7 +209,8 @@ def _make_shards(
 
     # The others, a chunk of the source each.
     chunk_count = sum(1 for _ in source.chunks())
-    with closing(encode(_batched(islice(source.chunks(), len(shards), None)))) as encoded:
+    rows = _batched(islice(source.chunks(), len(shards), None))
+    with closing(encode(rows, parser=source.parser, dtype=np.dtype(recipe.dtype))) as encoded:
         batches = _reported(encoded, source.name, done, chunk_count, skip_bad)
         for number in range(len(shards), chunk_count):
             shards.append(_write_shard(folder, number, recipe, batches))

@@ -41,6 +41,7 @@ CHUNK_BYTES = 2**26
 BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be long
 
 Files = Callable[[], Iterable[Path]]
+"""A call lists the files of a source again."""
 Chunk = Callable[[], Iterator[TextRow]]
 """A piece of a source: a call reads its rows. Raises DataError for a file that cannot be read."""
 
@@ -71,7 +72,9 @@ class Source:
 
 def open_source(name: str, **options: Any) -> Source:
     """Open a dataset of DATASETS by its name, or else `build_source`."""
-    return build_named_source(name) if name in DATASETS else build_source(name, **options)
+    if name in DATASETS:
+        return build_dataset(name, DATASETS[name])
+    return build_source(name, **options)
 
 
 def build_source(
@@ -83,15 +86,12 @@ def build_source(
     Rows of .jsonl files, parquet files and datasets have their text in `text_field`.
     """
     dataset = NamedDataset(path, text_field=text_field, hf_name=hf_name)
-    return _build(path, dataset, hf_split=hf_split)
+    return build_dataset(path, dataset, hf_split=hf_split)
 
 
-def build_named_source(name: str) -> Source:
-    """Open one of DATASETS. Raises DataError if there is nothing to read."""
-    return _build(name, DATASETS[name])
-
-
-def _build(name: str, dataset: NamedDataset, *, hf_split: str = "train") -> Source:
+def build_dataset(name: str, dataset: NamedDataset, *, hf_split: str = "train") -> Source:
+    """Open the text that a row like those of DATASETS describes. Raises DataError if there is
+    nothing to read."""
     field = dataset.text_field
     parser = Parser(field, "ignore" if dataset.skip_invalid_utf8 else "strict")
     if dataset.path.startswith(HF_PREFIX):
@@ -228,11 +228,11 @@ def _open_hf_dataset(row: NamedDataset, *, split: str) -> tuple[list[Chunk], str
         dataset = dataset.select_columns([row.text_field])
         count = dataset.num_shards
         names = [row.path] if count == 1 else [f"{row.path} part {i + 1}" for i in range(count)]
-        chunks = [
+        chunks: list[Chunk] = [
             partial(_read_hf_piece, dataset.shard(count, i), name, row.text_field)
             for i, name in enumerate(names)
         ]
-        return [*chunks], f"{state} {split}"
+        return chunks, f"{state} {split}"
 
 
 def _read_hf_piece(piece: Any, name: str, text_field: str) -> Iterator[TextRow]:
