@@ -17,10 +17,9 @@ from pathlib import Path
 
 from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.store_report import format_store, format_window
+from torchtitan_lite.data.store_report import format_store, format_window, verify_store
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.data.verify import verify_store
 from torchtitan_lite.errors import DataError, RunError, StorageError
 from torchtitan_lite.logger import init_logger
 

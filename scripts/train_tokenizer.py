@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.train_tokenizer import train_tokenizer
+from torchtitan_lite.data.tokenizer import train_tokenizer
 from torchtitan_lite.errors import RunError
 
 

@@ -196,8 +196,8 @@ def build_batches(
         )
 
     batches = TrainingBatches(
-        corpus,
-        job.batch,
+        corpus=corpus,
+        sizes=job.batch,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
         steps=training.steps,

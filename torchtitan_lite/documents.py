@@ -37,10 +37,10 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError for anything else; OSError if the file
     cannot be read."""
-    content = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    content = read_regular(path, max_bytes=max_bytes)
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits

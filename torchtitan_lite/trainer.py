@@ -20,8 +20,7 @@ from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProg
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import Wishes, agree, on_rank0
 from torchtitan_lite.config import TrainingConfig
-from torchtitan_lite.data.dataloader import Batch
-from torchtitan_lite.data.prefetch import Prefetcher
+from torchtitan_lite.data.dataloader import Batch, Prefetcher
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import NumericError, RunError
 from torchtitan_lite.float8.observe import StepObserver

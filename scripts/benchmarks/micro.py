@@ -28,8 +28,7 @@ from common import Ratios, describe_machine, measure_pairs, run_config
 from torch import Tensor
 
 from torchtitan_lite.config import load_config
-from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.data.sources import build_named_source, build_source
+from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import run_script
@@ -128,9 +127,7 @@ def report_data(options: argparse.Namespace, overrides: list[str]) -> None:
     read beside numpy slices."""
     cores = len(os.sched_getaffinity(0))
     tokenizer = build_tokenizer("")
-    named = options.source in DATASETS
-    source = build_named_source(options.source) if named else build_source(options.source)
-    texts = list(source.documents())
+    texts = list(open_source(options.source).documents())
     with tempfile.TemporaryDirectory() as name:
         stores = (Path(name) / str(number) for number in range(options.pairs))
 

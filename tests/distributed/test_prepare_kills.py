@@ -13,8 +13,8 @@ from launching import ENV, ROOT
 
 KILLS = 20
 COMMAND = (
-    "import runpy; from torchtitan_lite.data import prepare, sources, text_files; "
-    "prepare.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; text_files.PART_BYTES = 1_000; "
+    "import runpy; from torchtitan_lite.data import prepare, rows, sources; "
+    "prepare.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; rows.PART_BYTES = 1_000; "
     "runpy.run_path('scripts/prepare_data.py', run_name='__main__')"
 )
 """scripts/prepare_data.py, but with chunks and batches so small that it can be killed between many

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.data.manifest import (
+from torchtitan_lite.data.token_store import (
     MANIFEST_FILE,
     START_DTYPES,
     Shard,
     StoreManifest,
     StoreRecipe,
+    TokenStore,
     documents_file,
     tokens_file,
     write_manifest,
 )
-from torchtitan_lite.data.token_store import TokenStore
 
 RECIPE = StoreRecipe(
     format=3,

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.data import columns
-from torchtitan_lite.data.columns import read_parquet
+from torchtitan_lite.data import sources
 from torchtitan_lite.data.rows import BadRow, Parser, TextRow
-from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.sources import build_source, read_parquet
 from torchtitan_lite.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -45,7 +44,7 @@ def test_any_kind_of_string_is_text(tmp_path, dtype):
 
 
 def test_rows_without_text_are_bad(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 20)
     values = pyarrow.array([b"a", None, b"", b"x" * 20, b"x" * 21, b"\xff", b"b"], "binary")
     texts, bad = [], []
     for row in rows(write(tmp_path / "a.parquet", values)):
@@ -63,7 +62,7 @@ def test_rows_without_text_are_bad(tmp_path, monkeypatch):
 
 
 def test_all_row_groups_and_batches_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "BATCH_ROWS", 3)
+    monkeypatch.setattr(sources, "BATCH_ROWS", 3)
     path = write(tmp_path / "a.parquet", [f"text {i}" for i in range(25)], row_group_size=10)
     assert [row.data for row in rows(path)] == [b"text %d" % i for i in range(25)]
 
@@ -140,7 +139,7 @@ def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: st
 
 def test_datasets_are_read_in_pieces(tmp_path, datasets, monkeypatch):
     texts = [f"text {i}\n" for i in range(7)]
-    monkeypatch.setattr(columns, "SAVED_SHARD_BYTES", 30)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 30)
     table = datasets.Dataset.from_dict({"text": texts})
     table.save_to_disk(tmp_path / "saved")
     check_reading(f"hf:{tmp_path}/saved", texts, chunks=table.data.nbytes // 30)

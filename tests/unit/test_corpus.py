@@ -92,7 +92,12 @@ def data_of(
         first = {"first_step": 4, "first_sample": 12}
     ranks = {"dp_rank": 0, "dp_degree": 1}
     batches = TrainingBatches(
-        corpus, BatchSizes(1, 1, 1), steps=section.steps, epochs=section.epochs, **ranks, **first
+        corpus=corpus,
+        sizes=BatchSizes(1, 1, 1),
+        steps=section.steps,
+        epochs=section.epochs,
+        **ranks,
+        **first,
     )
     log_data(batches, section)
     held_out = ValidationBatches(to_validate, local_batch_size=1, steps=validation.steps, **ranks)

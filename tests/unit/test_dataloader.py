@@ -61,7 +61,9 @@ def batches(
     **options: Any,
 ) -> TrainingBatches:
     sizes = BatchSizes(local, local * accum * dp, accum)
-    return TrainingBatches(data, sizes, dp_rank=rank, dp_degree=dp, steps=steps, **options)
+    return TrainingBatches(
+        corpus=data, sizes=sizes, dp_rank=rank, dp_degree=dp, steps=steps, **options
+    )
 
 
 def windows_of(tokens: torch.Tensor) -> list[int]:

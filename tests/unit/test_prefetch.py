@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtitan_lite.data.dataloader import Batch
-from torchtitan_lite.data.prefetch import DEPTH, Prefetcher
+from torchtitan_lite.data.dataloader import PREFETCHED, Batch, Prefetcher
 
 CPU = torch.device("cpu")
 
@@ -21,7 +20,7 @@ def numbered(count: int, made: list[int], *, fail_at: int | None = None) -> Iter
         yield torch.tensor([number]), torch.tensor([-number])
 
 
-@pytest.mark.parametrize("count", [0, 1, DEPTH, 3 * DEPTH])
+@pytest.mark.parametrize("count", [0, 1, PREFETCHED, 3 * PREFETCHED])
 def test_the_same_batches_in_order_from_another_thread(count: int) -> None:
     made: list[int] = []
     batches = Prefetcher(numbered(count, made), device=CPU)
@@ -39,10 +38,10 @@ def test_batches_are_made_before_they_are_asked_for_and_no_more_than_needed() ->
     batches = Prefetcher(numbered(100, made), device=CPU)
     for future in batches._coming:
         future.result()
-    assert len(made) == DEPTH
+    assert len(made) == PREFETCHED
     next(batches)
     batches._coming[-1].result()
-    assert len(made) == DEPTH + 1
+    assert len(made) == PREFETCHED + 1
     batches.close()
 
 

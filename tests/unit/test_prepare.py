@@ -13,14 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import prepare, sources, text_files
+from torchtitan_lite.data import prepare, rows, sources
 from torchtitan_lite.data.encoder import encode_rows
-from torchtitan_lite.data.manifest import read_manifest, write_manifest
 from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.token_store import TokenStore
+from torchtitan_lite.data.store_report import verify_store
+from torchtitan_lite.data.token_store import (
+    TokenStore,
+    documents_file,
+    read_manifest,
+    write_manifest,
+)
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.data.verify import verify_store
 from torchtitan_lite.errors import DataError
 
 TEXTS = [f"document {i}: " + "word " * (i * 7 % 40) for i in range(60)]
@@ -65,7 +69,7 @@ def make_small_steps(monkeypatch, batch_bytes=100, chunk_bytes=400) -> EncodeHer
     """Cut a small corpus into many chunks and batches."""
     monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(text_files, "PART_BYTES", 1)
+    monkeypatch.setattr(rows, "PART_BYTES", 1)
     encode = EncodeHere()
     monkeypatch.setattr(prepare, "encode_batches", encode)
     return encode
@@ -100,7 +104,8 @@ def stopped(encode: EncodeHere, batches: int, *arguments, **options) -> None:
 
 def places(store: TokenStore, shard: int) -> list[int]:
     """The places in the stream at which the documents of a shard begin."""
-    return (store.shard_starts[shard] + store.document_starts(shard)).tolist()
+    starts = np.fromfile(documents_file(store.folder, shard), "<i8")
+    return (store.shard_starts[shard] + starts).tolist()
 
 
 @pytest.mark.parametrize(("chunk_bytes", "shards"), [(2**26, 1), (2000, 4), (400, 15)])
@@ -113,7 +118,11 @@ def test_a_store_holds_every_document(tmp_path, corpus, monkeypatch, chunk_bytes
     assert store.read(0, store.tokens).tolist() == expected
     starts = [place for i in range(len(store.manifest.shards)) for place in places(store, i)]
     assert starts == np.flatnonzero(np.array(expected) == 1).tolist()
-    assert (store.documents, store.max_token_id, store.name) == (60, max(expected), str(corpus))
+    assert (store.documents, store.max_token_id, store.manifest.recipe.source) == (
+        60,
+        max(expected),
+        str(corpus),
+    )
     assert verify_store(store.folder) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]
 
@@ -127,7 +136,7 @@ def test_neither_processes_nor_batches_change_it(
         make_small_steps(patch)
         whole = made(tmp_path / "whole", corpus)
     monkeypatch.setattr(sources, "CHUNK_BYTES", 400)
-    monkeypatch.setattr(text_files, "PART_BYTES", 1)
+    monkeypatch.setattr(rows, "PART_BYTES", 1)
     monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
     assert made(tmp_path / "parts", corpus, workers=workers) == whole
 

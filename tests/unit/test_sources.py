@@ -11,9 +11,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import sources, text_files
+from torchtitan_lite.data import rows as row_module
+from torchtitan_lite.data import sources
 from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.data.sources import build_named_source, build_source, open_source
+from torchtitan_lite.data.sources import build_source, open_source
 from torchtitan_lite.errors import DataError
 
 
@@ -30,7 +31,7 @@ def documents(path: str, **options: str) -> list[str]:
 
 
 def test_pystdlib_is_the_running_library():
-    source = build_named_source("pystdlib")
+    source = open_source("pystdlib")
     texts = list(source.documents())
     library = Path(sysconfig.get_path("stdlib"))
     assert (library / "json" / "decoder.py").read_bytes().decode() in texts
@@ -56,7 +57,7 @@ def test_pystdlib_without_packages_and_tests(tmp_path, monkeypatch):
         },
     )
     monkeypatch.setitem(DATASETS, "pystdlib", replace(DATASETS["pystdlib"], path=str(tmp_path)))
-    assert list(build_named_source("pystdlib").documents()) == ["az", "b", "caf"]
+    assert list(open_source("pystdlib").documents()) == ["az", "b", "caf"]
 
 
 def test_all_readable_kinds(tmp_path):
@@ -135,8 +136,8 @@ def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
 def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chunk_bytes):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(text_files, "PART_BYTES", 16)
-    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 64)
+    monkeypatch.setattr(row_module, "PART_BYTES", 16)
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 64)
     text = b"one line\nanother line\n\n" * 4 + b"x" * 80 + b"\nend"
     rows = b'{"text": "a"}\n\n{"text": "\n' + b"x" * 80 + b"\n" + b'{"text": "b"}\r\n' * 3
     files = {"empty.txt": b"", "a/text.md": text, "a/rows.jsonl": rows, "z.jsonl": rows + b"\n\n"}

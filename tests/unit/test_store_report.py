@@ -25,7 +25,7 @@ def store(tmp_path):
 
 def test_counts(store):
     lines = format_store(store).splitlines()
-    assert lines[0] == f"{store.folder}: made from {store.name}"
+    assert lines[0] == f"{store.folder}: made from {store.manifest.recipe.source}"
     assert (
         lines[1]
         == f"{store.tokens} tokens in 2 documents, {store.tokens / 2} each; 0 bad rows were skipped"

@@ -12,9 +12,15 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import text_files
-from torchtitan_lite.data.rows import BadRow, Parser, TextRow
-from torchtitan_lite.data.text_files import Span, read_text_span, split_file
+from torchtitan_lite.data import rows as row_module
+from torchtitan_lite.data.rows import (
+    BadRow,
+    Parser,
+    Span,
+    TextRow,
+    read_text_span,
+    split_file,
+)
 from torchtitan_lite.errors import DataError
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
@@ -28,9 +34,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Limits so small that short files meet them."""
-    monkeypatch.setattr(text_files, "PART_BYTES", 8)
-    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 20)
-    monkeypatch.setattr(text_files, "READ_BYTES", 7)
+    monkeypatch.setattr(row_module, "PART_BYTES", 8)
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(row_module, "READ_BYTES", 7)
 
 
 def whole_span(path: Path) -> Span:
@@ -100,7 +106,7 @@ def test_a_long_text_is_cut_at_the_first_line_end_past_the_size_of_a_part(
             part = b""
     parts += [part] if part else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "PART_BYTES", part_bytes)
+        patch.setattr(row_module, "PART_BYTES", part_bytes)
         found = rows(folder / "parts.rst", content)
     assert [row.data for row in found] == parts
     assert [row.line for row in found] == [
@@ -135,8 +141,8 @@ def test_a_row_that_is_too_long_is_passed_over(folder, small, ending):
 
 @pytest.mark.parametrize("name", ["long.txt", "long.jsonl", "long.txt.gz", "long.jsonl.zst"])
 def test_a_row_that_is_too_long_is_not_held_in_memory(folder, monkeypatch, name):
-    monkeypatch.setattr(text_files, "PART_BYTES", 2**16)
-    monkeypatch.setattr(text_files, "MAX_ROW_BYTES", 2**17)
+    monkeypatch.setattr(row_module, "PART_BYTES", 2**16)
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 2**17)
     path = folder / name
     path.write_bytes(
         COMPRESS.get(path.suffix, bytes)(Random(0).randbytes(2**23).hex().encode() + b"\n2")
@@ -198,9 +204,9 @@ def test_a_file_that_is_not_there_is_refused(folder):
 @settings(max_examples=100, deadline=None)
 def test_spans_have_the_rows_of_the_whole_file(folder, lines, span_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "PART_BYTES", 8)
-        patch.setattr(text_files, "MAX_ROW_BYTES", 20)
-        patch.setattr(text_files, "READ_BYTES", 7)
+        patch.setattr(row_module, "PART_BYTES", 8)
+        patch.setattr(row_module, "MAX_ROW_BYTES", 20)
+        patch.setattr(row_module, "READ_BYTES", 7)
         for name in ["on.txt", "on.jsonl"]:
             path = folder / name
             found = rows(path, b"\n".join(lines))
@@ -268,7 +274,7 @@ def test_malformed_rows_are_named_and_good_ones_are_read(folder, lines, name, en
     parser = Parser("text")
     texts, bad_lines = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "MAX_ROW_BYTES", 4096)
+        patch.setattr(row_module, "MAX_ROW_BYTES", 4096)
         for row in rows(folder / name, b"\n".join(line for _, line in lines) + b"\n" * ended):
             try:
                 texts.append((row.line, parser(row)))

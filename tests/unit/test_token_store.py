@@ -22,10 +22,10 @@ from sample_stores import OLD_RECIPE, RECIPE, stream, write_store
 from torchtitan_lite.data import prepare, token_store
 from torchtitan_lite.data.corpus import open_cached, open_data
 from torchtitan_lite.data.datasets import DATASETS, NamedDataset
-from torchtitan_lite.data.manifest import _hash
 from torchtitan_lite.data.sources import build_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.documents import write_document
 from torchtitan_lite.errors import DataError, StorageError
 
 TEXTS = ["first document\n", "the second", "third: é 日本"]
@@ -72,13 +72,8 @@ def contents(opened: TokenStore) -> list[int]:
 
 
 def test_what_a_store_is(store):
-    assert (store.tokens, store.documents, store.vocab_size, store.max_token_id) == (
-        45,
-        5,
-        1000,
-        59,
-    )
-    assert (store.name, store.dtype) == ("numbers", np.dtype("<u2"))
+    assert (store.tokens, store.documents, store.max_token_id) == (45, 5, 59)
+    assert store.dtype == np.dtype("<u2")
     assert contents(store) == stream(DOCUMENTS)
 
 
@@ -108,14 +103,6 @@ def test_only_what_is_there(store):
         store.read(-1, 1)
 
 
-def test_where_documents_begin(store):
-    starts = [
-        10 * shard + place for shard in range(5) for place in store.document_starts(shard).tolist()
-    ]
-    assert starts == [0, 5, 8, 40, 42]
-    assert [len(store.document_starts(shard)) for shard in range(5)] == [3, 0, 0, 0, 2]
-
-
 def test_shards_of_any_size_and_empty_ones(tmp_path):
     """A chunk of a source may hold no document."""
     folder = write_store(tmp_path / "uneven", DOCUMENTS)
@@ -124,7 +111,7 @@ def test_shards_of_any_size_and_empty_ones(tmp_path):
     fields.pop("sha256")
     empty = {"tokens": 0, "documents": 0, "tokens_sha256": "", "documents_sha256": ""}
     fields["shards"] = [empty, *fields["shards"][:2], empty, *fields["shards"][2:], empty]
-    path.write_text(json.dumps(fields | {"sha256": _hash(fields)}))
+    write_document(path, fields)
     for kind in ("tokens", "documents"):
         for old, new in ((4, 6), (3, 5), (2, 4), (1, 2), (0, 1)):
             (folder / f"{kind}-{old:05d}.bin").rename(folder / f"{kind}-{new:05d}.bin")
@@ -133,8 +120,7 @@ def test_shards_of_any_size_and_empty_ones(tmp_path):
     store = TokenStore(folder)
     assert contents(store) == stream(DOCUMENTS)
     assert store.read(19, 3).tolist() == stream(DOCUMENTS)[19:22]
-    assert store.documents_between(0, 45) == [0, 5, 8, 40, 42]
-    assert store.documents_between(5, 41) == [5, 8, 40]
+    assert store.shard_starts == [0, 0, 10, 20, 20, 30, 40, 45, 45]
 
 
 def test_the_fingerprint_follows_ids_and_nothing_else(tmp_path):
@@ -257,23 +243,6 @@ def test_a_disk_that_cannot_be_read(own, monkeypatch):
         DataError, match=r"is damaged: tokens-00000\.bin: Input/output error; scripts/prepare_data"
     ):
         own.read(0, 1)
-
-
-def test_documents_that_are_cut_off_while_in_use(own):
-    os.truncate(own.folder / "documents-00004.bin", 6)
-    with pytest.raises(
-        DataError, match=r"is damaged: documents-00004\.bin ends at byte 6; it was cut off"
-    ):
-        own.documents_between(0, 45)
-
-
-def test_a_store_that_claims_ids_that_its_tokenizer_lacks(tmp_path):
-    folder = write_store(tmp_path / "own", DOCUMENTS, replace(RECIPE, vocab_size=59))
-    with pytest.raises(
-        DataError,
-        match=r"is damaged: its highest id is 59, and its tokenizer has 59 ids; scripts/pr",
-    ):
-        TokenStore(folder)
 
 
 def test_text_is_tokenized_once(source, cache, messages):

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_stores import OLD_RECIPE, RECIPE, write_store
 
-from torchtitan_lite.data.manifest import (
+from torchtitan_lite.data.store_report import verify_store
+from torchtitan_lite.data.token_store import (
     MANIFEST_FILE,
     StoreManifest,
     read_manifest,
     write_manifest,
 )
-from torchtitan_lite.data.verify import verify_store
 
 DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]
 
@@ -124,7 +124,7 @@ def test_files_of_no_store(store):
 
 
 def test_chunks(store, monkeypatch):
-    monkeypatch.setattr("torchtitan_lite.data.verify.CHUNK_TOKENS", 3)
+    monkeypatch.setattr("torchtitan_lite.data.store_report.CHUNK_TOKENS", 3)
     assert verify_store(store) == []
     changed = rewrite_manifest(store, max_token_id=40)
     assert asdict(read_manifest(store)) == asdict(changed)

@@ -14,12 +14,11 @@ from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches
-from .datasets import DATASETS
-from .manifest import is_store
+from .datasets import DATASETS, NamedDataset
 from .mixture import Mixture
 from .prepare import make_store
-from .sources import HF_PREFIX, Source, build_named_source, build_source
-from .token_store import TokenStore
+from .sources import HF_PREFIX, Source, build_dataset
+from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
 
@@ -47,19 +46,13 @@ def build_corpora(
     # Validation data of its own: only a store that is trained on too gives windows away.
     other: Corpus | None = None
     if validation.enable and (validation.dataset or validation.dataset_path):
-        store = open_data(
-            "[validation]",
-            validation.dataset_path,
-            dataset=validation.dataset or training.dataset,
-            text_field=training.text_field,
-            tokenizer=tokenizer,
-        )
-        check_same_tokens({"validation": store})
-        same = [store.fingerprint == each.fingerprint for each in stores.values()]
-        held_out = [validated * is_same for is_same in same]
-        other = Corpus(
-            {"validation": store}, Mixture((1,)), held_out=[validated], trained=0, **shape
-        )
+        path, dataset = validation.dataset_path, validation.dataset or training.dataset
+        options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
+        own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
+        check_same_tokens(own)
+        fingerprint = own["validation"].fingerprint
+        held_out = [validated * (store.fingerprint == fingerprint) for store in stores.values()]
+        other = Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape)
 
     # Windows once held out stay so: the order of the others depends on their number.
     for number, count in enumerate(held_out):
@@ -83,7 +76,7 @@ def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, Tok
 
     names = [Path(dataset.path).resolve().name for dataset in training.datasets]
     stores: dict[str, TokenStore] = {}
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # of the first store with a fingerprint
     for number, (name, row) in enumerate(zip(names, training.datasets, strict=True), start=1):
         table = f"[[training.datasets]] {number}:"
         store = open_data(table, row.path, key="path", **options)
@@ -111,28 +104,23 @@ def open_data(
     the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
     cache's disk is full.
     """
+    row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
     try:
-        if (DATASETS[dataset].path if path is None else path).startswith(HF_PREFIX):
+        if row.path.startswith(HF_PREFIX):
             raise DataError(
                 "training reads no Hugging Face dataset; make a store of it: "
                 f"scripts/prepare_data.py make {path or dataset} STORE"
             )
-        if path is None:
-            return open_cached(build_named_source(dataset), tokenizer)
-
         # A store is read where it is; other text becomes a store in the cache.
-        if is_store(folder := Path(path).expanduser()):
-            store = TokenStore(folder)
-            _check_tokenizer(store, tokenizer)
-            return store
-        return open_cached(build_source(path, text_field=text_field), tokenizer)
+        if is_store(folder := Path(row.path).expanduser()):
+            return _check_tokenizer(TokenStore(folder), tokenizer)
+        return open_cached(build_dataset(path or dataset, row), tokenizer)
     except (DataError, StorageError) as error:
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
-        kind = StorageError if isinstance(error, StorageError) else DataError
-        raise kind(f"{table} {setting}: {error}") from error
+        raise type(error)(f"{table} {setting}: {error}") from error
 
 
-def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
     recipe = store.manifest.recipe
     found = (recipe.tokenizer_fingerprint, recipe.vocab_size)
     if found != (tokenizer.fingerprint, tokenizer.vocab_size):
@@ -142,6 +130,7 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
             f"[model] tokenizer_path names {tokenizer.name} ({tokenizer.vocab_size} ids, "
             f"{tokenizer.fingerprint[:12]}); name the tokenizer that it was made with"
         )
+    return store
 
 
 def open_cached(
@@ -197,7 +186,6 @@ def check_same_data(
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if not changed:
         return
-
     changes = "; ".join(
         f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
     )

@@ -10,8 +10,12 @@ Shapes: B local_batch_size, S seq_len.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,104 +30,91 @@ from .token_store import TokenStore
 IGNORED_LABEL = -100
 """Label that torch's cross-entropy ignores by default."""
 
+PREFETCHED = 4
+"""Batches that are made before they are asked for."""
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, int64 [B, S]."""
 
 
-class Windows:
-    """The windows of a store, by place.
+class Windows(NamedTuple):
+    """The windows of a store."""
 
-    Raises DataError if the store has ids that the model lacks, or fewer windows than `held_out` for
-    validation plus the minimum for training, `trained`.
+    store: TokenStore
+    name: str
+    held_out: int
+    epoch_size: int
+    """Number of windows for training."""
+    order: Permutation
+    """Window at each place."""
+
+
+@dataclass
+class Corpus:
+    """The stores of a run, by name, mixed into one sequence of samples.
+
+    Raises DataError for a store with ids that the model lacks, or with fewer windows than the
+    held-out ones and those to train on.
     """
 
-    def __init__(
-        self,
-        store: TokenStore,
-        *,
-        name: str,
-        seq_len: int,
-        vocab_size: int,
-        seed: int,
-        held_out: int,
-        trained: int,
-    ) -> None:
-        if store.max_token_id >= vocab_size:
+    stores: Mapping[str, TokenStore]
+    mixture: Mixture
+    seq_len: int
+    vocab_size: int
+    seed: int
+    held_out: Sequence[int]
+    """Windows of each store to validate on."""
+    trained: int
+    """Smallest number of other windows that each store must have."""
+
+    def __post_init__(self) -> None:
+        self.windows = [
+            self._windows(*store, held_out=count)
+            for store, count in zip(self.stores.items(), self.held_out, strict=True)
+        ]
+
+    def _windows(self, name: str, store: TokenStore, *, held_out: int) -> Windows:
+        if store.max_token_id >= self.vocab_size:
             raise DataError(
                 f"{name} ({store.folder}): its largest token id is {store.max_token_id}, and the "
-                f"model has ids up to {vocab_size - 1}; make it again with the tokenizer of "
+                f"model has ids up to {self.vocab_size - 1}; make it again with the tokenizer of "
                 "[model] tokenizer_path"
             )
-        count, needed = (store.tokens - 1) // seq_len, held_out + trained
+        count, needed = (store.tokens - 1) // self.seq_len, held_out + self.trained
         if count < needed:
             raise DataError(
-                f"[training] seq_len = {seq_len}: {name} has {store.tokens} tokens, which make "
-                f"{count} windows of {seq_len} + 1; {needed} are needed, {held_out} of them to "
-                "validate on ([validation] steps * local_batch_size); give more text, a shorter "
-                "seq_len or fewer validation steps"
+                f"[training] seq_len = {self.seq_len}: {name} has {store.tokens} tokens, which "
+                f"make {count} windows of {self.seq_len} + 1; {needed} are needed, {held_out} of "
+                "them to validate on ([validation] steps * local_batch_size); give more text, a "
+                "shorter seq_len or fewer validation steps"
             )
+        order = Permutation(count, key="places of windows")
+        return Windows(store, name, held_out, count - held_out, order)
 
-        self.store, self.name, self.held_out = store, name, held_out
-        self.epoch_size = count - held_out
-        """Number of windows for training."""
-        self._seq_len, self._seed = seq_len, seed
-        self._order = Permutation(count, key="places of windows")
-
-    def read(self, places: np.ndarray) -> np.ndarray:
-        """Return the ids [len(places), S + 1] of the windows at some places, in the store's type.
+    def batch(self, samples: np.ndarray, *, held_out: bool = False) -> Batch:
+        """Return the batch of some samples of the run, or of some held-out samples, which are the
+        first of the mixture.
 
         Raises DataError for a store that was damaged since it was opened.
         """
-        return self.store.windows(self._order(places) * self._seq_len, self._seq_len + 1)
-
-    def training_places(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the places of samples, numbered through all epochs; both int64 [any length]."""
-        epochs, places = np.divmod(numbers, self.epoch_size)
-        for epoch in np.unique(epochs):
-            order = Permutation(self.epoch_size, key=f"seed {self._seed} epoch {epoch}")
-            places[epochs == epoch] = order(places[epochs == epoch])
-        return self.held_out + places
-
-
-class Corpus:
-    """The stores of a run, by name, mixed into one sequence of samples."""
-
-    def __init__(
-        self,
-        stores: Mapping[str, TokenStore],
-        mixture: Mixture,
-        *,
-        seq_len: int,
-        vocab_size: int,
-        seed: int,
-        held_out: Sequence[int],
-        trained: int,
-    ) -> None:
-        """`held_out` counts windows of each store; at least `trained` others must remain."""
-        self.mixture, self.seq_len, self._seed = mixture, seq_len, seed
-        shape = {"seq_len": seq_len, "vocab_size": vocab_size, "seed": seed, "trained": trained}
-        self.windows = [
-            Windows(store, name=name, held_out=count, **shape)
-            for (name, store), count in zip(stores.items(), held_out, strict=True)
-        ]
-
-    def held_out_batch(self, samples: np.ndarray) -> Batch:
-        """Return the batch of some held-out samples; these are the first of the mixture."""
-        return self._batch(samples, lambda windows, numbers: numbers)
-
-    def training_batch(self, samples: np.ndarray) -> Batch:
-        """Return the batch of some samples of the run."""
-        return self._batch(samples, Windows.training_places)
-
-    def _batch(
-        self, samples: np.ndarray, places: Callable[[Windows, np.ndarray], np.ndarray]
-    ) -> Batch:
         stores, numbers = self.mixture(samples)
         ids = np.empty((len(samples), self.seq_len + 1), np.int64)
-        for store in np.unique(stores):
-            windows, chosen = self.windows[store], stores == store
-            ids[chosen] = windows.read(places(windows, numbers[chosen]))
+        for number in np.unique(stores):
+            windows, chosen = self.windows[number], stores == number
+            places = numbers[chosen]
+            if not held_out:
+                places = self._training_places(windows, places)
+            starts = windows.order(places) * self.seq_len
+            ids[chosen] = windows.store.windows(starts, self.seq_len + 1)
         return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
+
+    def _training_places(self, windows: Windows, numbers: np.ndarray) -> np.ndarray:
+        """Return the places of a store's samples, numbered through all epochs."""
+        epochs, places = np.divmod(numbers, windows.epoch_size)
+        for epoch in np.unique(epochs):
+            order = Permutation(windows.epoch_size, key=f"seed {self.seed} epoch {epoch}")
+            places[epochs == epoch] = order(places[epochs == epoch])
+        return windows.held_out + places
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Return how many epochs of each store the first `samples` samples are, by its name."""
@@ -151,20 +142,22 @@ class Corpus:
 
     def identity(self) -> dict[str, int | str]:
         """Return everything that decides which tokens a sample has, apart from its number."""
-        facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self._seed}
+        facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self.seed}
         for number, (windows, share) in enumerate(
             zip(self.windows, self.mixture.shares, strict=True), start=1
         ):
-            facts |= {
-                f"store {number} name": windows.name,
-                f"store {number} fingerprint": windows.store.fingerprint[:16],
-                f"store {number} tokens": windows.store.tokens,
-                f"store {number} held out": windows.held_out,
-                f"store {number} share": f"{share}/{self.mixture.period}",
+            of_store: dict[str, int | str] = {
+                "name": windows.name,
+                "fingerprint": windows.store.fingerprint[:16],
+                "tokens": windows.store.tokens,
+                "held out": windows.held_out,
+                "share": f"{share}/{self.mixture.period}",
             }
+            facts |= {f"store {number} {key}": value for key, value in of_store.items()}
         return facts
 
 
+@dataclass(kw_only=True)
 class TrainingBatches:
     """Iterable over the microbatches that a data-parallel rank trains on.
 
@@ -176,55 +169,50 @@ class TrainingBatches:
     Raises DataError if `epochs` passes over the data are fewer samples than a step takes.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        sizes: BatchSizes,
-        *,
-        dp_rank: int,
-        dp_degree: int,
-        steps: int,
-        epochs: float | None = None,
-        first_step: int = 1,
-        first_sample: int = 0,
-    ) -> None:
-        self.corpus = corpus
-        self._sizes = sizes
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._first_step, self._first_sample = first_step, first_sample
-        self.last_step = steps
+    corpus: Corpus
+    sizes: BatchSizes
+    dp_rank: int
+    dp_degree: int
+    steps: int
+    epochs: float | None = None
+    first_step: int = 1
+    first_sample: int = 0
+
+    def __post_init__(self) -> None:
+        self.last_step = self.steps
         """Last step of the run: `steps`, or the last full batch if `epochs` end the run."""
         self.left_over: int | None = None
         """Samples that remain unused if `epochs` end the run; None if `steps` does."""
+        if self.epochs is None:
+            return
 
-        if epochs is not None:
-            limit = corpus.sample_limit(epochs)
-            if limit < sizes.global_batch_size:
-                raise DataError(
-                    f"[training] epochs = {epochs}: that is {limit} samples, and a step takes "
-                    f"{sizes.global_batch_size} (global_batch_size); give more epochs or text, or "
-                    "a smaller batch"
-                )
-            full_batches, left_over = divmod(max(0, limit - first_sample), sizes.global_batch_size)
-            if (data_ends := first_step - 1 + full_batches) <= steps:
-                self.last_step, self.left_over = data_ends, left_over
+        limit, size = self.corpus.sample_limit(self.epochs), self.sizes.global_batch_size
+        if limit < size:
+            raise DataError(
+                f"[training] epochs = {self.epochs}: that is {limit} samples, and a step takes "
+                f"{size} (global_batch_size); give more epochs or text, or a smaller batch"
+            )
+        full_batches, left_over = divmod(max(0, limit - self.first_sample), size)
+        if (data_ends := self.first_step - 1 + full_batches) <= self.steps:
+            self.last_step, self.left_over = data_ends, left_over
 
     def __iter__(self) -> Iterator[Batch]:
-        for step in range(self._first_step, self.last_step + 1):
-            for accum_step in range(self._sizes.grad_accum_steps):
-                yield self.corpus.training_batch(self.sample_ids(step, accum_step))
+        for step in range(self.first_step, self.last_step + 1):
+            for accum_step in range(self.sizes.grad_accum_steps):
+                yield self.corpus.batch(self.sample_ids(step, accum_step))
 
     def sample_ids(self, step: int, accum_step: int) -> np.ndarray:
         """Return the numbers of this rank's samples in an accumulation step, int64 [B]."""
-        microbatch = accum_step * self._dp_degree + self._dp_rank
-        first = self.samples(step - 1) + microbatch * self._sizes.local_batch_size
-        return first + np.arange(self._sizes.local_batch_size)
+        microbatch = accum_step * self.dp_degree + self.dp_rank
+        first = self.samples(step - 1) + microbatch * self.sizes.local_batch_size
+        return first + np.arange(self.sizes.local_batch_size)
 
     def samples(self, step: int) -> int:
         """Return how many samples the run has trained on after `step`."""
-        return self._first_sample + (step + 1 - self._first_step) * self._sizes.global_batch_size
+        return self.first_sample + (step + 1 - self.first_step) * self.sizes.global_batch_size
 
 
+@dataclass(frozen=True)
 class ValidationBatches:
     """Iterable over the batches that a data-parallel rank validates on.
 
@@ -232,21 +220,59 @@ class ValidationBatches:
     each validation and on any number of ranks.
     """
 
-    def __init__(
-        self, corpus: Corpus, *, local_batch_size: int, steps: int, dp_rank: int, dp_degree: int
-    ) -> None:
-        self._corpus = corpus
-        self._local_batch_size = local_batch_size
-        self._steps = steps
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+    corpus: Corpus
+    local_batch_size: int
+    steps: int
+    dp_rank: int
+    dp_degree: int
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield tokens and labels, int64 [B, S], equally many on all ranks: forwards are
         collective. A rank with a smaller share gets a last batch with only IGNORED_LABEL."""
-        for first in range(0, self._steps, self._dp_degree):
-            microbatch = first + self._dp_rank
-            sample = microbatch % self._steps * self._local_batch_size
-            tokens, labels = self._corpus.held_out_batch(sample + np.arange(self._local_batch_size))
-            if microbatch >= self._steps:
+        for first in range(0, self.steps, self.dp_degree):
+            microbatch = first + self.dp_rank
+            sample = microbatch % self.steps * self.local_batch_size
+            samples = sample + np.arange(self.local_batch_size)
+            tokens, labels = self.corpus.batch(samples, held_out=True)
+            if microbatch >= self.steps:
                 labels = torch.full_like(labels, IGNORED_LABEL)
             yield tokens, labels
+
+
+class Prefetcher:
+    """Iterator over the same batches, made ahead on a thread, in pinned memory where `device` is a
+    GPU.
+
+    An error in making a batch is raised when its turn comes.
+    """
+
+    def __init__(self, batches: Iterable[Batch], *, device: torch.device) -> None:
+        self._batches, self._device = iter(batches), device
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._coming: deque[Future[Batch | None]] = deque(
+            self._thread.submit(self._make) for _ in range(PREFETCHED)
+        )
+
+    def _make(self) -> Batch | None:
+        batch = next(self._batches, None)
+        if batch is None or self._device.type == "cpu":
+            return batch
+        # Each thread has its own device; memory would be pinned through the first GPU.
+        torch.cuda.set_device(self._device)
+        tokens, labels = batch
+        return tokens.pin_memory(), labels.pin_memory()
+
+    def __iter__(self) -> "Prefetcher":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self._coming[0].result()
+        if batch is None:
+            raise StopIteration
+        self._coming.popleft()
+        self._coming.append(self._thread.submit(self._make))
+        return batch
+
+    def close(self) -> None:
+        """End the thread, once it has made its current batch."""
+        self._thread.shutdown(cancel_futures=True)

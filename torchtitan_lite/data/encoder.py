@@ -9,18 +9,18 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from functools import cache
 
 import numpy as np
 
 from torchtitan_lite.errors import DataError
 
-from .rows import BadRow, TextRow
+from .rows import BadRow, Parser, TextRow
 from .tokenizer import Tokenizer, build_tokenizer
 
 AHEAD = 2
@@ -40,11 +40,7 @@ class EncodedBatch:
 
 
 def encode_rows(
-    rows: Iterable[TextRow],
-    *,
-    parser: Callable[[TextRow], str],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
+    rows: Iterable[TextRow], *, parser: Parser, tokenizer: Tokenizer, dtype: np.dtype
 ) -> EncodedBatch:
     """Parse and tokenize rows, in order."""
     texts, bad_rows = [], []
@@ -61,7 +57,7 @@ def encode_rows(
 def encode_batches(
     batches: Iterable[list[TextRow]],
     *,
-    parser: Callable[[TextRow], str],
+    parser: Parser,
     tokenizer: Tokenizer,
     dtype: np.dtype,
     workers: int,
@@ -70,56 +66,33 @@ def encode_batches(
 
     Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed.
     """
-    setup = {"parser": parser, "tokenizer_path": str(tokenizer.path), "dtype": dtype}
+    started: list[Worker] = []
+    of_thread = threading.local()
+
+    def encode(batch: list[TextRow]) -> EncodedBatch:
+        if not hasattr(of_thread, "worker"):
+            of_thread.worker = _start_worker()
+            started.append(of_thread.worker)
+        return _ask(of_thread.worker, batch, (parser, str(tokenizer.path), dtype))
+
+    # Each thread waits for the worker that it has started.
+    threads = ThreadPoolExecutor(workers)
     ahead: deque[tuple[list[TextRow], Future[EncodedBatch]]] = deque()
-    with closing(_WorkerPool(workers, setup)) as pool:
+    try:
         for batch in batches:
-            ahead.append((batch, pool.submit(batch)))
+            ahead.append((batch, threads.submit(encode, batch)))
             if len(ahead) > AHEAD * workers:
                 done, future = ahead.popleft()
                 yield done, future.result()
         for done, future in ahead:
             yield done, future.result()
-
-
-class _WorkerPool:
-    """Threads that each wait for a worker process. `setup` is what a worker needs to know."""
-
-    def __init__(self, workers: int, setup: dict[str, object]) -> None:
-        self._setup = setup
-        self._threads = ThreadPoolExecutor(workers)
-        self._started: list[Worker] = []
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-
-    def submit(self, batch: list[TextRow]) -> Future[EncodedBatch]:
-        return self._threads.submit(self._encode, batch)
-
-    def _encode(self, batch: list[TextRow]) -> EncodedBatch:
-        requests: list[object] = [batch]
-        try:
-            worker = self._idle.get_nowait()
-        except Empty:
-            worker = _start_worker()  # at most one per thread
-            self._started.append(worker)
-            requests.insert(0, self._setup)
-        try:
-            encoded = _ask(worker, *requests)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            place = f"rows from {batch[0].file}, line {batch[0].line} on" if batch else "no rows"
-            raise DataError(
-                f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
-                "killed (-9), memory may have run out: use fewer workers"
-            ) from error
-        self._idle.put(worker)
-        return encoded
-
-    def close(self) -> None:
+    finally:
         # Killing the workers ends the threads' waiting; one may have been started meanwhile.
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._started:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in started:
             worker.kill()
-        self._threads.shutdown()
-        for worker in self._started:
+        threads.shutdown()
+        for worker in started:
             worker.kill()
             worker.wait()
 
@@ -136,22 +109,30 @@ def _start_worker() -> Worker:
     )
 
 
-def _ask(worker: Worker, *requests: object) -> EncodedBatch:
+def _ask(
+    worker: Worker, batch: list[TextRow], options: tuple[Parser, str, np.dtype]
+) -> EncodedBatch:
     assert worker.stdin is not None and worker.stdout is not None
-    for request in requests:
-        pickle.dump(request, worker.stdin, pickle.HIGHEST_PROTOCOL)
-    worker.stdin.flush()
-    return pickle.load(worker.stdout)
+    try:
+        pickle.dump((batch, *options), worker.stdin, pickle.HIGHEST_PROTOCOL)
+        worker.stdin.flush()
+        return pickle.load(worker.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+        place = f"rows from {batch[0].file}, line {batch[0].line} on" if batch else "no rows"
+        raise DataError(
+            f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
+            "killed (-9), memory may have run out: use fewer workers"
+        ) from error
 
 
 def serve() -> None:
     """Run a worker: answer batches from standard input until it ends."""
     requests, answers = os.fdopen(0, "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps a library's output out of the answers
-    setup = pickle.load(requests)
-    tokenizer = build_tokenizer(setup.pop("tokenizer_path"))
+    open_tokenizer = cache(build_tokenizer)
     while requests.peek(1):
-        encoded = encode_rows(pickle.load(requests), tokenizer=tokenizer, **setup)
+        batch, parser, path, dtype = pickle.load(requests)
+        encoded = encode_rows(batch, parser=parser, tokenizer=open_tokenizer(path), dtype=dtype)
         try:
             pickle.dump(encoded, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()

@@ -11,10 +11,11 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
-from itertools import count, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +26,9 @@ from torchtitan_lite.files import fsync_folder, remove_folder, usable_cores
 from torchtitan_lite.logger import logger
 
 from .encoder import EncodedBatch, encode_batches
-from .manifest import (
+from .rows import TextRow
+from .sources import Chunk, Source
+from .token_store import (
     FORMAT,
     MANIFEST_FILE,
     START_DTYPES,
@@ -33,21 +36,21 @@ from .manifest import (
     Shard,
     StoreManifest,
     StoreRecipe,
+    TokenStore,
     documents_file,
     is_store,
-    merge_manifests,
     read_manifest,
     tokens_file,
     write_manifest,
     wrong_sizes,
 )
-from .rows import TextRow
-from .sources import Chunk, Source
-from .token_store import TokenStore
 from .tokenizer import Tokenizer
 
 TokenizedBatch = tuple[list[TextRow], EncodedBatch]
 """Rows and their tokens; an empty batch ends a chunk."""
+Encode = Callable[..., Generator[TokenizedBatch, None, None]]
+"""`encode_batches` with its tokenizer and its number of workers."""
+SHARD_MANIFEST = "shard-{:05d}.json"
 BATCH_BYTES = 2**20
 """Size of the rows that a worker gets at a time."""
 REPORTED_ROWS = 20
@@ -78,75 +81,8 @@ def make_store(
     """
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
-    recipe = _build_recipe(source, tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.with_name(f".{folder.name}.lock")):
-        if folder.exists():
-            if not (replace_damaged or is_store(folder)):
-                raise DataError(f"{folder} exists and is no token store; name another folder")
-            try:
-                store = TokenStore(folder)
-                _check_recipe(folder, store.manifest.recipe, recipe)
-                _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
-                return store
-            except DamagedStoreError as error:
-                if not replace_damaged:
-                    raise
-                logger.warning("%s", error)
-                remove_folder(folder)
 
-        started = time.monotonic()
-        partial = folder.with_name(folder.name + ".partial")
-        _make_partial(partial, recipe, source, tokenizer, skip_bad, workers)
-        fsync_folder(partial)
-        partial.rename(folder)
-        fsync_folder(folder.parent)
-    store = TokenStore(folder)
-    logger.info(
-        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
-        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
-    )
-    return store
-
-
-def _make_partial(
-    partial: Path,
-    recipe: StoreRecipe,
-    source: Source,
-    tokenizer: Tokenizer,
-    skip_bad: int,
-    workers: int | None,
-) -> None:
-    """Make or finish the unfinished store: all shards, the manifest, and nothing else."""
-    partial.mkdir(exist_ok=True)
-    if foreign := [p.name for p in partial.iterdir() if not OWN_FILES.fullmatch(p.name)]:
-        raise DataError(
-            f"{partial} is in the way, and no unfinished token store of this version: it has "
-            f"{min(foreign)}; remove it"
-        )
-
-    # With a manifest, only the last steps are left to do.
-    if is_store(partial):
-        _check_recipe(partial, read_manifest(partial).recipe, recipe)
-    else:
-        shards = _make_shards(partial, recipe, source, tokenizer, skip_bad, workers)
-        manifest = merge_manifests(recipe, shards)
-        problem = "" if manifest.documents else "holds 0 documents; name text that has some"
-        if source.fingerprint_now() != source.fingerprint:
-            problem = "changed while it was read; run again"
-        if problem:
-            remove_folder(partial)
-            raise DataError(f"{source.name} {problem}")
-        fingerprint = TokenStore(partial, manifest).compute_fingerprint()
-        write_manifest(partial / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
-
-    for path in partial.iterdir():
-        if path.suffix != ".bin" and path.name != MANIFEST_FILE:
-            path.unlink()
-
-
-def _build_recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
-    return StoreRecipe(
+    recipe = StoreRecipe(
         format=FORMAT,
         source=source.name,
         source_fingerprint=source.fingerprint,
@@ -157,6 +93,47 @@ def _build_recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
         eos_id=tokenizer.eos_id,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     )
+    encode = partial(encode_batches, tokenizer=tokenizer, workers=workers or len(usable_cores()))
+
+    # Only one process makes a store; the others find it made.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.with_name(f".{folder.name}.lock")):
+        if folder.exists() and (made := _open_made(folder, recipe, skip_bad, replace_damaged)):
+            return made
+
+        # A new store gets its name when it is complete.
+        started = time.monotonic()
+        unfinished = folder.with_name(folder.name + ".partial")
+        _make_unfinished(unfinished, recipe, source, encode, skip_bad)
+        fsync_folder(unfinished)
+        unfinished.rename(folder)
+        fsync_folder(folder.parent)
+
+    store = TokenStore(folder)
+    logger.info(
+        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
+        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
+    )
+    return store
+
+
+def _open_made(
+    folder: Path, recipe: StoreRecipe, skip_bad: int, replace_damaged: bool
+) -> TokenStore | None:
+    """Open a store that is there, or remove it if it is damaged and may be made again."""
+    if not (replace_damaged or is_store(folder)):
+        raise DataError(f"{folder} exists and is no token store; name another folder")
+    try:
+        store = TokenStore(folder)
+        _check_recipe(folder, store.manifest.recipe, recipe)
+        _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
+        return store
+    except DamagedStoreError as error:
+        if not replace_damaged:
+            raise
+        logger.warning("%s", error)
+        remove_folder(folder)
+        return None
 
 
 def _check_recipe(folder: Path, found: StoreRecipe, asked: StoreRecipe) -> None:
@@ -181,49 +158,76 @@ def _check_skipped(folder: Path, skipped_rows: int, skip_bad: int) -> None:
         )
 
 
-def _finished_shards(partial: Path, recipe: StoreRecipe) -> Iterator[StoreManifest]:
-    """Yield the manifest of each shard that earlier runs completed."""
-    for number in count():
-        name = f"shard-{number:05d}.json"
-        if not (partial / name).exists():
-            return
-        record = read_manifest(partial, name)
-        _check_recipe(partial, record.recipe, recipe)
-        for problem in wrong_sizes(partial, recipe, number, record.shards[0]):
-            raise DataError(f"{partial}: {problem}; remove the folder, to start again")
-        yield record
+def _make_unfinished(
+    folder: Path, recipe: StoreRecipe, source: Source, encode: Encode, skip_bad: int
+) -> None:
+    """Make or go on with the unfinished store: all shards, the manifest, and nothing else."""
+    folder.mkdir(exist_ok=True)
+    if foreign := [path.name for path in folder.iterdir() if not OWN_FILES.fullmatch(path.name)]:
+        raise DataError(
+            f"{folder} is in the way, and no unfinished token store of this version: it has "
+            f"{min(foreign)}; remove it"
+        )
+
+    # With a manifest, only the last steps are left to do.
+    if is_store(folder):
+        _check_recipe(folder, read_manifest(folder).recipe, recipe)
+    else:
+        manifest = _make_shards(folder, recipe, source, encode, skip_bad)
+        problem = "" if manifest.documents else "holds 0 documents; name text that has some"
+        if source.fingerprint_now() != source.fingerprint:
+            problem = "changed while it was read; run again"
+        if problem:
+            remove_folder(folder)
+            raise DataError(f"{source.name} {problem}")
+        fingerprint = TokenStore(folder, manifest).compute_fingerprint()
+        write_manifest(folder / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
+
+    for path in folder.iterdir():
+        if path.suffix != ".bin" and path.name != MANIFEST_FILE:
+            path.unlink()
 
 
 def _make_shards(
-    partial: Path,
-    recipe: StoreRecipe,
-    source: Source,
-    tokenizer: Tokenizer,
-    skip_bad: int,
-    workers: int | None,
-) -> list[StoreManifest]:
-    """Write the shards that are not there yet, and return the manifests of all of them."""
-    shards = list(_finished_shards(partial, recipe))
-    total = merge_manifests(recipe, shards)
-    _check_skipped(partial, total.skipped_rows, skip_bad)
+    folder: Path, recipe: StoreRecipe, source: Source, encode: Encode, skip_bad: int
+) -> StoreManifest:
+    """Write the shards that are not there yet, and return the manifest of all of them."""
+    # Earlier runs completed the shards that have a manifest.
+    shards: list[StoreManifest] = []
+    while (folder / SHARD_MANIFEST.format(len(shards))).exists():
+        shards.append(read_manifest(folder, SHARD_MANIFEST.format(len(shards))))
+        _check_recipe(folder, shards[-1].recipe, recipe)
+    done = _merge(recipe, shards)
+    for number in range(len(shards)):
+        for problem in wrong_sizes(folder, done, number):
+            raise DataError(f"{folder}: {problem}; remove the folder, to start again")
+    _check_skipped(folder, done.skipped_rows, skip_bad)
     if shards:
         logger.info(
-            f"{partial}: going on after {total.documents:,} documents, {total.tokens:,} tokens"
+            f"{folder}: going on after {done.documents:,} documents, {done.tokens:,} tokens"
         )
 
+    # The others, a chunk of the source each.
     chunk_count = sum(1 for _ in source.chunks())
-    encoded_batches = encode_batches(
-        _batched(islice(source.chunks(), len(shards), None)),
-        parser=source.parser,
-        tokenizer=tokenizer,
-        dtype=np.dtype(recipe.dtype),
-        workers=workers or len(usable_cores()),
-    )
-    with closing(encoded_batches):
-        batches = _reported(encoded_batches, source.name, total, chunk_count, skip_bad)
+    rows = _batched(islice(source.chunks(), len(shards), None))
+    with closing(encode(rows, parser=source.parser, dtype=np.dtype(recipe.dtype))) as encoded:
+        batches = _reported(encoded, source.name, done, chunk_count, skip_bad)
         for number in range(len(shards), chunk_count):
-            shards.append(_write_shard(partial, number, recipe, batches))
-    return shards
+            shards.append(_write_shard(folder, number, recipe, batches))
+    return _merge(recipe, shards)
+
+
+def _merge(recipe: StoreRecipe, parts: list[StoreManifest]) -> StoreManifest:
+    """Describe the store whose shards are those of `parts`; its fingerprint is still empty."""
+    return StoreManifest(
+        recipe=recipe,
+        tokens=sum(part.tokens for part in parts),
+        documents=sum(part.documents for part in parts),
+        max_token_id=max((part.max_token_id for part in parts), default=0),
+        skipped_rows=sum(part.skipped_rows for part in parts),
+        fingerprint="",
+        shards=tuple(shard for part in parts for shard in part.shards),
+    )
 
 
 def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
@@ -277,12 +281,12 @@ def _reported(
 
 
 def _write_shard(
-    partial: Path, number: int, recipe: StoreRecipe, batches: Iterator[TokenizedBatch]
+    folder: Path, number: int, recipe: StoreRecipe, batches: Iterator[TokenizedBatch]
 ) -> StoreManifest:
     """Write the batches of a chunk, and then the shard's manifest, which declares it finished."""
     tokens = documents = max_token_id = skipped_rows = 0
     digests = (hashlib.sha256(), hashlib.sha256())
-    ids_path, starts_path = tokens_file(partial, number), documents_file(partial, number)
+    ids_path, starts_path = tokens_file(folder, number), documents_file(folder, number)
     with ids_path.open("wb") as ids_file, starts_path.open("wb") as starts_file:
         files = (ids_file, starts_file)
         for rows, batch in batches:
@@ -303,7 +307,7 @@ def _write_shard(
 
     shard = Shard(tokens, documents, *(digest.hexdigest() for digest in digests))
     record = StoreManifest(recipe, tokens, documents, max_token_id, skipped_rows, "", (shard,))
-    write_manifest(partial / f"shard-{number:05d}.json", record)
+    write_manifest(folder / SHARD_MANIFEST.format(number), record)
     return record
 
 

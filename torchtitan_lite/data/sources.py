@@ -2,6 +2,8 @@
 
 A source is read in chunks, always the same ones in the same order. A chunk is about 64 MiB on
 disk: several small files, or part of a large one. Compressed and parquet files are not split.
+
+The libraries for parquet files and datasets are heavy and optional: imported when they are used.
 """
 
 import hashlib
@@ -9,24 +11,37 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.errors import DataError
 
-from .columns import open_dataset, read_dataset, read_parquet
-from .datasets import DATASETS
-from .rows import BadRow, Parser, TextRow, reading
-from .text_files import JSONL_ENDINGS, TEXT_ENDINGS, Span, read_text_span, split_file
+from .datasets import DATASETS, NamedDataset
+from .rows import (
+    JSONL_ENDINGS,
+    MAX_ROW_BYTES,
+    BadRow,
+    Parser,
+    Span,
+    TextRow,
+    read_text_span,
+    reading,
+    split_file,
+)
 
 PARQUET_ENDING = ".parquet"
+TEXT_KINDS = product((".txt", ".md", ".rst", ".py"), ("", ".gz", ".zst"))
+ENDINGS = (*map("".join, TEXT_KINDS), *JSONL_ENDINGS, PARQUET_ENDING)
 WHOLE_ENDINGS = (".gz", ".zst", PARQUET_ENDING)
-ENDINGS = (*TEXT_ENDINGS, *JSONL_ENDINGS, PARQUET_ENDING)
 KINDS = ".txt .md .rst .py .jsonl (each also with .gz or .zst) or .parquet"
 HF_PREFIX = "hf:"
 CHUNK_BYTES = 2**26
+BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be long
 
-
+Files = Callable[[], Iterable[Path]]
+"""A call lists the files of a source again."""
 Chunk = Callable[[], Iterator[TextRow]]
 """A piece of a source: a call reads its rows. Raises DataError for a file that cannot be read."""
 
@@ -55,11 +70,11 @@ class Source:
             raise DataError(f"{self.name}: holds no text")
 
 
-def open_source(name: str, *, text_field: str = "text", **hf_options: Any) -> Source:
+def open_source(name: str, **options: Any) -> Source:
     """Open a dataset of DATASETS by its name, or else `build_source`."""
     if name in DATASETS:
-        return build_named_source(name)
-    return build_source(name, text_field=text_field, **hf_options)
+        return build_dataset(name, DATASETS[name])
+    return build_source(name, **options)
 
 
 def build_source(
@@ -70,49 +85,34 @@ def build_source(
 
     Rows of .jsonl files, parquet files and datasets have their text in `text_field`.
     """
-    if path.startswith(HF_PREFIX):
-        return _hf_source(path, text_field=text_field, config=hf_name, split=hf_split)
-    root = Path(path).expanduser()
+    dataset = NamedDataset(path, text_field=text_field, hf_name=hf_name)
+    return build_dataset(path, dataset, hf_split=hf_split)
+
+
+def build_dataset(name: str, dataset: NamedDataset, *, hf_split: str = "train") -> Source:
+    """Open the text that a row like those of DATASETS describes. Raises DataError if there is
+    nothing to read."""
+    field = dataset.text_field
+    parser = Parser(field, "ignore" if dataset.skip_invalid_utf8 else "strict")
+    if dataset.path.startswith(HF_PREFIX):
+        chunks, state = _open_hf_dataset(dataset, split=hf_split)
+        fingerprint = hashlib.sha256(f"{dataset.path}\n{state}\n{field}".encode()).hexdigest()
+        return Source(dataset.path, parser, lambda: chunks, fingerprint, lambda: fingerprint)
+
+    root = Path(dataset.path).expanduser()
     if not root.exists():
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
-    if root.is_dir():
-        return _files_source(path, partial(_walk, root), root, Parser(text_field))
-    if not (root.is_file() and root.name.lower().endswith(ENDINGS)):
+    if not root.is_dir() and not (root.is_file() and root.name.lower().endswith(ENDINGS)):
         raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
-    return _files_source(path, lambda: [root], root.parent, Parser(text_field))
+    endings, skipped = dataset.endings or ENDINGS, dataset.skipped_folders
+    walk = partial(_walk, root, endings=endings, skipped=skipped)
+    files: Files = walk if root.is_dir() else lambda: [root]
+    folder = root if root.is_dir() else root.parent
+    now = partial(_fingerprint, files, folder, field)
+    return Source(name, parser, partial(_chunks, files, field), now(), now)
 
 
-def build_named_source(name: str) -> Source:
-    """Open one of DATASETS. Raises DataError if there is nothing to read."""
-    row = DATASETS[name]
-    if row.path.startswith(HF_PREFIX):
-        return build_source(row.path, text_field=row.text_field, hf_name=row.hf_name)
-    root = Path(row.path).expanduser()
-    files = partial(_walk, root, endings=row.endings or ENDINGS, skipped=row.skipped_folders)
-    parser = Parser(row.text_field, "ignore" if row.skip_invalid_utf8 else "strict")
-    return _files_source(name, files, root, parser)
-
-
-def _hf_source(path: str, *, text_field: str, config: str | None, split: str) -> Source:
-    name = path.removeprefix(HF_PREFIX)
-    pieces, state = open_dataset(name, config=config, split=split, text_field=text_field)
-    fingerprint = hashlib.sha256(f"{path}\n{state}\n{text_field}".encode()).hexdigest()
-    names = [path] if len(pieces) == 1 else [f"{path} part {i + 1}" for i in range(len(pieces))]
-    chunks = [
-        partial(read_dataset, piece, name, text_field)
-        for piece, name in zip(pieces, names, strict=True)
-    ]
-    return Source(path, Parser(text_field), lambda: chunks, fingerprint, lambda: fingerprint)
-
-
-def _files_source(
-    name: str, files: Callable[[], Iterable[Path]], root: Path, parser: Parser
-) -> Source:
-    now = partial(_fingerprint, files, root, parser.text_field)
-    return Source(name, parser, partial(_chunks, files, parser.text_field), now(), now)
-
-
-def _fingerprint(files: Callable[[], Iterable[Path]], root: Path, text_field: str) -> str:
+def _fingerprint(files: Files, root: Path, text_field: str) -> str:
     digest = hashlib.sha256(text_field.encode())
     path = None
     with reading(root, OSError):
@@ -125,11 +125,11 @@ def _fingerprint(files: Callable[[], Iterable[Path]], root: Path, text_field: st
     return digest.hexdigest()
 
 
-def _chunks(files: Callable[[], Iterable[Path]], text_field: str) -> Iterator[Chunk]:
+def _chunks(files: Files, text_field: str) -> Iterator[Chunk]:
     """Group the spans of all files until they have CHUNK_BYTES."""
     group: list[Span] = []
     size = 0
-    for span in _spans(files()):
+    for span in (span for path in files() for span in _spans(path)):
         group.append(span)
         size += span.end - span.begin
         if size >= CHUNK_BYTES:
@@ -139,13 +139,12 @@ def _chunks(files: Callable[[], Iterable[Path]], text_field: str) -> Iterator[Ch
         yield partial(_read_spans, group, text_field)
 
 
-def _spans(files: Iterable[Path]) -> Iterator[Span]:
-    for path in files:
-        with reading(path, OSError):
-            if path.name.lower().endswith(WHOLE_ENDINGS):
-                yield Span(path, 0, path.stat().st_size)
-            else:
-                yield from split_file(path, CHUNK_BYTES)
+def _spans(path: Path) -> Iterator[Span]:
+    with reading(path, OSError):
+        if path.name.lower().endswith(WHOLE_ENDINGS):
+            yield Span(path, 0, path.stat().st_size)
+        else:
+            yield from split_file(path, CHUNK_BYTES)
 
 
 def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
@@ -159,8 +158,8 @@ def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
 def _walk(
     folder: Path,
     *,
-    endings: tuple[str, ...] = ENDINGS,
-    skipped: Set[str] = frozenset(),
+    endings: tuple[str, ...],
+    skipped: Set[str],
     above: tuple[tuple[int, int], ...] = (),
 ) -> Iterator[Path]:
     """Yield the files of a folder and its sub-folders, in the order of their paths as strings.
@@ -187,3 +186,74 @@ def _walk(
             if not path.is_file():
                 raise DataError(f"{path}: is a broken link, or no regular file; remove it")
             yield path
+
+
+def read_parquet(path: Path, text_field: str) -> Iterator[TextRow]:
+    """Yield the rows of a parquet file. Raises DataError if it is broken or has no such column."""
+    pyarrow = _import("pyarrow", wanted_by=path, extra="parquet")
+    parquet = _import("pyarrow.parquet", wanted_by=path, extra="parquet")
+    with (
+        reading(path, OSError, pyarrow.ArrowException),
+        parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file,
+    ):
+        columns = file.schema_arrow.names
+        if text_field not in columns:
+            raise DataError(f'{path}: has no column "{text_field}" among {columns!r:.100}')
+        batches = file.iter_batches(BATCH_ROWS, columns=[text_field])
+        binary = pyarrow.large_binary()
+        values = (value for batch in batches for value in batch.column(0).cast(binary).to_pylist())
+        yield from _table_rows(values, str(path), text_field)
+
+
+def _open_hf_dataset(row: NamedDataset, *, split: str) -> tuple[list[Chunk], str]:
+    """Return the chunks of a Hugging Face dataset, and its state.
+
+    Its name is a folder written by `save_to_disk` (memory-mapped), a folder of data files, or a
+    dataset on the hub (both streamed, a chunk for each data file). Raises DataError.
+    """
+    datasets = _import("datasets", wanted_by=row.path, extra="hf")
+    name = row.path.removeprefix(HF_PREFIX)
+    folder = Path(name).expanduser()
+    saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
+    with reading(row.path, Exception):  # the library lets errors of many libraries pass
+        if saved:
+            table = datasets.load_from_disk(saved[0])
+            pieces = min(len(table), table.data.nbytes // CHUNK_BYTES) or 1
+            dataset, state = table.to_iterable_dataset(pieces), table._fingerprint
+        else:
+            path = str(folder) if folder.exists() else name
+            builder = datasets.load_dataset_builder(path, row.hf_name)
+            dataset = builder.as_streaming_dataset(split=split)
+            state = f"{builder.hash} {builder.config_id}"
+        dataset = dataset.select_columns([row.text_field])
+        count = dataset.num_shards
+        names = [row.path] if count == 1 else [f"{row.path} part {i + 1}" for i in range(count)]
+        chunks: list[Chunk] = [
+            partial(_read_hf_piece, dataset.shard(count, i), name, row.text_field)
+            for i, name in enumerate(names)
+        ]
+        return chunks, f"{state} {split}"
+
+
+def _read_hf_piece(piece: Any, name: str, text_field: str) -> Iterator[TextRow]:
+    with reading(name, Exception):  # as above
+        yield from _table_rows((row[text_field] for row in piece), name, text_field)
+
+
+def _table_rows(values: Iterable[object], file: str, text_field: str) -> Iterator[TextRow]:
+    for line, value in enumerate(values, start=1):
+        data, problem = value.encode() if isinstance(value, str) else value, ""
+        if not isinstance(data, bytes):
+            data, problem = b"", f'field "{text_field}" holds {type(value).__name__}, not a string'
+        elif len(data) > MAX_ROW_BYTES:
+            data, problem = b"", f"longer than {MAX_ROW_BYTES} bytes"
+        yield TextRow(file, 0, line, "text", data, problem)
+
+
+def _import(module: str, *, wanted_by: object, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        fix = f'pip install "torchtitan-lite[{extra}]"'
+        raise DataError(f"{wanted_by}: needs {package}; {fix}") from error

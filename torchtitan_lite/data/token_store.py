@@ -1,4 +1,11 @@
-"""Reading of token stores: ids from any place of the stream.
+"""Token stores: their format on disk, their manifest, and reading of their ids.
+
+A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of token
+ids: BOS, text, EOS of every document. `documents-00000.bin`, ... hold the places in their shard at
+which documents begin. All numbers are little endian.
+
+In format 3 a shard is a chunk of the source. In format 2, which is still read, it is 2^29 ids, cut
+regardless of documents.
 
 Files are read, not mapped into memory: if a file is truncated during a run, a read reports the end
 of the file, while a memory map would kill the process with SIGBUS.
@@ -8,22 +15,30 @@ import hashlib
 import os
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from .manifest import (
-    START_DTYPES,
-    DamagedStoreError,
-    StoreManifest,
-    documents_file,
-    read_manifest,
-    tokens_file,
-    wrong_sizes,
+from torchtitan_lite.documents import (
+    STRICT,
+    Count,
+    read_json_object,
+    validate_document,
+    write_document,
 )
+from torchtitan_lite.errors import DataError
 
+FORMAT = 3
+START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
+"""Type of the numbers in documents files, by format."""
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 2**28
+"""Enough for a million shards, or 64 TiB of text."""
 OPEN_SHARDS = 256
 """Shards that are open at a time; each takes a file descriptor."""
 CHUNK_TOKENS = 2**20
@@ -32,16 +47,135 @@ HASHED_TOKENS = 2**29
 """The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
 
 
-class _OpenFile:
-    """A file that is open until its last reference is gone: a thread may still read a file that
-    the cache has dropped."""
+class DamagedStoreError(DataError):
+    """A store is broken, and not just of a format that this version does not read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
 
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+@dataclass(frozen=True)
+class StoreRecipe:
+    """What a store is made from.
+
+    `source_fingerprint` changes with the text, `tokenizer_fingerprint` with the ids. Names and the
+    format do not take part in a comparison.
+    """
+
+    format: int = field(compare=False)
+    source: str = field(compare=False)
+    source_fingerprint: str
+    tokenizer: str = field(compare=False)
+    tokenizer_fingerprint: str
+    vocab_size: Count
+    bos_id: Count
+    eos_id: Count
+    dtype: Literal["<u2", "<u4"]
+    shard_tokens: Count | None = field(default=None, compare=False)
+    """Ids of each shard but the last one; only in format 2."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Sizes and sha256 of a shard's two files."""
+
+    tokens: Count
+    documents: Count
+    tokens_sha256: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True)
+class StoreManifest:
+    """Content of a store."""
+
+    __pydantic_config__ = STRICT
+
+    recipe: StoreRecipe
+    tokens: Count
+    documents: Count
+    max_token_id: Count
+    skipped_rows: Count
+    fingerprint: str
+    """Changes with any id of the stream, and with nothing else."""
+    shards: tuple[Shard, ...]
+
+
+_SCHEMA = TypeAdapter(StoreManifest)
+
+
+def tokens_file(folder: Path, shard: int) -> Path:
+    """Return the path of a shard's ids."""
+    return folder / f"tokens-{shard:05d}.bin"
+
+
+def documents_file(folder: Path, shard: int) -> Path:
+    """Return the path of the places in a shard at which documents begin."""
+    return folder / f"documents-{shard:05d}.bin"
+
+
+def is_store(path: Path) -> bool:
+    """Return whether a path is a folder with a manifest."""
+    return (path / MANIFEST_FILE).is_file()
+
+
+def write_manifest(path: Path, manifest: StoreManifest) -> None:
+    """Write a manifest, with a hash of all its fields, in one step."""
+    write_document(path, asdict(manifest))
+
+
+def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
+    """Read the manifest of a store. Raises DataError if it is missing, damaged or of another
+    format."""
+    try:
+        fields = read_json_object(folder / name, max_bytes=MAX_MANIFEST_BYTES)
+        recipe = fields.get("recipe")
+        version = recipe.get("format") if isinstance(recipe, dict) else None
+        if version is None or version in tuple(START_DTYPES):
+            manifest = validate_document(fields, _SCHEMA, drop=set())
+            _check_counts(manifest)
+            return manifest
+    except (OSError, ValueError) as error:
+        raise DamagedStoreError(f"token store {folder} is damaged: {name}: {error}") from error
+    raise DataError(
+        f"token store {folder}: {name}: its format is {version}, this version reads "
+        f"{' and '.join(map(str, START_DTYPES))}; make the store again in another folder"
+    )
+
+
+def _check_counts(manifest: StoreManifest) -> None:
+    """Raise ValueError if vocabulary, highest id, shard sizes and totals contradict each other."""
+    recipe, shards = manifest.recipe, manifest.shards
+    if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
+        raise ValueError(
+            f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds"
+        )
+    if manifest.max_token_id >= recipe.vocab_size:
+        raise ValueError(
+            f"its highest id is {manifest.max_token_id}, and its tokenizer has "
+            f"{recipe.vocab_size} ids"
+        )
+    tokens = sum(shard.tokens for shard in shards)
+    documents = sum(shard.documents for shard in shards)
+    if (tokens, documents) != (manifest.tokens, manifest.documents):
+        raise ValueError(
+            f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and "
+            f"{manifest.documents}"
+        )
+
+
+def wrong_sizes(folder: Path, manifest: StoreManifest, number: int) -> list[str]:
+    """Return what is wrong with the sizes of a shard's files."""
+    recipe, shard = manifest.recipe, manifest.shards[number]
+    expected = {
+        tokens_file(folder, number): shard.tokens * np.dtype(recipe.dtype).itemsize,
+        documents_file(folder, number): shard.documents * START_DTYPES[recipe.format].itemsize,
+    }
+    problems = []
+    for path, size in expected.items():
+        try:
+            if (found := path.stat().st_size) != size:
+                problems.append(f"{path.name} has {found} bytes, not {size}")
+        except OSError as error:
+            problems.append(f"{path.name}: {error.strerror}")
+    return problems
 
 
 class TokenStore:
@@ -54,30 +188,23 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
-        """`manifest` is that of a store that is still being written."""
+        """`manifest` describes a store that is still being written."""
         self.folder = folder
-        self.manifest = manifest or read_manifest(folder)
-        recipe = self.manifest.recipe
-        for number, shard in enumerate(self.manifest.shards):
-            for problem in wrong_sizes(folder, recipe, number, shard):
+        self.manifest = manifest = manifest or read_manifest(folder)
+        for number in range(len(manifest.shards)):
+            for problem in wrong_sizes(folder, manifest, number):
                 raise self._damaged(problem)
 
-        self.name = recipe.source
-        self.tokens = self.manifest.tokens
-        self.documents = self.manifest.documents
-        self.vocab_size = recipe.vocab_size
-        self.max_token_id = self.manifest.max_token_id
-        self.fingerprint = self.manifest.fingerprint
-        self.dtype = np.dtype(recipe.dtype)
-        sizes = (shard.tokens for shard in self.manifest.shards)
-        self.shard_starts = [0, *accumulate(sizes)]
+        self.tokens, self.documents = manifest.tokens, manifest.documents
+        self.max_token_id = manifest.max_token_id
+        self.fingerprint = manifest.fingerprint
+        self.dtype = np.dtype(manifest.recipe.dtype)
+        self.shard_starts = [0, *accumulate(shard.tokens for shard in manifest.shards)]
         """Place in the stream of each shard's first id, and of the end."""
-        self._shard = lru_cache(OPEN_SHARDS)(lambda shard: self._open(tokens_file(folder, shard)))
-        if self.max_token_id >= self.vocab_size:
-            raise self._damaged(
-                f"its highest id is {self.max_token_id}, and its tokenizer has "
-                f"{self.vocab_size} ids"
-            )
+        # A file is closed with its last reference: a thread may still read one that was dropped.
+        self._shard_file = lru_cache(OPEN_SHARDS)(
+            lambda shard: tokens_file(folder, shard).open("rb", buffering=0)
+        )
 
     def _damaged(self, reason: str) -> DamagedStoreError:
         return DamagedStoreError(
@@ -86,25 +213,18 @@ class TokenStore:
             "again"
         )
 
-    def _open(self, path: Path) -> _OpenFile:
-        try:
-            return _OpenFile(path)
-        except OSError as error:
-            raise self._damaged(f"{path.name}: {error.strerror}") from error
-
-    def _fill(self, numbers: np.ndarray, file: _OpenFile, place: int) -> None:
-        """Fill `numbers` with those of a file from `place` on."""
+    def _fill(self, numbers: np.ndarray, shard: int, place: int) -> None:
+        """Fill `numbers` with the ids of a shard from `place` on."""
+        name = tokens_file(self.folder, shard).name
         left, offset = numbers.data.cast("B"), place * numbers.itemsize
-        while left:
-            try:
-                count = os.preadv(file.descriptor, [left], offset)
-            except OSError as error:
-                raise self._damaged(f"{file.path.name}: {error.strerror}") from error
-            if not count:
-                raise self._damaged(
-                    f"{file.path.name} ends at byte {offset}; it was cut off while in use"
-                )
-            left, offset = left[count:], offset + count
+        try:
+            file = self._shard_file(shard)
+            while count := os.preadv(file.fileno(), [left], offset) if left else 0:
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            raise self._damaged(f"{name}: {error.strerror}") from error
+        if left:
+            raise self._damaged(f"{name} ends at byte {offset}; it was cut off while in use")
 
     def _locate(self, place: int) -> tuple[int, int]:
         """Return the shard that holds a place of the stream, and the place in that shard."""
@@ -125,7 +245,7 @@ class TokenStore:
             while len(window):
                 shard, place = self._locate(start)
                 part = window[: self.shard_starts[shard + 1] - start]
-                self._fill(part, self._shard(shard), place)
+                self._fill(part, shard, place)
                 window, start = window[len(part) :], start + len(part)
 
         if (highest := windows.max(initial=0)) > self.max_token_id:
@@ -137,34 +257,16 @@ class TokenStore:
             )
         return windows
 
-    def document_starts(self, shard: int) -> np.ndarray:
-        """Return the places in a shard where documents begin, int64 [documents of the shard]."""
-        dtype = START_DTYPES[self.manifest.recipe.format]
-        starts = np.empty(self.manifest.shards[shard].documents, dtype)
-        if len(starts):
-            self._fill(starts, self._open(documents_file(self.folder, shard)), 0)
-        return starts.astype(np.int64)
-
-    def documents_between(self, start: int, stop: int) -> list[int]:
-        """Return the places of the stream from `start` up to `stop` where documents begin."""
-        first, last = self._locate(start)[0], self._locate(stop - 1)[0]
-        return [
-            place
-            for shard in range(first, last + 1)
-            for place in (self.shard_starts[shard] + self.document_starts(shard)).tolist()
-            if start <= place < stop
-        ]
-
     def token_counts(self) -> np.ndarray:
         """Count how often each id occurs, int64 [vocab_size].
 
         Of a larger store, COUNTED_CHUNKS evenly spaced chunks of CHUNK_TOKENS are counted.
         """
-        counts = np.zeros(self.vocab_size, np.int64)
+        counts = np.zeros(self.manifest.recipe.vocab_size, np.int64)
         chunks = range(0, self.tokens, CHUNK_TOKENS)
         for start in chunks[:: -(-len(chunks) // COUNTED_CHUNKS)]:
             ids = self.read(start, min(CHUNK_TOKENS, self.tokens - start))
-            counts += np.bincount(ids, minlength=self.vocab_size)
+            counts += np.bincount(ids, minlength=len(counts))
         return counts
 
     def compute_fingerprint(self) -> str:
@@ -180,5 +282,5 @@ class TokenStore:
         stop = min(start + HASHED_TOKENS, self.tokens)
         digest = hashlib.sha256()
         for place in range(start, stop, CHUNK_TOKENS):
-            digest.update(self.read(place, min(CHUNK_TOKENS, stop - place)).tobytes())
+            digest.update(self.read(place, min(CHUNK_TOKENS, stop - place)).data)
         return f" {stop - start} {digest.hexdigest()}"

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,8 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
             "is not a whole sentencepiece model, nor a tiktoken file or a tokenizer.json; "
             "scripts/train_tokenizer.py makes a sentencepiece model"
         ) from error
-    return Vocabulary(
-        size=model.vocab_size(),
-        bos_id=model.bos_id(),
-        eos_id=model.eos_id(),
-        encode=lambda texts: model.encode(texts, num_threads=1),
-        decode=model.decode,
-    )
+    encode = partial(model.encode, num_threads=1)
+    return Vocabulary(model.vocab_size(), model.bos_id(), model.eos_id(), encode, model.decode)
 
 
 def read_tiktoken(content: bytes) -> Vocabulary:
@@ -111,16 +107,12 @@ def _read_ranks(content: bytes) -> dict[bytes, int]:
         except ValueError:
             token = b""
         if token in ranks or line != base64.b64encode(token) + b" %d" % rank:
-            raise ValueError(
-                f"is not a whole tiktoken file: line {rank + 1} is not a new token in base64, a "
-                f"space and the rank {rank}; get the file again"
-            )
+            problem = f"line {rank + 1} is not a new token in base64, a space and the rank {rank}"
+            raise ValueError(f"is not a whole tiktoken file: {problem}; get the file again")
         ranks[token] = rank
     if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError(
-            f"is not a whole tiktoken file: {missing} of the 256 bytes are no token; get the file "
-            "again"
-        )
+        problem = f"{missing} of the 256 bytes are no token"
+        raise ValueError(f"is not a whole tiktoken file: {problem}; get the file again")
     return ranks
 
 
