@@ -134,7 +134,7 @@ def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
     assert ended["last_checkpoint"] == str(folder / f"checkpoint/step-{last_step:08d}")
     again = finish(folder, *settings, processes=1)
     assert (
-        f"nothing left to train: resumed at step {last_step}, and the last one is {last_step}"
+        f"nothing left to train: resumed at step {last_step}, the last is {last_step}"
         in again.stdout
     )
 

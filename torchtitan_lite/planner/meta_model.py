@@ -136,13 +136,10 @@ def build_meta_model(
     emulated = emulate and bool(converted)
     ledger = count_flops(
         model,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        head_dim=args.head_dim,
+        args,
         seq_len=training.seq_len,
         high_precision=high_precision,
-        float8_linears=converted,
-        float8_matmuls=float8.recipe.matmuls,
+        float8_matmuls=dict.fromkeys(converted, float8.recipe.matmuls),
         fp8_runs_in=(float8.recipe.emulated_in or high_precision) if emulated else "fp8",
         convention=config.metrics.flops_convention,
         recomputed=recomputed,

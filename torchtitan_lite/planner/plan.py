@@ -169,11 +169,10 @@ def _plan_linears(run: _Run) -> list[dict[str, Any]]:
     tokens, multiple = config.training.microbatch_tokens, config.float8.recipe.size_multiple
     roofline = config_roofline(config, run.rates) if run.rates else None
     converted = [choice for choice in choices if choice.converted]
-    precisions = {row.name: row for row in run.meta.ledger.linears}
 
     rows = []
     for choice in choices:
-        precision, (n, k) = precisions[choice.names[0]], choice.local_shape
+        precision, (n, k) = run.meta.ledger.precisions[choice.names[0]], choice.local_shape
         shapes = {
             "output": (tokens, n, k),
             "grad_input": (tokens, k, n),
@@ -262,9 +261,7 @@ def _plan_schedule(run: _Run, arithmetic_peak: float | None, tps: float | None) 
         rates = run.rates or DeviceRates(bf16, math.nan, bandwidth)
         step = predict_step(run.job, run.meta, rates=rates).float8
         tps, origin = training.microbatch_tokens / step.seconds / degrees.tp, "predicted"
-    at = compute_rates(
-        tokens=tps, seconds=1.0, n_devices=1, ledger=run.meta.ledger, peaks=run.peaks
-    )
+    at = compute_rates(tps, ledger=run.meta.ledger, peaks=run.peaks)
 
     tokens_per_step = run.job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * degrees.world_size
