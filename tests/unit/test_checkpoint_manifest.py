@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torchtitan_lite.checkpoint import manifest
 from torchtitan_lite.checkpoint.manifest import (
     MANIFEST,
+    MAX_JSON_BYTES,
     NEW_RUN,
     BrokenCheckpoint,
     CheckpointManifest,
@@ -24,11 +26,12 @@ from torchtitan_lite.checkpoint.manifest import (
     TensorEntry,
     TrainingProgress,
     broken_files,
+    hash_fields,
     hash_file,
     read_manifest,
+    read_regular,
     write_manifest,
 )
-from torchtitan_lite.documents import MAX_JSON_BYTES, hash_fields
 from torchtitan_lite.errors import CheckpointError, StorageError
 
 FILES = {
@@ -118,6 +121,7 @@ def test_windows_held_out_are_by_store():
             {"files": {"__0_0.distcp": {"size": 2**63, "sha256": ""}}},
             r"files\..*size: Input should be less",
         ),
+        ({"versions": {"x\ny": None}}, r"versions\.x y: Input should be a valid string$"),
         ({"world_size": True}, r"world_size: Input should be a valid integer"),
         (
             {"tensors": {"w": {"dtype": "float32", "shape": [1.5]}}},
@@ -169,7 +173,7 @@ def test_a_manifest_that_is_not_right(folder, changes, reason):
         ),
         (b" " * (MAX_JSON_BYTES + 1), "has 16777217 bytes, and such a file has 16777216 at most"),
         (b"[]", "not a JSON object"),
-        (b"{}", "not a checkpoint's"),
+        (b"{}", "its format is None, this version reads 1"),
         (b'{"format": 1}', "its contents have changed"),
         (None, "No such file or directory"),
     ],
@@ -183,9 +187,17 @@ def test_what_is_no_manifest(folder, text, reason):
     assert isinstance(caught.value, CheckpointError) and "\n" not in str(caught.value)
 
 
-def test_an_edited_manifest_is_refused(folder):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"step": 10', '"step": 11'),
+        ('"sha256": "', '"sha256": "0'),
+        ('"model"', '"extra":1,"model"'),
+    ],
+)
+def test_an_edited_manifest_is_refused(folder, old, new):
     text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"step": 10', '"step": 11'))
+    (folder / MANIFEST).write_text(text.replace(old, new))
     with pytest.raises(BrokenCheckpoint, match=r"^manifest\.json: its contents have changed$"):
         read_manifest(folder)
 
@@ -199,6 +211,16 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path_factory, at, bit):
     (folder / MANIFEST).write_bytes(content)
     with suppress(BrokenCheckpoint):
         assert read_manifest(folder) == SAMPLE  # of white space
+
+
+def test_only_small_regular_files_are_read(tmp_path):
+    (tmp_path / "x").write_bytes(b"12345")
+    assert read_regular(tmp_path / "x", max_bytes=5) == b"12345"
+    with pytest.raises(ValueError, match="^has 5 bytes, and such a file has 4 at most$"):
+        read_regular(tmp_path / "x", max_bytes=4)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="^not a regular file$"):
+        read_regular(tmp_path / "pipe", max_bytes=4)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ FLOORS = [
     {"job"},
     {"config"},
     {"models"},
-    {"collectives", "documents"},
+    {"collectives"},
     {"errors", "files", "logger", "lr_schedule", "patches", "tables"},
 ]
 """Rooms, from the top floor to the ground."""

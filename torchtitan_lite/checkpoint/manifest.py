@@ -4,6 +4,7 @@ The manifest is written last: a folder without one is not a checkpoint. Does not
 """
 
 import hashlib
+import json
 import platform
 import re
 import stat
@@ -15,16 +16,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
-from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
-
-from torchtitan_lite.documents import (
-    STRICT,
-    Count,
-    read_json_object,
-    validate_document,
-    write_document,
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
 )
+
 from torchtitan_lite.errors import CheckpointError, StorageError
+from torchtitan_lite.files import replace_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,7 +39,11 @@ TENSORS_SUFFIX = ".distcp"
 """Suffix of the large files, which contain the tensors."""
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 BLOCK_BYTES = 1 << 20
+MAX_JSON_BYTES = 16 << 20
+"""Largest JSON file that is read: three times the manifest of a checkpoint of 16,000 ranks. Parsed,
+it takes about 25 times its size in memory."""
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
 """Name of a file in the folder; never a path that leaves it."""
 
@@ -111,7 +117,7 @@ class TensorEntry:
 class CheckpointManifest:
     """The contents of a checkpoint, and the run that saved it."""
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # for nested classes too
 
     save_id: str
     """Unique to one save, the same on all ranks."""
@@ -144,10 +150,17 @@ def installed_versions() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write a manifest into the folder of its checkpoint. Raises OSError if that fails."""
+    """Write a manifest, with the hash of its fields, into the folder of its checkpoint. Raises
+    OSError if that fails."""
     config_sha256 = hashlib.sha256(manifest.config.encode()).hexdigest()
     fields = {"format": FORMAT, "config_sha256": config_sha256, **asdict(manifest)}
-    write_document(folder / MANIFEST, fields)
+    content = fields | {"sha256": hash_fields(fields)}
+    replace_file(folder / MANIFEST, json.dumps(content, indent=1))
+
+
+def hash_fields(fields: dict[str, Any]) -> str:
+    """Return the SHA-256 of the fields of a manifest, in hex."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
@@ -158,11 +171,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST
     try:
         fields = read_json_object(path)
-        if "format" not in fields:
-            raise ValueError("not a checkpoint's")
-        if fields["format"] != FORMAT:
-            raise ValueError(f"its format is {fields['format']!r}, this version reads {FORMAT}")
-        manifest = validate_document(fields, _SCHEMA, drop={"format", "config_sha256"})
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"its format is {fields.get('format')!r}, this version reads {FORMAT}")
+        if fields.pop("sha256", None) != hash_fields(fields):
+            raise ValueError("its contents have changed")
+
+        described = {key: fields[key] for key in fields if key not in ("format", "config_sha256")}
+        # From JSON, because the strict mode of pydantic takes a list for a tuple only there.
+        manifest = _SCHEMA.validate_json(json.dumps(described))
         named = STEP.fullmatch(folder.name)
         if named and int(named[1]) != manifest.progress.step:
             raise ValueError(f"is of step {manifest.progress.step}")
@@ -170,9 +186,40 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
         raise _unreadable(path, error) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        # On one line: a key may contain line breaks.
+        raise BrokenCheckpoint(f"{MANIFEST}: {' '.join(reason.split())}") from error
     except (ValueError, RecursionError) as error:  # RecursionError: TOML of very many brackets
         raise BrokenCheckpoint(f"{MANIFEST}: {error}") from error
     return manifest
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises ValueError for a file of more than `max_bytes`, and for a pipe or a device, which may
+    have no end; OSError if the file cannot be read."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    if found.st_size > max_bytes:
+        raise ValueError(f"has {found.st_size} bytes, and such a file has {max_bytes} at most")
+    return path.read_bytes()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ValueError for anything else; OSError if the file
+    cannot be read."""
+    content = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    return fields
 
 
 def hash_file(path: Path) -> FileEntry:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import NumericError
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
-from .manifest import BrokenCheckpoint, TensorEntry
+from .manifest import BrokenCheckpoint, TensorEntry, read_json_object
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
