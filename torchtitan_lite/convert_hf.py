@@ -100,10 +100,7 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
         with hf_errors(hf_dir / "config.json"):
             args = model_args(read_json_object(hf_dir / "config.json"))
         flavor = fitting_flavor(args, hf_dir)
-        weights = map_weights(hf_dir)
-        check_weights(weights, args, hf_dir)
-
-        state = {ours: weights[theirs] for ours, theirs in weight_names(args).items()}
+        state = map_weights(hf_dir, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # Rows change places when a tensor is written, so that no copy of all is needed.
@@ -297,9 +294,10 @@ def fitting_flavor(args: ModelArgs, folder: Path) -> str:
     return nearest
 
 
-def map_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of the Hugging Face model in `folder`, memory-mapped. Raises
-    CheckpointError for files that are missing or damaged."""
+def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
+    """Return the weights of the Hugging Face model in `folder`, memory-mapped, by their names in a
+    checkpoint. Raises CheckpointError for files that are missing or damaged, and for weights that
+    are not what config.json describes."""
     # Imported here because only the [hf] extra installs it.
     from safetensors.torch import load_file
 
@@ -313,7 +311,21 @@ def map_weights(folder: Path) -> dict[str, Tensor]:
     for file in files:
         with hf_errors(folder / file):
             weights |= load_file(folder / file)
-    return weights
+
+    # Compare them with config.json.
+    names = weight_names(args)
+    expected = {names[name]: shape for name, shape in weight_shapes(args).items()}
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    problems = changes(expected, found, absent="missing") + [
+        f"{name}: one of {', '.join(map(str, IMPORTED_DTYPES))} -> {weight.dtype}"
+        for name, weight in weights.items()
+        if weight.dtype not in IMPORTED_DTYPES
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
+        )
+    return {ours: weights[theirs] for ours, theirs in names.items()}
 
 
 @contextmanager
@@ -331,20 +343,3 @@ def hf_errors(path: Path) -> Iterator[None]:
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         fix = "if it is damaged, download it again"
         raise CheckpointError(f"{path} cannot be imported: {error}; {fix}.") from error
-
-
-def check_weights(weights: Mapping[str, Tensor], args: ModelArgs, folder: Path) -> None:
-    """Raise CheckpointError unless the weights of a Hugging Face model are what its config.json
-    describes."""
-    names = weight_names(args)
-    expected = {names[name]: shape for name, shape in weight_shapes(args).items()}
-    found = {name: tuple(weight.shape) for name, weight in weights.items()}
-    problems = changes(expected, found, absent="missing") + [
-        f"{name}: one of {', '.join(map(str, IMPORTED_DTYPES))} -> {weight.dtype}"
-        for name, weight in weights.items()
-        if weight.dtype not in IMPORTED_DTYPES
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
-        )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.build import build_parts
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.state import random_state
-from torchtitan_lite.collectives import Wishes, agree, on_rank0
+from torchtitan_lite.collectives import agree, on_rank0
 from torchtitan_lite.config import TrainingConfig
 from torchtitan_lite.data.dataloader import Batch, Prefetcher
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -243,12 +243,12 @@ class Trainer:
         self.watchdog.at(self.step + 1, "agreement")
         error = error or self.checkpointer.failure()
         error = error or too_many_skips(self.metrics.skips, self.config.training)
-        wishes = agree(
-            Wishes(self.watchdog.stop_signal.received, self.save_requested()), error=error
+        stop, save = agree(
+            stop=self.watchdog.stop_signal.received, save=self.save_requested(), error=error
         )
-        self.save_wanted |= wishes.save
-        if wishes.stop:
-            raise Stopped(wishes.stop)
+        self.save_wanted |= save
+        if stop:
+            raise Stopped(stop)
         self.watchdog.at(self.step + 1, "forward and backward")
         return batch
 

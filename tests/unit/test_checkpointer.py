@@ -381,14 +381,14 @@ def test_what_other_ranks_wrote_elsewhere_is_no_checkpoint(
     """On disks that are not shared, rank 0 has its own files only."""
     run = Run(tmp_path)
     run.train(2)
-    hash_files = Checkpointer._write_random_state
+    hash_files = Checkpointer._hash_files
 
     def with_another_rank(
         self: Checkpointer, draft: Path, state: dict[str, Any]
     ) -> dict[str, FileEntry]:
         return hash_files(self, draft, state) | {"__1_0.distcp": FileEntry(10, "0" * 64)}
 
-    monkeypatch.setattr(Checkpointer, "_write_random_state", with_another_rank)
+    monkeypatch.setattr(Checkpointer, "_hash_files", with_another_rank)
     with pytest.raises(
         StorageError, match=r"on rank 0 .*: __1_0.distcp: No such file.*; \[job\] dump_folder"
     ):

@@ -186,9 +186,7 @@ class Checkpointer:
         try:
             # A snapshot is on the CPU already; copying ahead would wait for the training's stream.
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
-            hashed = on_all_ranks(
-                lambda: self._write_random_state(draft, random_state), group=group
-            )
+            hashed = on_all_ranks(lambda: self._hash_files(draft, random_state), group=group)
             manifest = self._manifest(
                 save_id=uuid.uuid4().hex,
                 progress=progress,
@@ -206,9 +204,7 @@ class Checkpointer:
         logger.info(f"saved {target}")
         return target
 
-    def _write_random_state(
-        self, draft: Path, random_state: dict[str, Any]
-    ) -> dict[str, FileEntry]:
+    def _hash_files(self, draft: Path, random_state: dict[str, Any]) -> dict[str, FileEntry]:
         """Write this rank's random state, and return size and hash of all files of this rank."""
         rank = dist.get_rank()
         with folders.storage_errors(draft):
@@ -245,9 +241,8 @@ def write_tensors(
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
     alone. `transform` is applied to each tensor when it is written. Raises StorageError."""
-    writer, planner = _Writer(folder), _Planner(transform)
-    if not copy_ahead:
-        writer.per_thread_copy_ahead = 0
+    writer = _Writer(folder, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
+    planner = _Planner(transform)
     try:
         options = {"process_group": group, "no_dist": group is None}
         dcp.save(state, storage_writer=writer, planner=planner, **options)

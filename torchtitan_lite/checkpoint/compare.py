@@ -29,9 +29,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, absent: str = "un
 
     def text(values: Mapping[str, Any], key: str) -> str:
         value = values.get(key)
-        if isinstance(value, TensorEntry):
-            return str(value)
-        return show(value) if key in values else absent
+        as_text = str if isinstance(value, TensorEntry) else show
+        return as_text(value) if key in values else absent
 
     texts = {key: (text(old, key), text(new, key)) for key in (*old, *new)}
     return [f"{key}: {a} -> {b}" for key, (a, b) in texts.items() if a != b]
@@ -39,12 +38,11 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, absent: str = "un
 
 def config_changes(old: str, new: str) -> list[str]:
     """Return `[table] key: old -> new` for each key that differs between two configs in TOML."""
-    return changes(_config_keys(old), _config_keys(new))
-
-
-def _config_keys(text: str) -> dict[str, Any]:
-    tables = tomli.loads(text).items()
-    return {f"[{table}] {key}": value for table, keys in tables for key, value in keys.items()}
+    before, after = (
+        {f"[{table}] {key}": value for table in tables for key, value in tables[table].items()}
+        for tables in (tomli.loads(old), tomli.loads(new))
+    )
+    return changes(before, after)
 
 
 def listed(differences: list[str]) -> str:
@@ -120,7 +118,6 @@ class CheckpointDifference:
         return not any((self.progress, self.config, self.model, self.tensors, self.values))
 
     def __str__(self) -> str:
-        """The differences, one section for each kind."""
         lines = []
         for kind in ("progress", "config", "model", "tensors", "values"):
             if found := getattr(self, kind):

@@ -34,7 +34,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_lite.documents import read_regular
 
-from .manifest import BrokenCheckpoint, CheckpointManifest, FileEntry, TensorEntry, read_manifest
+from .manifest import (
+    BrokenCheckpoint,
+    CheckpointManifest,
+    FileEntry,
+    TensorEntry,
+    read_manifest,
+)
 
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 1 << 30
@@ -146,15 +152,21 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
         # genops also finds lengths past the end, which the unpickler would allocate first.
         opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
         if by_number := opcodes & MEMO_BY_NUMBER:
-            raise BrokenCheckpoint(
-                f"holds the opcode {min(by_number)}, which no table of tensors does"
-            )
+            opcode = min(by_number)
+            raise BrokenCheckpoint(f"holds the opcode {opcode}, which no table of tensors does")
 
         table = _TableUnpickler(io.BytesIO(content)).load()
         for info in table.storage_data.values():
             _check_location(info, manifest)
+
+        # The tensors must be those of the manifest, and no larger than the files.
         tensors = {name: _entry(tensor) for name, tensor in table.state_dict_metadata.items()}
-        _check_tensors(tensors, manifest)
+        if differing := sorted(name for name, _ in tensors.items() ^ manifest.tensors.items()):
+            raise BrokenCheckpoint(f"{differing[0]} is not as in the manifest")
+        sizes = (math.prod(each.shape) * _DTYPES[each.dtype].itemsize for each in tensors.values())
+        stored = sum(entry.size for entry in manifest.files.values())
+        if (wanted := sum(sizes)) > stored:
+            raise BrokenCheckpoint(f"has tensors of {wanted} bytes, and the files have {stored}")
         return table
     except OSError as error:
         raise BrokenCheckpoint(f"{METADATA}: {error.strerror}") from error
@@ -191,10 +203,10 @@ def _entry(tensor: dcp_metadata.TensorStorageMetadata) -> TensorEntry:
 
     for chunk in chunks:
         sizes, offsets = list(chunk.sizes), list(chunk.offsets)
-        bounds = (
-            zip(offsets, sizes, shape, strict=True) if len(sizes) == len(shape) else [(1, 0, 0)]
-        )
-        if any(offset + length > bound for offset, length, bound in bounds):
+        ends = [offset + length for offset, length in zip(offsets, sizes, strict=True)]
+        if len(ends) != len(shape) or any(
+            end > bound for end, bound in zip(ends, shape, strict=True)
+        ):
             part = f"a part of {sizes} at {offsets}"
             raise ValueError(f"{part} is not within a tensor of {list(shape)}")
 
@@ -205,19 +217,6 @@ def _entry(tensor: dcp_metadata.TensorStorageMetadata) -> TensorEntry:
     if stored != whole:
         raise ValueError(f"it has {stored} of the {whole} elements of a tensor")
     return TensorEntry(_DTYPE_NAMES[tensor.properties.dtype], tuple(shape))
-
-
-def _check_tensors(tensors: dict[str, TensorEntry], manifest: CheckpointManifest) -> None:
-    """Raise BrokenCheckpoint unless the table has the tensors of the manifest, which are no larger
-    than the files."""
-    if differing := sorted(name for name, _ in tensors.items() ^ manifest.tensors.items()):
-        raise BrokenCheckpoint(f"{differing[0]} is not as in the manifest")
-    wanted = sum(
-        math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize for entry in tensors.values()
-    )
-    stored = sum(entry.size for entry in manifest.files.values())
-    if wanted > stored:
-        raise BrokenCheckpoint(f"has tensors of {wanted} bytes, and the files have {stored}")
 
 
 class SafeReader(FileSystemReader):
