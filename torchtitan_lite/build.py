@@ -95,13 +95,8 @@ def build_parts(
 
     `resume` is the manifest of the checkpoint to continue from; None for a new run.
     """
-    config, training, degrees = job.config, job.config.training, job.degrees
-    logger.info(
-        f"{degrees.world_size} processes on {device.type}: dp_replicate {degrees.dp_replicate} x "
-        f"dp_shard {degrees.dp_shard} x tp {degrees.tp}; global batch "
-        f"{job.batch.global_batch_size} x {training.seq_len} tokens in "
-        f"{job.batch.grad_accum_steps} microbatches a rank"
-    )
+    config, degrees = job.config, job.degrees
+    logger.info(f"{job.layout()}, on {device.type}")
     mesh = build_mesh(degrees, device_type=device.type)
     dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # ranks that train on other samples
 

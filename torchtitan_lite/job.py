@@ -71,6 +71,15 @@ class Job:
             return text
         return f'# Chosen for this machine in place of "auto": {", ".join(self.chosen)}\n{text}'
 
+    def layout(self) -> str:
+        """Return the degrees and the batch, for the log."""
+        degrees, batch = self.degrees, self.batch
+        return (
+            f"{degrees.world_size} processes: dp_replicate {degrees.dp_replicate} x dp_shard "
+            f"{degrees.dp_shard} x tp {degrees.tp}; global batch {batch.global_batch_size} x "
+            f"{self.config.training.seq_len} tokens in {batch.grad_accum_steps} microbatches a rank"
+        )
+
     def hparams(self) -> dict[str, bool | float | str]:
         """Return the settings worth comparing between runs, for TensorBoard's HParams page.
 

@@ -1,5 +1,4 @@
-"""The run folder: one live run at a time, earlier runs moved aside, and a status.json that says how
-the run ended.
+"""The run folder: one live run at a time, earlier runs moved aside, and status.json, how it ended.
 
 A run writes its status.json before any file that a later run could move, and a later run moves
 status.json last. So a status.json proves that the other files with a run's names come from a run.

@@ -70,9 +70,11 @@ def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
 
 def test_memory_is_taken_in_segments_that_grow() -> None:
     code = (
-        "import torch, torchtitan_lite.parallel.distributed as d; from torchtitan_lite.config import CommConfig; "
+        "import torch, torchtitan_lite.parallel.distributed as d; from torchtitan_lite.config "
+        "import CommConfig; "
         "device = d.init_distributed(CommConfig()); kept = torch.empty(2**28, device=device); "
-        "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()], flush=True); d.end_process(0)"
+        "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()], "
+        "flush=True); d.end_process(0)"
     )
     env = {name: value for name, value in ENV.items() if not name.endswith("ALLOC_CONF")}
     command = [

@@ -293,7 +293,8 @@ def test_epochs_of_less_than_a_step():
 def test_too_few_tokens_to_train_on():
     with pytest.raises(
         DataError,
-        match=r"^\[training\] seq_len = 4: b has 1 tokens, which make 0 windows of .*; 1 are needed",
+        match=r"^\[training\] seq_len = 4: b has 1 tokens, which make 0 windows of .*; 1 are "
+        r"needed",
     ):
         corpus(5, 0)
     with pytest.raises(

@@ -143,7 +143,8 @@ def test_the_flops_of_the_example(float8: dict[str, Any]) -> None:
     assert_said(
         METRICS,
         f"A token takes {flops['total']:,} FLOPs: {flops['block_linears']:,} in the seven linears",
-        f"{flops['output']:,} in the projection to the vocabulary, {flops['attention']:,} in attention",
+        f"{flops['output']:,} in the projection to the vocabulary, {flops['attention']:,} in "
+        f"attention",
         f"{100 * flops['fp8'] / flops['total']:.2f} %, and leaves {flops['bf16']:,} in bf16",
     )
 
@@ -158,9 +159,11 @@ def test_the_times_of_the_example(bf16: dict[str, Any], float8: dict[str, Any]) 
     assert_said(
         METRICS,
         f"{flops['total'] / 1e9:.3f} G / {peaks['bf16']} T = {ideal_bf16:.2f} us in bf16",
-        f"{flops['fp8'] / 1e9:.3f} G / {peaks['fp8']} T + {flops['bf16'] / 1e9:.3f} G / {peaks['bf16']} T",
+        f"{flops['fp8'] / 1e9:.3f} G / {peaks['fp8']} T + {flops['bf16'] / 1e9:.3f} G / "
+        f"{peaks['bf16']} T",
         f"= {fp8_part:.2f} + {bf16_part:.2f} = {ideal:.2f} us in float8",
-        f"effective peak of {peaks['effective']:.1f} TFLOPS, and an ideal speedup of {ideal_bf16 / ideal:.3f}",
+        f"effective peak of {peaks['effective']:.1f} TFLOPS, and an ideal speedup of "
+        f"{ideal_bf16 / ideal:.3f}",
         f"1 / 6,297 s = {real_bf16:.2f} us in bf16 and 1 / 7,773 s = {real:.2f} us in float8",
         f"a speedup of {real_bf16 / real:.3f}",
         f"{ideal_bf16:.2f} / {real_bf16:.2f} = {mfu_bf16:.2f} % in bf16",
@@ -199,8 +202,10 @@ def test_the_figures_of_the_example(float8: dict[str, Any]) -> None:
     )
     assert_said(
         METRICS,
-        f"`mfu_bf16_peak` {rates['mfu_bf16_peak']:.2f} %, `mfu_arithmetic_peak` {rates['mfu_arithmetic_peak']:.2f} %",
-        f"(of {float8['peaks']['arithmetic']:.1f} TFLOPS) and `mfu_fp8_peak` {rates['mfu_fp8_peak']:.2f} %",
+        f"`mfu_bf16_peak` {rates['mfu_bf16_peak']:.2f} %, `mfu_arithmetic_peak` "
+        f"{rates['mfu_arithmetic_peak']:.2f} %",
+        f"(of {float8['peaks']['arithmetic']:.1f} TFLOPS) and `mfu_fp8_peak` "
+        f"{rates['mfu_fp8_peak']:.2f} %",
         f"float8 `mfu` is then {causal['schedule']['mfu']:.2f} %",
     )
 

@@ -69,7 +69,8 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
     [
         (
             ["junk"],
-            'unexpected "junk" on the command line; write options as --table.key value, lists as a,b',
+            'unexpected "junk" on the command line; write options as --table.key value, lists as '
+            "a,b",
         ),
         (
             ["training.steps=3"],
@@ -85,7 +86,8 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
         ),
         (
             ["--=3"],
-            'unexpected "--=3" on the command line; write options as --table.key value, lists as a,b',
+            'unexpected "--=3" on the command line; write options as --table.key value, lists as '
+            "a,b",
         ),
         (
             ["--training.steps"],

@@ -316,7 +316,8 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
         ),
         (
             ["junk"],
-            'unexpected "junk" on the command line; write options as --table.key value, lists as a,b',
+            'unexpected "junk" on the command line; write options as --table.key value, lists as '
+            "a,b",
         ),
         (
             ["--training.seq_len", "2049", "--parallelism.tensor_parallel_degree=2"],

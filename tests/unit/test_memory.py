@@ -341,7 +341,8 @@ def test_405b_on_512_gpus() -> None:
 
 
 EAGER_LOSS = {"compile": CompileConfig(enable=True, components=("model",))}
-PUBLISHED = [  # GiB reserved: torchtitan's benchmarks of December 2024 on H100, and of June 2025 on H200
+# GiB reserved: torchtitan's benchmarks of December 2024 on H100, and of June 2025 on H200.
+PUBLISHED = [
     (82.4, "8B", 8192, 2, 8, 1, BY_OP, {}),
     (77.0, "8B", 8192, 2, 8, 1, BY_OP, EAGER_LOSS),
     (67.0, "8B", 8192, 2, 128, 1, BY_OP, {}),

@@ -63,7 +63,8 @@ def test_the_prototype_is_loaded_for_its_users_alone_and_says_nothing() -> None:
     code = """
 import sys, torch, torchtitan_lite.float8.mxfp8 as mxfp8
 print("torchao.prototype.moe_training" in sys.modules)
-mxfp8.convert_to_mxfp8(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), ["0"], emulate=False)
+model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
+mxfp8.convert_to_mxfp8(model, ["0"], emulate=False)
 print("torchao.prototype.moe_training" in sys.modules)
 """
     result = subprocess.run(

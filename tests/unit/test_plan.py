@@ -108,7 +108,9 @@ def test_other_reference_values_of_8b():
     assert f"{full['flops_per_token']['with_recompute'] / 1e9:.2f}" == "72.41"
     assert full["schedule"]["hfu"] > full["schedule"]["mfu"]
     gw_hp = plan(
-        "llama3_8b_float8", "--float8.recipe_name=rowwise_with_gw_hp", "--float8.enable_fsdp_float8_all_gather=false",
+        "llama3_8b_float8",
+        "--float8.recipe_name=rowwise_with_gw_hp",
+        "--float8.enable_fsdp_float8_all_gather=false",
         "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
     )  # fmt: skip
     assert (
@@ -250,7 +252,8 @@ def test_the_report_names_every_section_and_the_verdict():
     assert result.returncode == 0, result.stderr
     for text in (
         "8,030,261,248 parameters", "57,912,852,480", "attention.wk", "float8 helps",
-        "fits: the device has 141.00", "tps 9,000 per device (given)", "of 1549.5 TFLOPS, each matmul at its own peak",
+        "fits: the device has 141.00", "tps 9,000 per device (given)", "of 1549.5 TFLOPS, each "
+                                                                       "matmul at its own peak",
     ):  # fmt: skip
         assert text in result.stdout
 
@@ -275,7 +278,8 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
                 *("--float8.enable_fsdp_float8_all_gather=false",),
                 *("--float8.precompute_float8_dynamic_scale_for_fsdp=false",),
             ],
-            "no kernels of it for the H100 SXM, only for B200, B300, GB200, GB300; plan another --device",
+            "no kernels of it for the H100 SXM, only for B200, B300, GB200, GB300; plan another "
+            "--device",
         ),
         (
             [

@@ -420,7 +420,8 @@ def test_a_small_step_waits_for_the_host_and_a_large_one_for_the_device() -> Non
             1.0,
             ("wq",),
             (),
-            "float8 helps: a step runs at 1.25x the speed of bf16; no linear is better kept in bf16.",
+            "float8 helps: a step runs at 1.25x the speed of bf16; no linear is better kept in "
+            "bf16.",
         ),
         (
             1.0,

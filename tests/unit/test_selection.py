@@ -109,7 +109,8 @@ def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(
     lines = str(caught.value).split("\n")
     assert len(lines) == 5  # wk, wv, and with 96 / 4 = 24 also w1, w2, w3
     assert re.search(
-        r"\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\) on each rank, not a multiple "
+        r"\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\) on each "
+        r"rank, not a multiple "
         r'of 16.*add "wk" to \[float8\] filter_fqns',
         lines[0],
     )
@@ -149,7 +150,8 @@ def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(
     assert names(choices)[-1] == "output"
     with pytest.raises(
         ConfigError,
-        match=r"\[float8\] output: out_features 24 \(96 over tensor_parallel_degree 4\).*the nearest sizes that fit: "
+        match=r"\[float8\] output: out_features 24 \(96 over tensor_parallel_degree 4\).*the "
+        r"nearest sizes that fit: "
         r"out_features 64 or 128\. .*or set \[float8\] convert_output = false",
     ):
         select_linears(

@@ -414,7 +414,8 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path):
     folder = write_store(tmp_path / "store", DOCUMENTS)
     message = (
         rf'^\[training\] dataset_path = ".*": token store {folder} was made with tokenizer none '
-        r"\(1000 ids, fingerprint t\), and \[model\] tokenizer_path names .* \(2256 ids, \w+\); name"
+        r"\(1000 ids, fingerprint t\), and \[model\] tokenizer_path names .* \(2256 ids, \w+\); "
+        r"name"
     )
     with pytest.raises(DataError, match=message):
         open_data(TABLE, str(folder), tokenizer=build_tokenizer(""), **OPTIONS)

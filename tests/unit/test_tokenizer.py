@@ -49,7 +49,8 @@ def test_shipped_model(shipped: Tokenizer) -> None:
 
 
 def test_python_source_survives(shipped: Tokenizer) -> None:
-    source = 'def f():\r\n\t\t\tif x:\n    y = "é 日本 😀"   \n\n\n  # <s> </s> <0x0A> trailing \x0c\x00 '
+    source = 'def f():\r\n\t\t\tif x:\n    y = "é 日本 😀"   \n\n\n  '
+    source += "# <s> </s> <0x0A> trailing \x0c\x00 "
     assert shipped.decode(shipped.encode(source)) == source
 
 

@@ -180,7 +180,7 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
 
 
 def _check_location(info: _StorageInfo, manifest: CheckpointManifest) -> None:
-    """Raise BrokenCheckpoint unless a part of a tensor lies, not packed, within one of the files."""
+    """Raise BrokenCheckpoint unless a part of a tensor lies, not packed, within one file."""
     name, location = info.relative_path, (info.offset, info.length)
     if name not in manifest.files:
         raise BrokenCheckpoint(f"reads {name}, which is not in the manifest")

@@ -74,10 +74,9 @@ def make_store(
 ) -> TokenStore:
     """Make the store of `source` in `folder`, or finish it, unless it is there already.
 
-    Up to `skip_bad` rows that are no documents are left out and counted. `workers` processes
-    tokenize, by default one per core. Raises DataError for more bad rows, for text that changes
-    meanwhile, if there is no document, and for a folder that is something else; a damaged store is
-    made again with `replace_damaged`. Raises OSError if files cannot be written.
+    Up to `skip_bad` rows that are no documents are left out and counted. `workers` is by default
+    one per core. With `replace_damaged` a damaged store is made again. Raises DataError for more
+    bad rows, changing text, no documents, or another kind of folder; OSError if writing fails.
     """
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
@@ -101,8 +100,7 @@ def make_store(
         if folder.exists() and (made := _open_made(folder, recipe, skip_bad, replace_damaged)):
             return made
 
-        # A new store gets its name when it is complete.
-        started = time.monotonic()
+        started = time.monotonic()  # a new store gets its name when it is complete
         unfinished = folder.with_name(folder.name + ".partial")
         _make_unfinished(unfinished, recipe, source, encode, skip_bad)
         fsync_folder(unfinished)

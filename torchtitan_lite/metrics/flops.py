@@ -65,15 +65,14 @@ def count_flops(
     """Count the FLOPs of `model`, not yet sharded: sharding changes who computes, not how much.
 
     `float8_matmuls` has, for each linear that trains in float8, its MATMULS that run in it. All
-    others and attention run in `high_precision`. Attention is counted as the full square, 12 *
-    layers * heads * head_dim * seq_len per token (PaLM, arXiv 2204.02311, appendix B): two matmuls
-    forward and four backward; or by the causal convention as half of that. `recomputed` names the
-    linears and `attention` modules whose forward the backward pass runs again.
+    others and attention run in `high_precision`. Attention counts 12 * layers * heads * head_dim *
+    seq_len per token (PaLM, arXiv 2204.02311, appendix B), or half by the causal convention.
+    `recomputed` names the linears and `attention` modules that the backward pass runs again.
     """
     # Attention.
-    layer_matmul = (
-        2 * args.n_heads * args.head_dim * seq_len // (2 if convention == "causal" else 1)
-    )
+    layer_matmul = 2 * args.n_heads * args.head_dim * seq_len
+    if convention == "causal":
+        layer_matmul //= 2
     attention = 6 * args.n_layers * layer_matmul
     recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
     flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
