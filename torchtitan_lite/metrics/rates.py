@@ -25,15 +25,26 @@ class Rates:
     hfu: float | None
 
 
+def ideal_seconds(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """Return the seconds for `flops`, with each precision at its own peak of `tflops`.
+
+    None if a precision that is used has no known peak.
+    """
+    used = {precision: count for precision, count in flops.items() if count}
+    if not used.keys() <= tflops.keys():
+        return None
+    return sum(count / tflops[name] for name, count in used.items()) / 1e12
+
+
 def effective_peak(
     flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
 ) -> float | None:
     """Return the peak of a mix of precisions in TFLOPS: the harmonic mean of `tflops`, weighted by
     `flops`. None if a precision that is used has no known peak."""
-    used = {precision: count for precision, count in flops.items() if count}
-    if not used.keys() <= tflops.keys():
-        return None
-    return sum(used.values()) / sum(count / tflops[name] for name, count in used.items())
+    ideal = ideal_seconds(flops, tflops)
+    return None if ideal is None else sum(flops.values()) / ideal / 1e12
 
 
 def compute_rates(tps: float, *, ledger: FlopsLedger, peaks: Peaks) -> Rates:
@@ -44,9 +55,9 @@ def compute_rates(tps: float, *, ledger: FlopsLedger, peaks: Peaks) -> Rates:
     def utilisation(
         flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
     ) -> float | None:
-        if (peak := effective_peak(flops, tflops)) is None:
+        if (ideal := ideal_seconds(flops, tflops)) is None:
             return None
-        percent = 100 * tps * sum(flops.values()) / 1e12 / peak
+        percent = 100 * tps * ideal
         return None if percent > 100 and peaks.approximate else percent
 
     return Rates(

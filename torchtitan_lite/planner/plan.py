@@ -179,7 +179,7 @@ def _plan_linears(run: _Run) -> list[dict[str, Any]]:
             "grad_weight": (n, k, tokens),
         }
         gemms = {
-            name: dict(zip("mnk", shape, strict=True)) | {"precision": getattr(precision, name)}
+            name: dict(zip("mnk", shape, strict=True)) | {"precision": precision[name]}
             for name, shape in shapes.items()
         }
         rows.append(
