@@ -347,6 +347,7 @@ def find_regressions(
     ConfigError if no ratio is left."""
     before = {row["name"]: row for row in earlier if row["status"] == DONE}
     pairs = [(row, before[row["name"]]) for row in now if row["name"] in before]
+
     failed = [
         f"{row['name']}: {row['status']}, and was done before: {row['reason']}"
         for row, _ in pairs
@@ -360,6 +361,7 @@ def find_regressions(
     ]
     if not (failed or ratios):
         raise ConfigError("--check: no ratio is in both results; measure with the same options.")
+
     slower = [
         f"{name} is {ratio:.3f}, {100 * (1 - ratio / old):.1f} % below the earlier {old:.3f}"
         for name, ratio, old in ratios

@@ -90,8 +90,9 @@ def export_hf(
 
 
 def import_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Write the weights of a Hugging Face model as a checkpoint into a new folder, in their data
-    type, for `[checkpoint] initial_load_path`.
+    """Write the weights of a Hugging Face model as a checkpoint into a new folder.
+
+    `[checkpoint] initial_load_path` can name it. Data types are kept.
 
     One tensor is in memory at a time. Raises CheckpointError for a model that is broken or fits no
     flavor; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
@@ -103,7 +104,7 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
         state = map_weights(hf_dir, args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # Rows change places when a tensor is written, so that no copy of all is needed.
+            # Rows are permuted one tensor at a time, when it is written, to avoid a full copy.
             write_tensors(state, draft, transform=functools.partial(from_hf, args=args))
 
         settings = {"flavor": flavor}
@@ -281,7 +282,7 @@ def fitting_flavor(args: ModelArgs, folder: Path) -> str:
     from the nearest flavor, if there is none."""
     differing: dict[str, list[str]] = {}
     for flavor, dimensions in FLAVORS.items():
-        # A run sets the sequence length, and its tokenizer the vocabulary if the flavor has none.
+        # The run sets the sequence length. The tokenizer sets a vocabulary that the flavor omits.
         vocab_size = dimensions.vocab_size or args.vocab_size
         known = replace(dimensions, max_seq_len=args.max_seq_len, vocab_size=vocab_size)
         differing[flavor] = changes(asdict(known), asdict(args))

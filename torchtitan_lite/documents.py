@@ -33,7 +33,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("not a regular file")
     if found.st_size > max_bytes:
-        raise ValueError(f"has {found.st_size} bytes, and such a file has {max_bytes} at most")
+        raise ValueError(f"has {found.st_size} bytes, and the limit is {max_bytes}")
     return path.read_bytes()
 
 
@@ -51,7 +51,7 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str
 
 
 def write_document(path: Path, fields: dict[str, Any]) -> None:
-    """Write `fields` and their hash, replacing the file at once. Raises OSError if that fails."""
+    """Write `fields` and their hash, replacing the file atomically. Raises OSError if that fails."""
     replace_file(path, json.dumps(fields | {"sha256": hash_fields(fields)}, indent=1))
 
 
@@ -65,7 +65,7 @@ def validate_document(fields: dict[str, Any], schema: TypeAdapter[T], *, drop: s
         raise ValueError("its contents have changed")
     described = {key: value for key, value in hashed.items() if key not in drop}
     try:
-        # From JSON, because the strict mode of pydantic takes a list for a tuple only there.
+        # Only validate_json accepts a list for a tuple in pydantic's strict mode.
         return schema.validate_json(json.dumps(described))
     except ValidationError as error:
         first = error.errors()[0]

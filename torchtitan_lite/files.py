@@ -36,7 +36,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder with its contents; of a link to a folder, only the link."""
+    """Delete a folder with its contents. If it is a symlink, delete only the link."""
     if path.is_symlink():
         path.unlink()
     else:

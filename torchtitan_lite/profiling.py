@@ -42,7 +42,7 @@ class Profiler:
                 "is on CPU; set it to false."
             )
 
-        # Of each period all steps wait, the next to last warms up, and the last one is traced.
+        # In each period the second-to-last step warms up, the last is traced, the others wait.
         self._trace: torch.profiler.profile | None = None
         if profiling.enable_profiling:
             warmup = min(1, self._freq - 1)

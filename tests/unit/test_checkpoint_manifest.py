@@ -167,7 +167,7 @@ def test_a_manifest_that_is_not_right(folder, changes, reason):
             b"9" * 5000,
             "not JSON: Exceeds the limit" if sys.version_info >= (3, 11) else "not a JSON object",
         ),
-        (b" " * (MAX_JSON_BYTES + 1), "has 16777217 bytes, and such a file has 16777216 at most"),
+        (b" " * (MAX_JSON_BYTES + 1), "has 16777217 bytes, and the limit is 16777216"),
         (b"[]", "not a JSON object"),
         (b"{}", "not a checkpoint's"),
         (b'{"format": 1}', "its contents have changed"),

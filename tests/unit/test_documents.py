@@ -70,7 +70,7 @@ def test_a_document_of_other_fields_is_refused_on_one_line(changes, message):
 def test_only_small_regular_files_are_read(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     assert read_regular(tmp_path / "x", max_bytes=5) == b"12345"
-    with pytest.raises(ValueError, match="^has 5 bytes, and such a file has 4 at most$"):
+    with pytest.raises(ValueError, match="^has 5 bytes, and the limit is 4$"):
         read_regular(tmp_path / "x", max_bytes=4)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="^not a regular file$"):

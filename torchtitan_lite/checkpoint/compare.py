@@ -138,7 +138,7 @@ def compare(old: Path, new: Path) -> CheckpointDifference:
         for path, reader in readers.items():
             with naming(path):
                 tensors += reader.read_whole([name]).values()
-        # With itself, a checkpoint is read once.
+        # Comparing a checkpoint with itself reads it once.
         if found := _value_difference(name, tensors[0], tensors[-1]):
             values.append(found)
 

@@ -177,6 +177,7 @@ def _check_memory_budget(config: Config) -> Iterator[str]:
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
             'enable = true, with "model" among its components, or the mode to "selective"'
         )
+
     torch_version = version("torch")
     minor = tuple(int(part) for part in torch_version.split(".")[:2])
     crashes = (
@@ -219,6 +220,7 @@ def _check_float8(config: Config) -> Iterator[str]:
     if not float8.enable_float8_linear:
         return
     recipe, name = float8.recipe, show(float8.recipe_name)
+
     if float8.pad_inner_dim and not recipe.pads_tokens:
         why = "is not offered by torchao" if recipe.divides_tokens else "pads nothing"
         yield (

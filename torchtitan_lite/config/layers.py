@@ -78,13 +78,13 @@ def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
             near = closest(name, KEYS)
-            hint = (
-                f"; did you mean --{near}?"
-                if near
-                else "; write options as --table.key value, lists as a,b"
-            )
-            problems.append(f"unexpected {show(word)} on the command line{hint}")
+            hint = "write options as --table.key value, lists as a,b"
+            if near:
+                hint = f"did you mean --{near}?"
+            problems.append(f"unexpected {show(word)} on the command line; {hint}")
             continue
+
+        # The value is the rest of the word, or the next word; a bare name means true.
         bare = not equals and (not words or words[0].startswith("--"))
         if not equals and not bare:
             text = words.popleft()

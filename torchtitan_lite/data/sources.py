@@ -71,7 +71,7 @@ class Source:
 
 
 def open_source(name: str, **options: Any) -> Source:
-    """Open a dataset of DATASETS by its name, or else `build_source`."""
+    """Open a dataset of DATASETS by its name, otherwise text by its path (`build_source`)."""
     if name in DATASETS:
         return build_dataset(name, DATASETS[name])
     return build_source(name, **options)
@@ -215,6 +215,7 @@ def _open_hf_dataset(row: NamedDataset, *, split: str) -> tuple[list[Chunk], str
     name = row.path.removeprefix(HF_PREFIX)
     folder = Path(name).expanduser()
     saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
+
     with reading(row.path, Exception):  # the library lets errors of many libraries pass
         if saved:
             table = datasets.load_from_disk(saved[0])
@@ -225,6 +226,8 @@ def _open_hf_dataset(row: NamedDataset, *, split: str) -> tuple[list[Chunk], str
             builder = datasets.load_dataset_builder(path, row.hf_name)
             dataset = builder.as_streaming_dataset(split=split)
             state = f"{builder.hash} {builder.config_id}"
+
+        # One chunk for each part of the dataset.
         dataset = dataset.select_columns([row.text_field])
         count = dataset.num_shards
         names = [row.path] if count == 1 else [f"{row.path} part {i + 1}" for i in range(count)]

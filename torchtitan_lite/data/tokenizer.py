@@ -20,8 +20,8 @@ class Tokenizer:
     """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has.
 
     `vocab_size` is above every id; `fingerprint` changes with the file and with the ids of BOS and
-    EOS. Raises DataError for a path without a whole vocabulary that has both, and where the package
-    that reads it is missing.
+    EOS. Raises DataError if the vocabulary is incomplete, lacks BOS or EOS, or if the package that
+    reads it is missing.
     """
 
     def __init__(self, given: Path) -> None:
@@ -49,7 +49,7 @@ class Tokenizer:
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
                 f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; "
-                "documents need both, so train the model with both, or name them in a "
+                "documents need both, so train the tokenizer with both, or name them in a "
                 "tokenizer_config.json beside a tokenizer.json"
             )
         special = b" %d %d" % (self.bos_id, self.eos_id)

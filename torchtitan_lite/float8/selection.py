@@ -48,8 +48,7 @@ class LinearChoice:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether the dotted parts of `pattern`, in which * matches any text, are consecutive
-    parts of `name`."""
+    """Return whether the parts of `pattern` occur consecutively in `name`. * is a wildcard."""
     wanted, parts = pattern.split("."), name.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
@@ -65,14 +64,14 @@ def select_linears(
     recipe: Recipe = RECIPES[DEFAULT_RECIPE],
     slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
 ) -> list[LinearChoice]:
-    """Decide for every nn.Linear of `model`, which has its global shapes, in the model's order.
+    """Decide for every nn.Linear whether it trains in float8, in the model's order.
 
-    `tokens` is M, or None if no float8 matmul sums over it, or it is padded. With "auto" among the
-    filters, linears that float8 matmuls would refuse are kept instead of being an error, and so are
-    the kinds that `slower`, given the remaining choices, returns with a reason.
+    `model` must not be sharded yet. `tokens` is M; None if it needs no check. With "auto" among the
+    filters, linears that float8 cannot multiply are kept in high precision. So are the kinds that
+    `slower` names: it gets the remaining choices, and returns a reason for each kind.
 
-    Raises ConfigError for a filter that matches nothing or that keeps what `convert_output` asks
-    for, and for each converted kind with a size that is not a multiple of the recipe's."""
+    Raises ConfigError for a filter that matches nothing, or that contradicts `convert_output`, and
+    for sizes that are no multiple of the recipe's."""
     patterns = [pattern for pattern in filter_fqns if pattern != AUTO]
     choices, errors = _apply_filters(model, patterns, tp_degree, convert_output)
 

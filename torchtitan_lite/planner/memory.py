@@ -31,7 +31,7 @@ class Rank:
     """What decides a rank's memory, and the sizes that recur in it. All ranks are alike."""
 
     def __init__(self, job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> None:
-        """`float8_linears` names those of a block that train in float8, such as attention.wq."""
+        """`float8_linears` names the linears of a block in float8, such as attention.wq."""
         config, model, tp = job.config, job.model_args, job.degrees.tp
         self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
         self.accum_steps = job.batch.grad_accum_steps

@@ -145,7 +145,7 @@ class Roofline:
         return (self._seconds(every, every) - self._seconds(every, converted) + bf16) / bf16
 
     def choose(self, linears: Sequence[LinearChoice]) -> list[LinearChoice]:
-        """Return those of `linears` that make the shortest step if they train in float8.
+        """Return the `linears` that make the shortest step if they train in float8.
 
         Linears that read the same input share its casts, so that the gain of one depends on the
         others: every subset of them is timed."""
