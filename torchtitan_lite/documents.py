@@ -51,7 +51,7 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str
 
 
 def write_document(path: Path, fields: dict[str, Any]) -> None:
-    """Write `fields` and their hash, replacing the file atomically. Raises OSError if that fails."""
+    """Write `fields` and their hash, replacing the file atomically. Raises OSError."""
     replace_file(path, json.dumps(fields | {"sha256": hash_fields(fields)}, indent=1))
 
 

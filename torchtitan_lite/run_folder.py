@@ -63,8 +63,7 @@ class RunFolder:
         return status if status is not None and status.job == job_name(os.getppid()) else None
 
     def begin(self, *, resumed_config: str | None, entries: Iterable[str]) -> None:
-        """Set the status to "running". `resumed_config` is the config stored in the checkpoint to
-        resume from, None for a run that resumes nothing.
+        """Set the status to "running". `resumed_config` is the resumed checkpoint's, else None.
 
         A new run moves an earlier run's `entries` (names within the folder), config.toml and
         status.json to previous/<its start time>/. Other files, empty folders and links to empty

@@ -69,7 +69,6 @@ def count_flops(
     seq_len per token (PaLM, arXiv 2204.02311, appendix B), or half by the causal convention.
     `recomputed` names the linears and `attention` modules that the backward pass runs again.
     """
-    # Attention.
     layer_matmul = 2 * args.n_heads * args.head_dim * seq_len
     if convention == "causal":
         layer_matmul //= 2
