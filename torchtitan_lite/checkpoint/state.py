@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import NumericError
+from torchtitan_lite.models.init import all_finite
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 from .manifest import BrokenCheckpoint, TensorEntry
@@ -108,8 +109,7 @@ def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
     """Raise NumericError if this rank's part of a tensor has a value that is not finite."""
     for name, tensor in state.items():
-        # Finite values add up to a finite float64, short of an overflow; needs no second tensor.
-        if not _local(tensor).sum(dtype=torch.float64).isfinite():
+        if not all_finite(tensor):
             raise NumericError(
                 f"{name} is no longer finite after step {step}, so that step is not saved. Resume "
                 "from an earlier checkpoint with a lower [optimizer] lr or a longer "

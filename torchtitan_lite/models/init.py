@@ -121,11 +121,16 @@ def init_weights(
     device = buffer_device or model.rope_cos.device
     model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(model.args))
 
-    # A NaN or an infinity makes the sum not finite, and finite weights cannot overflow it. Unlike
-    # isfinite().all(), this allocates no boolean copy.
-    missed = []
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not local.sum(dtype=torch.float64).isfinite():
-            missed.append(name)
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    missed = [name for name, tensor in tensors if not all_finite(tensor)]
     assert not missed, f"not initialised, or not finite: {', '.join(missed)}"
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether this rank's part of a tensor has neither NaN nor infinity.
+
+    Either makes the float64 sum not finite, and finite weights cannot overflow it. Unlike
+    isfinite().all(), the sum allocates no boolean copy.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(local.sum(dtype=torch.float64).isfinite())
