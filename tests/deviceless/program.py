@@ -1,12 +1,16 @@
 """A program of the project on the fake GPU: `program.py train ARGUMENTS`, under torchrun, or
-`program.py bench ARGUMENTS`. Added are the models of these tests. Taken out is what needs values
-and times of a device: the checks that weights are finite, when they were made and when they are
-saved, and the timing of a kernel's configurations."""
+`program.py bench ARGUMENTS`.
+
+It adds the models of these tests. It switches off what needs values or times of a device (the
+checks that new and saved weights are finite, the timing of a kernel's configurations), and cuDNN's
+attention, which the fake GPU does not have.
+"""
 
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from running import FLAVORS_OF_TESTS
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.runtime.autotuner import Autotuner
@@ -23,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 # The benchmark's rows run this program too.
 torchtitan_lite.bench.TRAIN = (str(Path(__file__).resolve()), "train")
 FLAVORS.update(FLAVORS_OF_TESTS)
+torch.backends.cuda.enable_cudnn_sdp(False)
 init.all_finite = lambda tensor: True
 checkpointer.states.check_finite = lambda state, *, step: None
 build_autotuner = CachingAutotuner.__init__
