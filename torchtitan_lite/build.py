@@ -177,9 +177,10 @@ def build_batches(
         training,
         validation,
         tokenizer,
+        shares=job.dataset_shares,
         vocab_size=job.model_args.vocab_size,
         seed=job.config.debug.seed,
-        trained_on=progress.data,
+        held_out_before=progress.held_out,
     )
     if progress.step:
         check_same_data(

@@ -8,7 +8,13 @@ import pytest
 import torch.distributed as dist
 from test_dataloader import FakeStore, windows_of
 
-from torchtitan_lite.config import BatchSizes, TrainingConfig, ValidationConfig
+from torchtitan_lite.checkpoint.manifest import TrainingProgress
+from torchtitan_lite.config import (
+    BatchSizes,
+    TrainingConfig,
+    ValidationConfig,
+    resolve_shares,
+)
 from torchtitan_lite.data import corpus as corpus_module
 from torchtitan_lite.data.corpus import (
     build_corpora,
@@ -82,8 +88,15 @@ def data_of(
     they go on after 3 steps of 4 samples."""
     section = TrainingConfig(**{"seq_len": 4, "local_batch_size": 1, "steps": 40, **training})
     validation = validation or ValidationConfig()
+    progress = TrainingProgress(step=3, samples=12, tokens=48, data=trained_on or {})
     corpus, to_validate = build_corpora(
-        section, validation, TOKENIZER, vocab_size=9999, seed=0, trained_on=trained_on or {}
+        section,
+        validation,
+        TOKENIZER,
+        shares=resolve_shares(section.datasets),
+        vocab_size=9999,
+        seed=0,
+        held_out_before=progress.held_out,
     )
     first: dict[str, int] = {}
     if trained_on:
@@ -185,6 +198,15 @@ def test_what_was_held_out_stays_so_for_a_smaller_validation(
     whole, _ = data_of(validation=ValidationConfig(enable=True, steps=5), steps=35)
     batches, _ = data_of(whole.corpus.identity(), validation=validation, steps=26)
     assert trained(batches) == trained(whole)[12:]
+
+
+@pytest.mark.parametrize("no_count", ["many", 2**63])
+def test_a_held_out_entry_that_is_no_count_holds_nothing_out(
+    no_count: int | str, opened: list[str]
+) -> None:
+    before = data_of()[0].corpus.identity() | {"store 1 held out": no_count}
+    batches, _ = data_of(before, allow_data_change=True)
+    assert [windows.held_out for windows in batches.corpus.windows] == [0]
 
 
 def test_changed_data_is_refused_on_resume_with_the_changes(opened: list[str]) -> None:

@@ -2,13 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_lite.config import TrainingConfig, ValidationConfig, resolve_shares
+from torchtitan_lite.config import TrainingConfig, ValidationConfig
 from torchtitan_lite.errors import DataError, StorageError
 from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
@@ -27,19 +27,21 @@ def build_corpora(
     validation: ValidationConfig,
     tokenizer: Tokenizer,
     *,
+    shares: tuple[int, ...],
     vocab_size: int,
     seed: int,
-    trained_on: Mapping[str, int | str],
+    held_out_before: Callable[[int], int],
 ) -> tuple[Corpus, Corpus]:
     """Open the data to train on and the data to validate on, which can be the same corpus.
 
-    Windows are held out of the training data if validation reads the same store. `trained_on` is
-    the `Corpus.identity` that a resumed run was trained on. A collective call.
+    `shares` are the samples of each dataset in a period of the mix. Windows are held out of the
+    training data if validation reads the same store. `held_out_before` returns how many windows of
+    a store, numbered from 1, a resumed run has held out. A collective call.
     """
     shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": seed}
     stores = open_stores(training, tokenizer)
     check_same_tokens(stores)
-    mixture = Mixture(resolve_shares(training.datasets))
+    mixture = Mixture(shares)
     validated = validation.steps * training.local_batch_size if validation.enable else 0
     held_out = mixture.counts(validated).tolist()
 
@@ -55,9 +57,9 @@ def build_corpora(
         other = Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape)
 
     # Windows once held out stay so: the order of the others depends on their number.
-    for number, count in enumerate(held_out):
-        before = int(trained_on.get(f"store {number + 1} held out", 0))
-        held_out[number] = max(count, before)
+    held_out = [
+        max(count, held_out_before(number)) for number, count in enumerate(held_out, start=1)
+    ]
     corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
     return corpus, other or corpus
 
