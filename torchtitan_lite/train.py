@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.failures import FailureReport, explain, is_within
 from torchtitan_lite.files import hash_sources
+from torchtitan_lite.job import Job
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
 from torchtitan_lite.metrics.hardware import report_moved_peaks
@@ -94,8 +96,7 @@ def join_and_train(config: Config, watchdog: Watchdog, failure: FailureReport) -
 
     # Derive the job: from here on it is the only truth about the run.
     job, tokenizer = prepare_job(config, device=device)
-    if run_folder is not None:
-        run_folder.write_config(job.to_toml())
+    on_rank0(partial(write_config, run_folder, job))
     if config.job.description:
         logger.info(config.job.description)
     if config.job.print_config:
@@ -107,6 +108,12 @@ def join_and_train(config: Config, watchdog: Watchdog, failure: FailureReport) -
     stopped_by = trainer.train()
     finish(trainer, run_folder, stopped_by=stopped_by)
     return stopped_by
+
+
+def write_config(run_folder: RunFolder | None, job: Job) -> None:
+    """Write the resolved config into the run folder. Rank 0 only."""
+    assert run_folder is not None, "rank 0 has opened it"
+    run_folder.write_config(job.to_toml())
 
 
 def start_facts(config: Config) -> dict[str, str]:
