@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from torchtitan_lite.config.aliases import ALIASES, current_name, resolve_aliases
-from torchtitan_lite.config.keys import KEYS, Setting
+from torchtitan_lite.config.keys import KEYS
+from torchtitan_lite.config.layers import ALIASES, Setting, current_name, resolve_aliases
 from torchtitan_lite.logger import logger
 
 

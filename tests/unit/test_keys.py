@@ -1,6 +1,17 @@
+from pathlib import Path
+
 import pytest
 
-from torchtitan_lite.config.keys import KEYS, TABLES, Setting, closest, did_you_mean, show, show_key
+from torchtitan_lite.config.keys import (
+    KEYS,
+    TABLES,
+    closest,
+    did_you_mean,
+    format_config_page,
+    format_help,
+    show,
+    show_key,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,10 +26,10 @@ from torchtitan_lite.config.keys import KEYS, TABLES, Setting, closest, did_you_
         ("training.dataset_path", "str", "str", True, None),
         ("validation.dataset", "str", '"pystdlib"', True, None),
         ("lr_scheduler.decay_type", "str", '"linear"|"sqrt"|"cosine"', False, "linear"),
-        ("float8.filter_fqns", "list", "list", False, ()),
-        ("training.datasets", "list", "list of {path, weight}", False, ()),
+        ("float8.filter_fqns", "list", "list", False, []),
+        ("training.datasets", "list", "list of {path, weight}", False, []),
         ("training.epochs", "float", "float", True, None),
-        ("compile.components", "list", 'list of "model"|"loss"', False, ("model", "loss")),
+        ("compile.components", "list", 'list of "model"|"loss"', False, ["model", "loss"]),
     ],
 )
 def test_key_says_what_its_section_says(
@@ -64,8 +75,35 @@ def test_did_you_mean() -> None:
     assert did_you_mean("xyz", ["tensorwise", "rowwise"]) == ""
 
 
-def test_setting_cites_its_source() -> None:
+def test_help_documents_every_key() -> None:
+    page = format_help()
+    assert [line.split()[0] for line in page.splitlines() if line.startswith("  --")] == [
+        f"--{name}" for name in KEYS
+    ]
     assert (
-        Setting("ten", "run.toml").cite("training.steps")
-        == '[training] steps = "ten" (from run.toml)'
+        '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape of '
+        "the decay.\n" in page
+    )
+    assert "\n[training]\n  --training.dataset " in page
+    assert "  --training.dataset_path str (default: unset)\n" in page
+
+
+def test_help_documents_the_file_and_its_base() -> None:
+    page = format_help()
+    assert "--job.config_file names the TOML file of the run" in page
+    assert 'base = "other.toml"' in page
+
+
+def test_help_fits_a_terminal_of_100_columns() -> None:
+    assert max(map(len, format_help().splitlines())) <= 100
+
+
+def test_the_page_of_keys_is_the_one_in_docs() -> None:
+    page = format_config_page()
+    assert page == (Path(__file__).parents[2] / "docs/config.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [key.name for key in KEYS.values()]
+    assert (
+        r'| `decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape of the decay. |'
+        in rows
     )

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.config.layers import read_command_line, read_files
+from torchtitan_lite.config.layers import Setting, read_command_line, read_files
 from torchtitan_lite.errors import ConfigError
 
 
@@ -116,11 +116,11 @@ def test_no_config_file(argv: list[str]) -> None:
         read_command_line(argv)
 
 
-def test_two_config_files() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--job.config_file is given 2 times: a.toml, b.toml; give it once"
-    ):
-        read_command_line(["--job.config_file", "a.toml", "--job.config_file=b.toml"])
+def test_the_last_config_file_wins() -> None:
+    path, _, problems = read_command_line(
+        ["--job.config_file", "a.toml", "--job.config_file=b.toml"]
+    )
+    assert (path, problems) == (Path("b.toml"), [])
 
 
 def test_base_files_come_first_and_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
@@ -212,3 +212,10 @@ def test_syntax_error_names_file_and_line(tmp_path: Path) -> None:
         ConfigError, match=rf"{path}: not valid TOML: Invalid value \(at line 2, column 9\)"
     ):
         read_files(path)
+
+
+def test_setting_cites_its_source() -> None:
+    assert (
+        Setting("ten", "run.toml").cite("training.steps")
+        == '[training] steps = "ten" (from run.toml)'
+    )

@@ -50,15 +50,13 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
     shard = parallelism.data_parallel_shard_degree
     tp = parallelism.tensor_parallel_degree
 
-    others = replicate * tp
-    if world_size % others:
+    left, remainder = divmod(world_size, replicate * tp)
+    if remainder:
         raise ConfigError(
             "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = "
-            f"{replicate} * {tp} = {others} does not divide the world size, {world_size}; "
-            f"run {multiples_near(world_size, others)} processes"
+            f"{replicate} * {tp} = {replicate * tp} does not divide the world size, {world_size}; "
+            f"run {multiples_near(world_size, replicate * tp)} processes"
         )
-
-    left = world_size // others
     if shard not in (-1, left):
         raise ConfigError(
             "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
@@ -74,10 +72,11 @@ def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
 
     Raises ConfigError if the global batch is not a whole number of passes.
     """
-    local = training.local_batch_size
+    local, total = training.local_batch_size, training.global_batch_size
     one_pass = local * dp_degree
-    total = one_pass if training.global_batch_size == -1 else training.global_batch_size
-    if total < one_pass or total % one_pass:
+    if total == -1:
+        total = one_pass
+    if total == 0 or total % one_pass:
         raise ConfigError(
             f"[training] global_batch_size = {total} is not a multiple of "
             f"local_batch_size * dp_degree = {local} * {dp_degree} = {one_pass}; "
@@ -92,14 +91,10 @@ def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
     Without a list of datasets there is one dataset, and the result is (1,). Raises ConfigError if
     the numbers add up to more than MAX_PERIOD.
     """
-    if not datasets:
-        return (1,)
-    weights = [Fraction(str(dataset.weight)) for dataset in datasets]  # 0.3 is exactly 3/10
-    unit = Fraction(
-        math.gcd(*(weight.numerator for weight in weights)),
-        math.lcm(*(weight.denominator for weight in weights)),
-    )
-    shares = tuple(int(weight / unit) for weight in weights)
+    weights = [Fraction(str(dataset.weight)) for dataset in datasets] or [Fraction(1)]
+    common = math.lcm(*(weight.denominator for weight in weights))  # 0.3 is exactly 3/10
+    whole = [int(weight * common) for weight in weights]
+    shares = tuple(number // math.gcd(*whole) for number in whole)
 
     if sum(shares) > MAX_PERIOD:
         scale = (MAX_PERIOD - 2 * len(weights)) / sum(weights)

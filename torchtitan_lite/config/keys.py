@@ -1,16 +1,34 @@
-"""The keys of the TOML file as data, derived from the sections, and how messages name them."""
+"""The keys of the TOML file as data, derived from the sections; how messages name them, and their
+documentation: `--help` and docs/config.md."""
 
 import difflib
 import json
-import types
-import typing
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic.fields import FieldInfo
+from itertools import groupby
 
 from .sections import Config, Section
+
+KINDS = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "array": "list"}
+"""Our names of the types of JSON Schema."""
+INTRODUCTION = """\
+options: --job.config_file FILE.toml [--table.key value ...]
+
+--job.config_file names the TOML file of the run. A line base = "other.toml" at the top of a file
+takes every key that the file does not set from the other file. Its path is relative to the first,
+and it may have a base too.
+
+--table.key value, or --table.key=value, overrides any key below; the last one given wins.
+--table.key alone means true, --table.key= unsets a key whose default is unset, and a list is
+written a,b or as in TOML.
+"""
+PAGE_HEAD = """\
+# Config keys
+
+Every key of the TOML file, with its type, default and meaning. `./run_train.sh --help` prints the
+same. This page is generated: `python -m torchtitan_lite.config > docs/config.md`.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,62 +39,14 @@ class Key:
     name: str
     kind: str
     """bool, int, float, str or list."""
-    choices: tuple[str, ...]
-    """Allowed values; empty: any."""
-    item_keys: tuple[str, ...]
-    """Keys of each item, in a list of tables."""
+    type_text: str
+    """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`, `list of {a, b}`."""
+    choices: list[str]
+    """Allowed values; empty: any. In a list of tables, the keys of each."""
     optional: bool
     """Whether the key may be unset (None)."""
     default: object
     doc: str
-
-    @property
-    def type_text(self) -> str:
-        """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`, `list of {a, b}`."""
-        choices = "|".join(show(choice) for choice in self.choices)
-        if self.item_keys:
-            choices = f"{{{', '.join(self.item_keys)}}}"
-        if self.kind == "list" and choices:
-            return f"list of {choices}"
-        return choices or self.kind
-
-
-def _unwrap(annotation: Any) -> Any:
-    """Return the bare type inside Annotated[...] and ... | None."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return _unwrap(args[0])
-    if origin in (typing.Union, types.UnionType):
-        return _unwrap(next(arg for arg in args if arg is not types.NoneType))
-    return annotation
-
-
-def _build_key(table: str, name: str, field: FieldInfo) -> Key:
-    bare = _unwrap(field.annotation)
-    is_list = typing.get_origin(bare) is tuple
-    element = _unwrap(typing.get_args(bare)[0]) if is_list else bare
-    choices = typing.get_args(element) if typing.get_origin(element) is Literal else ()
-    is_table = isinstance(element, type) and issubclass(element, Section)
-    return Key(
-        table=table,
-        name=name,
-        kind="list" if is_list else "str" if choices else bare.__name__,
-        choices=choices,
-        item_keys=tuple(element.model_fields) if is_table else (),
-        optional=types.NoneType in typing.get_args(field.annotation),
-        default=field.default,
-        doc=" ".join((field.description or "").split()),
-    )
-
-
-KEYS: dict[str, Key] = {
-    f"{table}.{name}": _build_key(table, name, field)
-    for table, section in Config.model_fields.items()
-    for name, field in type(section.default).model_fields.items()
-}
-"""Every key by its dotted name, such as "training.steps", in the order of the sections."""
-
-TABLES = tuple(Config.model_fields)
 
 
 def show(value: object) -> str:
@@ -103,17 +73,59 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"; did you mean {show(option)}?" if option else ""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A value as the user wrote it, not yet checked, and where it was written."""
+def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
+    schema = section.model_json_schema()
+    for name, field in schema["properties"].items():
+        value = field["anyOf"][0] if "anyOf" in field else field  # without `| None`
+        kind, item = KINDS[value["type"]], value.get("items", value)
+        choices = [item["const"]] if "const" in item else item.get("enum", [])
+        type_text = "|".join(map(show, choices))
+        if "$ref" in item:  # a list of tables
+            choices = list(schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"])
+            type_text = f"{{{', '.join(choices)}}}"
+        if choices and kind == "list":
+            type_text = f"list of {type_text}"
 
-    value: object
-    source: str
+        yield Key(
+            table=table,
+            name=name,
+            kind=kind,
+            type_text=type_text or kind,
+            choices=choices,
+            optional=value is not field,
+            default=field["default"],
+            doc=" ".join(field["description"].split()),
+        )
 
-    def cite(self, name: str) -> str:
-        """Begin a message about this setting: `[training] steps = 0 (from run.toml)`."""
-        return f"{show_key(name)} = {show(self.value)} (from {self.source})"
+
+TABLES = tuple(Config.model_fields)
+KEYS = {
+    f"{table}.{key.name}": key
+    for table, section in Config.model_fields.items()
+    for key in _build_keys(table, type(section.default))
+}
+"""Every key by its dotted name, such as "training.steps", in the order of the sections."""
 
 
-Layer = dict[str, Setting]
-"""Settings of one source, by dotted name."""
+def format_help() -> str:
+    """Return the text that `--help` prints."""
+    lines = [INTRODUCTION.rstrip()]
+    for table, keys in groupby(KEYS.values(), lambda key: key.table):
+        lines += ["", f"[{table}]"]
+        for key in keys:
+            head = f"  --{table}.{key.name} {key.type_text} (default: {show(key.default)})"
+            lines += textwrap.wrap(head, 100, subsequent_indent=" " * 4, break_on_hyphens=False)
+            lines += textwrap.wrap(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def format_config_page() -> str:
+    """Return docs/config.md: a Markdown table of keys for each TOML table."""
+    lines = [PAGE_HEAD.rstrip()]
+    for table, keys in groupby(KEYS.values(), lambda key: key.table):
+        lines += ["", f"## [{table}]", ""]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for key in keys:
+            row = f"`{key.name}`", f"`{key.type_text}`", f"`{show(key.default)}`", key.doc
+            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,44 +1,82 @@
-"""Read the layers of a config: a chain of TOML files, then the command line."""
+"""Read the layers of a config: a chain of TOML files, then the command line. Names of earlier
+torchtitan releases still load, with a notice of the current name."""
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.logger import logger
 
-from .aliases import current_name
-from .keys import KEYS, TABLES, Key, Layer, Setting, closest, show
+from .keys import KEYS, TABLES, Key, closest, show, show_key
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
+CONVERTERS = "model.converters"
+ALIASES = {
+    CONVERTERS: "float8.enable_float8_linear",
+    "job.print_args": "job.print_config",
+    "model.hf_assets_path": "model.tokenizer_path",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.deterministic": "debug.deterministic",
+    "training.seed": "debug.seed",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+}
+OLD_FLOAT8_TABLE = "quantize.linear.float8"
+WITH_FLOAT8 = (["float8"], [OLD_FLOAT8_TABLE], "float8", OLD_FLOAT8_TABLE)
+"""Values of model.converters that enable float8, in a file and on the command line."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value as the user wrote it, not yet checked, and where it was written."""
+
+    value: object
+    source: str
+
+    def cite(self, name: str) -> str:
+        """Begin a message about this setting: `[training] steps = 0 (from run.toml)`."""
+        return f"{show_key(name)} = {show(self.value)} (from {self.source})"
+
+
+Layer = dict[str, Setting]
+"""Settings of one source, by dotted name."""
 
 
 def read_files(path: Path) -> list[Layer]:
     """Return the settings of a file and of its chain of `base` files, the last base first."""
     layers: list[Layer] = []
-    chain: list[Path] = []
+    chain = [path]
     while True:
-        chain.append(path)
-        content = _read_toml(path, chain)
-        if path.resolve() in [seen.resolve() for seen in chain[:-1]]:
-            raise ConfigError(
-                f"base files form a cycle: {_show_chain(chain)}; remove one of these `base` lines"
-            )
+        content = _read_toml(chain)
         base = content.pop("base", None)
         layers.insert(0, {name: Setting(value, str(path)) for name, value in _flatten(content)})
         if base is None:
             return layers
         if not isinstance(base, str):
             raise ConfigError(f"base = {show(base)} (from {path}): must be the path of a TOML file")
+
         path = path.parent / base
+        chain.append(path)
+        if path.resolve() in [seen.resolve() for seen in chain[:-1]]:
+            raise ConfigError(
+                f"base files form a cycle: {_show_chain(chain)}; remove one of these `base` lines"
+            )
 
 
-def _read_toml(path: Path, chain: list[Path]) -> dict[str, Any]:
-    where = str(path) if len(chain) == 1 else f"{path} (base files: {_show_chain(chain)})"
+def _read_toml(chain: list[Path]) -> dict[str, Any]:
+    where = str(chain[-1])
+    if len(chain) > 1:
+        where += f" (base files: {_show_chain(chain)})"
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        return tomli.loads(chain[-1].read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -49,26 +87,22 @@ def _show_chain(chain: list[Path]) -> str:
     return " -> ".join(map(str, chain))
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
-    """Return (dotted name, value) for every value in a table and its sub-tables.
+def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted name, value) for every value in a table and its sub-tables.
 
     An empty table is listed only if its name is unknown, so that a typing mistake is reported.
     """
-    pairs: list[tuple[str, object]] = []
     for key, value in table.items():
         name = prefix + key
-        if value != {} or current_name(name) not in TABLES:
-            pairs += (
-                _flatten(value, f"{name}.")
-                if isinstance(value, dict) and value
-                else [(name, value)]
-            )
-    return pairs
+        if value and isinstance(value, dict):
+            yield from _flatten(value, f"{name}.")
+        elif value != {} or current_name(name) not in TABLES:
+            yield name, value
 
 
 def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
     """Return the config file, the overrides, and a message for each word that is neither."""
-    files: list[str] = []
+    path = ""
     layer: Layer = {}
     problems: list[str] = []
     words = deque(argv)
@@ -89,26 +123,18 @@ def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
         if not equals and not bare:
             text = words.popleft()
         if name == CONFIG_FILE:
-            files.append(text)
+            path = text
         elif bare and key and key.kind != "bool":
             problems.append(
                 f"--{name} (from {COMMAND_LINE}): needs a value of type {key.type_text}"
             )
         else:
             layer[name] = Setting(True if bare else _parse(text, key), COMMAND_LINE)
-    return _one_config_file(files), layer, problems
-
-
-def _one_config_file(files: list[str]) -> Path:
-    if len(files) > 1:
-        raise ConfigError(
-            f"--{CONFIG_FILE} is given {len(files)} times: {', '.join(files)}; give it once"
-        )
-    if not files or not files[0]:
+    if not path:
         raise ConfigError(
             f"no config file; name one: --{CONFIG_FILE} train_configs/debug_model.toml"
         )
-    return Path(files[0])
+    return Path(path), layer, problems
 
 
 def _parse(text: str, key: Key | None) -> object:
@@ -126,3 +152,34 @@ def _parse(text: str, key: Key | None) -> object:
         return tomli.loads(f"value = {text}")["value"]
     except ValueError:
         return text
+
+
+def current_name(name: str) -> str:
+    """Return the current dotted name of a key or table."""
+    if name == OLD_FLOAT8_TABLE or name.startswith(f"{OLD_FLOAT8_TABLE}."):
+        return "float8" + name.removeprefix(OLD_FLOAT8_TABLE)
+    return ALIASES.get(name, name)
+
+
+def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
+    """Return the settings of one source under current names, and a message for each that cannot be
+    translated."""
+    resolved = {name: setting for name, setting in layer.items() if current_name(name) == name}
+    problems = []
+    for name, old in layer.items():
+        new = current_name(name)
+        if new == name:
+            continue
+        logger.info(f"{show_key(name)} is now {show_key(new)}")
+        value = old.value
+        if name == CONVERTERS:
+            if value not in ([], "", *WITH_FLOAT8):
+                rule = 'must be ["float8"], ["quantize.linear.float8"] or []'
+                problems.append(f"{old.cite(name)}: {rule}")
+                continue
+            value = value in WITH_FLOAT8
+
+        rival = resolved.setdefault(new, Setting(value, f"{old.source}, as {show_key(name)}"))
+        if rival.value != value:
+            problems.append(f"{old.cite(name)}: contradicts {rival.cite(new)}; keep the latter")
+    return resolved, problems

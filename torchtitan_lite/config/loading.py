@@ -9,10 +9,9 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.errors import ConfigError
 
-from .aliases import resolve_aliases
 from .checks import check_config
-from .keys import KEYS, TABLES, Layer, Setting, closest, did_you_mean, show
-from .layers import read_command_line, read_files
+from .keys import KEYS, TABLES, closest, did_you_mean, show
+from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases
 from .sections import Config
 
 RULES = {
@@ -48,7 +47,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
 
     known = {name: setting for name, setting in settings.items() if name in KEYS}
     unknown = {name: setting for name, setting in settings.items() if name not in KEYS}
-    problems += _describe_unknown(unknown)
+    problems += dict.fromkeys(_describe_unknown(name, unknown[name]) for name in unknown)
     unsound = {name.split(".")[0] for name in unknown}
 
     # Validate each value. Tables with an invalid value fall back to defaults, so that the rules
@@ -58,14 +57,11 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     except ValidationError as error:
         problems += dict.fromkeys(_describe_invalid(detail, known) for detail in error.errors())
         unsound |= {str(detail["loc"][0]) for detail in error.errors()}
-        config = _validate(
-            {name: setting for name, setting in known.items() if KEYS[name].table not in unsound}
-        )
+        sound = {name for name in known if KEYS[name].table not in unsound}
+        config = _validate({name: known[name] for name in sound})
 
-    problems += [
-        _name_sources(message, known)
-        for message in check_config(config, world_size=world_size, unsound=unsound)
-    ]
+    messages = check_config(config, world_size=world_size, unsound=unsound)
+    problems += [_name_sources(message, known) for message in messages]
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -103,49 +99,40 @@ def _validate(settings: Layer) -> Config:
     return Config.model_validate(tables)
 
 
-def _describe_unknown(unknown: Layer) -> list[str]:
-    """Return a message for each unknown key, and a single one for an unknown table."""
-    messages: dict[str, str] = {}
-    for name, setting in unknown.items():
-        table, _, key = name.rpartition(".")
-        if name in TABLES:
-            messages[name] = f"{setting.cite(name)}: is a table, not a key"
-        elif table and table not in TABLES:
-            near = f"[{table}]" if table in KEYS else closest(table, TABLES)  # one bracket too few
-            hint = f"; did you mean [{near}]?" if near else ""
-            messages[table] = f"[{table}] (from {setting.source}): unknown table{hint}"
-        else:
-            messages[name] = f"{setting.cite(name)}: unknown key{_suggest_key(table, key)}"
-    return list(messages.values())
+def _describe_unknown(name: str, setting: Setting) -> str:
+    """Return the message for an unknown key, which is the same for all keys of an unknown table."""
+    table, _, key = name.rpartition(".")
+    if name in TABLES:
+        return f"{setting.cite(name)}: is a table, not a key"
+    if table and table not in TABLES:
+        near = f"[{table}]" if table in KEYS else closest(table, TABLES)  # one bracket too few
+        hint = f"; did you mean [{near}]?" if near else ""
+        return f"[{table}] (from {setting.source}): unknown table{hint}"
 
-
-def _suggest_key(table: str, key: str) -> str:
-    """Suggest the nearest key of the same table, or else of another table."""
-    everywhere = list(KEYS.values())
-    for known in ([each for each in everywhere if each.table == table], everywhere):
+    # Suggest the nearest key of the same table, or else of another table.
+    for known in ([each for each in KEYS.values() if each.table == table], KEYS.values()):
         if near := closest(key, [each.name for each in known]):
             homes = [f"[{each.table}] {near}" for each in known if each.name == near]
-            return f"; did you mean {' or '.join(homes)}?"
-    return "; --help lists every key"
+            return f"{setting.cite(name)}: unknown key; did you mean {' or '.join(homes)}?"
+    return f"{setting.cite(name)}: unknown key; --help lists every key"
 
 
 def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
     table, key, *place = detail["loc"]
-    name, kind, value = f"{table}.{key}", detail["type"], detail["input"]
+    name, kind = f"{table}.{key}", detail["type"]
     subject = settings[name].cite(name)
-    if (
-        len(place) == 2
-    ):  # a key of one of a list of tables, which have no names but are counted from 1
-        setting = Setting(None if kind == "missing" else value, settings[name].source)
+    if len(place) == 2:  # a key of one of a list of tables, which are counted from 1
+        value = None if kind == "missing" else detail["input"]
+        setting = Setting(value, settings[name].source)
         subject = f"[[{name}]] {int(place[0]) + 1}: {setting.cite(str(place[1]))}"
+
     if kind == "literal_error":
         choices = KEYS[name].choices
-        rule = f"must be {' or '.join(map(show, choices))}{did_you_mean(str(value), choices)}"
-    elif kind == "extra_forbidden":
-        rule = f"unknown key{did_you_mean(str(place[1]), KEYS[name].item_keys)}"
-    else:
-        rule = RULES[kind].format(**detail.get("ctx", {}))
-    return f"{subject}: {rule}"
+        hint = did_you_mean(str(detail["input"]), choices)
+        return f"{subject}: must be {' or '.join(map(show, choices))}{hint}"
+    if kind == "extra_forbidden":
+        return f"{subject}: unknown key{did_you_mean(str(place[1]), KEYS[name].choices)}"
+    return f"{subject}: {RULES[kind].format(**detail.get('ctx', {}))}"
 
 
 def _name_sources(message: str, settings: Layer) -> str:
