@@ -66,10 +66,9 @@ class Job:
 
     def to_toml(self) -> str:
         """Return the resolved config as TOML, with a comment on the values chosen for "auto"."""
-        text = dump_config(self.config)
-        if not self.chosen:
-            return text
-        return f'# Chosen for this machine in place of "auto": {", ".join(self.chosen)}\n{text}'
+        comment = '# Chosen for this machine in place of "auto": '
+        head = f"{comment}{', '.join(self.chosen)}\n" if self.chosen else ""
+        return head + dump_config(self.config)
 
     def layout(self) -> str:
         """Return the degrees and the batch, for the log."""
@@ -85,14 +84,13 @@ class Job:
 
         TensorBoard shows the first five of them, in alphabetical order, by default.
         """
-        config = self.config
-        recipe = config.float8.recipe_name if config.float8.enable_float8_linear else "off"
+        config, float8 = self.config, self.config.float8
         return {
             "activation_checkpoint": config.activation_checkpoint.mode,
             "compile": config.compile.enable,
             "flavor": config.model.flavor,
-            "float8": recipe,
-            "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
+            "float8": float8.recipe_name if float8.enable_float8_linear else "off",
+            "float8_all_gather": float8.enable_fsdp_float8_all_gather,
             "global_batch_size": self.batch.global_batch_size,
             "local_batch_size": self.batch.local_batch_size,
             "lr": config.optimizer.lr,
@@ -109,30 +107,22 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
     has more ids than the model.
     """
     degrees = resolve_degrees(config.parallelism, world_size=world_size)
-    return Job(
-        config=config,
-        degrees=degrees,
-        batch=resolve_batch(config.training, dp_degree=degrees.dp),
-        dataset_shares=resolve_shares(config.training.datasets),
-        model_args=_model_args(config, tokenizer),
-        tokenizer=tokenizer,
-    )
+    batch = resolve_batch(config.training, dp_degree=degrees.dp)
+    shares = resolve_shares(config.training.datasets)
 
-
-def _model_args(config: Config, tokenizer: TokenizerValues) -> ModelArgs:
-    """Return the flavor's dimensions with the run's vocabulary and sequence length."""
+    # The model is the flavor with the run's vocabulary and sequence length.
     flavor = find_flavor(config.model.flavor)
     assert flavor is not None, "the config is checked"
-    vocab_size = flavor.vocab_size or tokenizer.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"[model] tokenizer_path = {tokenizer.path!r} has {tokenizer.vocab_size} ids, more "
-            f"than the {vocab_size} of flavor {config.model.flavor}; use a tokenizer with at most "
-            "that many, or another flavor."
-        )
-    return dataclasses.replace(
+    args = dataclasses.replace(
         flavor,
-        vocab_size=vocab_size,
+        vocab_size=flavor.vocab_size or tokenizer.vocab_size,
         max_seq_len=config.training.seq_len,
         document_bos_id=tokenizer.bos_id if config.training.document_mask else None,
     )
+    if tokenizer.vocab_size > args.vocab_size:
+        raise ConfigError(
+            f"[model] tokenizer_path = {tokenizer.path!r} has {tokenizer.vocab_size} ids, more "
+            f"than the {args.vocab_size} of flavor {config.model.flavor}; use a tokenizer with at "
+            "most that many, or another flavor."
+        )
+    return Job(config, degrees, batch, shares, args, tokenizer)

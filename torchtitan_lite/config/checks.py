@@ -18,10 +18,8 @@ from .arithmetic import multiples_near, resolve_batch, resolve_degrees, resolve_
 from .keys import did_you_mean, show
 from .sections import Config, LRSchedulerConfig
 
-RUN_FILES = (
-    *(".lock", "config.toml", "logs", "metrics.jsonl", "numerics.jsonl"),
-    *("peaks.json", "previous", "status.json", "wandb"),
-)
+RUN_FILES = {"config.toml", "metrics.jsonl", "numerics.jsonl", "peaks.json", "status.json"}
+RUN_FILES |= {".lock", "logs", "previous", "wandb"}
 """Names in the run folder that every run uses and that no key can choose."""
 
 
