@@ -84,7 +84,6 @@ def test_what_is_written_is_read(folder):
         10,
         3.25,
     )
-    assert fields["config_sha256"] == hashlib.sha256(b"[job]\n").hexdigest()
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, MANIFEST])
 
 
@@ -221,7 +220,7 @@ def test_damage_that_changes_sizes(folder):
     expected = ["__0_0.distcp has 8999 bytes, not 9000", ".metadata: No such file or directory"]
     assert broken_files(folder, SAMPLE.files, hashes=False) == expected
     assert (
-        broken_files(folder, SAMPLE.files, hashes=True, rank=1, world_size=2) == expected
+        broken_files(folder, SAMPLE.files, hashes=True, share=(1, 2)) == expected
     )  # whatever the share
 
 
@@ -274,7 +273,7 @@ def test_ranks_share_the_hashing(folder, monkeypatch):
     )
     shares = []
     for rank in range(3):
-        assert broken_files(folder, SAMPLE.files, hashes=True, rank=rank, world_size=3) == []
+        assert broken_files(folder, SAMPLE.files, hashes=True, share=(rank, 3)) == []
         shares.append(tuple(read))
         read.clear()
     assert shares == [
