@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.checkpointer import write_tensors
-from torchtitan_lite.checkpoint.compare import changes, listed, verify_checkpoint
+from torchtitan_lite.checkpoint.compare import changes, listed
 from torchtitan_lite.checkpoint.folders import storage_errors, unwritable
 from torchtitan_lite.checkpoint.manifest import (
     NEW_RUN,
@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.manifest import (
     installed_versions,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.reading import SafeReader
+from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.state import entries
 from torchtitan_lite.data.tokenizer import FILES_OF_A_FOLDER, Tokenizer, build_tokenizer
 from torchtitan_lite.data.vocabularies import TIKTOKEN_LINE

@@ -478,8 +478,7 @@ HOSTILE_TABLES = {
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from torchtitan_lite.checkpoint.compare import verify_checkpoint
-from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, SafeReader
+from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, SafeReader, verify_checkpoint
 
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**29,) * 2)

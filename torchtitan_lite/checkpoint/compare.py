@@ -13,7 +13,6 @@ from torch import Tensor
 from torchtitan_lite.config.keys import show
 from torchtitan_lite.errors import CheckpointError
 
-from .folders import find_problems
 from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files, naming
 from .reading import SafeReader
 
@@ -88,7 +87,6 @@ class ValueDifference:
 
     name: str
     elements: int
-    """Elements of the tensor."""
     different: int
     """Elements with other bits."""
     largest: float | None
@@ -172,15 +170,3 @@ def _value_difference(name: str, old: Tensor, new: Tensor) -> ValueDifference | 
         return None
     largest = float((old[differs].double() - new[differs].double()).abs().max())
     return ValueDifference(name, old.numel(), different, None if math.isnan(largest) else largest)
-
-
-def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """Return the problems of the checkpoint at `path`, one line each: of its files or, if there are
-    none, of its table of tensors."""
-    if problems := find_problems(path, hashes=hashes):
-        return problems
-    try:
-        SafeReader(path)
-    except BrokenCheckpoint as broken:
-        return [str(broken)]
-    return []

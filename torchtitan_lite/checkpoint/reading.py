@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_lite.documents import read_regular
 
+from .folders import find_problems
 from .manifest import (
     BrokenCheckpoint,
     CheckpointManifest,
@@ -253,3 +254,15 @@ def first_failure(error: CheckpointException) -> str:
     """Return the cause on the first rank that failed in DCP, on one line."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
+    """Return the problems of the checkpoint at `path`, one line each: of its files or, if there are
+    none, of its table of tensors."""
+    if problems := find_problems(path, hashes=hashes):
+        return problems
+    try:
+        SafeReader(path)
+    except BrokenCheckpoint as broken:
+        return [str(broken)]
+    return []
