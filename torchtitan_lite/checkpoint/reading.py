@@ -40,13 +40,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torchtitan_lite.documents import read_regular
 
 from .folders import find_problems
-from .manifest import (
-    BrokenCheckpoint,
-    CheckpointManifest,
-    FileEntry,
-    TensorEntry,
-    read_manifest,
-)
+from .manifest import BrokenCheckpoint, CheckpointManifest, FileEntry, TensorEntry, read_manifest
 
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 1 << 30
@@ -55,12 +49,7 @@ MAX_DIMENSIONS = 64
 MEMO_BY_NUMBER = {"PUT", "BINPUT", "LONG_BINPUT"}
 """Opcodes that make the unpickler allocate as many memo entries as the number that they contain.
 pickle has not written them since protocol 4, the default since Python 3.8."""
-_DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in vars(torch).values()
-    if isinstance(each, torch.dtype)
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
 NAMES = {
     "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of it
     "pathlib.PosixPath",
@@ -128,7 +117,10 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
         tensors = {name: _tensor(each) for name, each in table["state_dict_metadata"].items()}
 
         # The tensors must be those of the manifest, and no larger than the files.
-        found = {name: _entry(tensor) for name, tensor in tensors.items()}
+        found = {
+            name: TensorEntry(str(each.properties.dtype).removeprefix("torch."), tuple(each.size))
+            for name, each in tensors.items()
+        }
         if differing := sorted(name for name, _ in found.items() ^ manifest.tensors.items()):
             raise BrokenCheckpoint(f"{differing[0]} is not as in the manifest")
         sizes = (math.prod(each.size) * each.properties.dtype.itemsize for each in tensors.values())
@@ -148,7 +140,7 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
 
 
 def _size(record: _Record) -> torch.Size:
-    """Return the shape of a tensor or a place in it. Raises ValueError if it is none."""
+    """Return the shape of a tensor, or a place in it. Raises ValueError for anything else."""
     (lengths,) = record.args
     if len(lengths) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor has {len(lengths)} dimensions")
@@ -196,11 +188,9 @@ def _tensor(record: _Record) -> TensorStorageMetadata:
     if stored != whole:
         raise ValueError(f"it has {stored} of the {whole} elements of a tensor")
     dtype, *_ = record.fields["properties"].fields
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no data type of torch")
     return TensorStorageMetadata(TensorProperties(dtype), shape, parts)
-
-
-def _entry(tensor: TensorStorageMetadata) -> TensorEntry:
-    return TensorEntry(_DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size))
 
 
 class SafeReader(FileSystemReader):
