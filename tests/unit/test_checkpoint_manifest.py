@@ -168,7 +168,7 @@ def test_a_manifest_that_is_not_right(folder, changes, reason):
         ),
         (b" " * (MAX_JSON_BYTES + 1), "has 16777217 bytes, and the limit is 16777216"),
         (b"[]", "not a JSON object"),
-        (b"{}", "not a checkpoint's"),
+        (b"{}", "its format is None, this version reads 1"),
         (b'{"format": 1}', "its contents have changed"),
         (None, "No such file or directory"),
     ],

@@ -61,9 +61,10 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Pa
         )
 
 
-def check_tensors(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
-    """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run, given by
-    name as entries or shapes."""
+def check_tensors(
+    saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], *, path: Path
+) -> None:
+    """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run."""
     differing = changes(saved, wanted, absent="missing")
     if not differing:
         return

@@ -110,10 +110,10 @@ class TensorEntry:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions to write into a manifest; torchtitan_lite may not be installed."""
-    versions = {name: version(name) for name in ("torch", "torchao")}
-    versions["python"] = platform.python_version()
-    with suppress(PackageNotFoundError):
-        versions["torchtitan_lite"] = version("torchtitan_lite")
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "torchao", "torchtitan_lite"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return versions
 
 
@@ -156,10 +156,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST
     try:
         fields = read_json_object(path)
-        if "format" not in fields:
-            raise ValueError("not a checkpoint's")
-        if fields["format"] != FORMAT:
-            raise ValueError(f"its format is {fields['format']!r}, this version reads {FORMAT}")
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"its format is {fields.get('format')}, this version reads {FORMAT}")
         # Earlier versions have written a hash of the config too.
         manifest = validate_document(fields, _SCHEMA, drop={"format", "config_sha256"})
     except ABSENT as error:
