@@ -72,7 +72,8 @@ class _Record:
     """An object in a pickled table: the arguments and the fields that the pickle has for it. It
     does nothing with them; large fields that objects share are not copied."""
 
-    __slots__ = ("args", "fields")
+    args: tuple[Any, ...]
+    fields: Any
 
     def __new__(cls, *args: Any) -> "_Record":
         record = super().__new__(cls)
@@ -114,7 +115,8 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
             MetadataIndex(key.fields["fqn"], _size(key.fields["offset"])): _place(place, manifest)
             for key, place in table["storage_data"].items()
         }
-        tensors = {name: _tensor(each) for name, each in table["state_dict_metadata"].items()}
+        described = table["state_dict_metadata"].items()
+        tensors: dict[str, Any] = {name: _tensor(each) for name, each in described}
 
         # The tensors must be those of the manifest, and no larger than the files.
         found = {
