@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.report import format_summaries, step_folders, summarize
+from torchtitan_lite.checkpoint.folders import format_summaries, step_folders, summarize
 from torchtitan_lite.errors import CheckpointError, RunError, StorageError
 
 
@@ -57,7 +57,7 @@ def verify(args: argparse.Namespace) -> int:
     """Print the problems of each checkpoint; return CheckpointError's exit code if there are
     any."""
     # Imported here because torch takes seconds to import, and ls does without.
-    from torchtitan_lite.checkpoint.compare import verify_checkpoint
+    from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
     paths = [path for each in args.paths for path in step_folders(each)]
     found = {str(path): verify_checkpoint(path, hashes=not args.quick) for path in paths}

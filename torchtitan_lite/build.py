@@ -225,15 +225,19 @@ def build_checkpointer(
 ) -> Checkpointer:
     """Build the Checkpointer of the run folder."""
     assert mesh.mesh_dim_names is not None, "build_mesh names its dimensions"
+    manifest = CheckpointManifest(
+        world_size=job.degrees.world_size,
+        mesh=dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+        model=asdict(job.model_args),
+        config=job.to_toml(),
+    )
     return Checkpointer(
         model,
         optimizer,
         job.config.checkpoint,
         folder=job.checkpoint_folder,
         device=device,
-        mesh=dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
-        model_args=asdict(job.model_args),
-        config_toml=job.to_toml(),
+        manifest=manifest,
     )
 
 
@@ -247,7 +251,7 @@ def load_state(
             logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
         checkpointer.load(resume)
     elif initial is not None:
-        checkpointer.load_weights(Path(initial), hashes=checkpoint.verify_hashes)
+        checkpointer.load_weights(Path(initial))
 
 
 def build_metrics(

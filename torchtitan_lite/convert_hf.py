@@ -5,14 +5,13 @@ import json
 import math
 import os
 import shutil
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tomli
 import tomli_w
@@ -20,17 +19,15 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.checkpointer import write_tensors
-from torchtitan_lite.checkpoint.compare import changes, listed, verify_checkpoint
+from torchtitan_lite.checkpoint.compare import changes, listed
 from torchtitan_lite.checkpoint.folders import storage_errors, unwritable
 from torchtitan_lite.checkpoint.manifest import (
-    NEW_RUN,
     BrokenCheckpoint,
     CheckpointManifest,
     hash_file,
-    installed_versions,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.reading import SafeReader
+from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.state import entries
 from torchtitan_lite.data.tokenizer import FILES_OF_A_FOLDER, Tokenizer, build_tokenizer
 from torchtitan_lite.data.vocabularies import TIKTOKEN_LINE
@@ -77,22 +74,20 @@ def export_hf(
             ) from broken
 
         tokenizer = copy_tokenizer(reader.manifest, draft)
-        ids = {key: getattr(tokenizer, key, None) for key in ("bos_id", "eos_id")}
         # transformers casts all weights to one type: here the narrowest that loses nothing.
         common = functools.reduce(torch.promote_types, dtypes.values())
+        ids = {key: getattr(tokenizer, key, None) for key in ("bos_id", "eos_id")}
         config = hf_config(args, dtype=common, **ids)
-        replace_file(draft / "config.json", json.dumps(config, indent=2))
+        write_json(draft / "config.json", config)
         if tokenizer:
-            generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-            replace_file(draft / "generation_config.json", json.dumps(generation, indent=2))
+            ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+            write_json(draft / "generation_config.json", ends)
     step, kind = reader.manifest.progress.step, config["torch_dtype"]
     logger.info(f"{out_dir}: {len(dtypes)} tensors of step {step}, {kind}")
 
 
 def import_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Write the weights of a Hugging Face model as a checkpoint into a new folder.
-
-    `[checkpoint] initial_load_path` can name it. Data types are kept.
+    """Write the weights of a Hugging Face model as a checkpoint into a new folder, in their types.
 
     One tensor is in memory at a time. Raises CheckpointError for a model that is broken or fits no
     flavor; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
@@ -111,11 +106,7 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
             settings["tokenizer_path"] = str(hf_dir.resolve())
         manifest = CheckpointManifest(
-            save_id=uuid.uuid4().hex,
-            progress=NEW_RUN,
             world_size=1,
-            mesh={},
-            versions=installed_versions(),
             model=asdict(args),
             config=tomli_w.dumps({"model": settings}),
             files={path.name: hash_file(path) for path in sorted(draft.iterdir())},
@@ -188,11 +179,6 @@ def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
     return reader, args
 
 
-def weight_names(args: ModelArgs) -> dict[str, str]:
-    """Return Hugging Face's name of each weight by its name in a checkpoint."""
-    return {PREFIX + ours: theirs for ours, theirs in hf_names(args.n_layers).items()}
-
-
 def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of a model by its name in a checkpoint."""
     with torch.device("meta"):
@@ -228,8 +214,9 @@ def write_weights(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    names, shapes = weight_names(args), weight_shapes(args)
-    sizes = {name: math.prod(shapes[name]) * dtypes[name].itemsize for name in names}
+    names = hf_names(args.n_layers, prefix=PREFIX)
+    tensors = reader.manifest.tensors
+    sizes = {name: math.prod(tensors[name].shape) * dtypes[name].itemsize for name in names}
     shards = plan_shards(sizes, max_bytes=max_shard_bytes)
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -247,14 +234,19 @@ def write_weights(
         del converted  # before the next shard is read
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        replace_file(folder / INDEX, json.dumps(index, indent=2))
+        write_json(folder / INDEX, index)
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    """Write a JSON file durably."""
+    replace_file(path, json.dumps(fields, indent=2))
 
 
 def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint's run, and copy its file if transformers can read it.
     Warns if there is none, or none that can be copied."""
-    path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
     missing = "no tokenizer is exported: "
+    path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
     if path is None:
         logger.warning(f"{missing}the checkpoint's config names none")
         return None
@@ -314,7 +306,7 @@ def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
             weights |= load_file(folder / file)
 
     # Compare them with config.json.
-    names = weight_names(args)
+    names = hf_names(args.n_layers, prefix=PREFIX)
     expected = {names[name]: shape for name, shape in weight_shapes(args).items()}
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     problems = changes(expected, found, absent="missing") + [
@@ -331,16 +323,14 @@ def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
 
 @contextmanager
 def hf_errors(path: Path) -> Iterator[None]:
-    """Turn an error in reading a file of a Hugging Face model into a CheckpointError with its
-    path."""
+    """Turn an error in reading a file of a Hugging Face model into a CheckpointError."""
     from safetensors import SafetensorError
 
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        fix = "name the folder of a complete Hugging Face model"
-        raise CheckpointError(f"{path} cannot be read: {reason}; {fix}.") from error
+        problem = f"cannot be read: {error.strerror or error}; name the folder of a complete"
+        raise CheckpointError(f"{path} {problem} Hugging Face model.") from error
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        fix = "if it is damaged, download it again"
-        raise CheckpointError(f"{path} cannot be imported: {error}; {fix}.") from error
+        problem = f"cannot be imported: {error}; if it is damaged, download it again."
+        raise CheckpointError(f"{path} {problem}") from error

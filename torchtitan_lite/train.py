@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import prepare_job
+from torchtitan_lite.checkpoint.checkpointer import find_resume
 from torchtitan_lite.checkpoint.folders import remove_drafts
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, installed_versions
-from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import Config, format_help, load_config, shared_settings
 from torchtitan_lite.errors import (

@@ -22,8 +22,9 @@ from pathlib import Path
 from launching import ROOT, launcher
 from processes import kill_tree, signal_tree
 
-from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
+from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, step_folder
+from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
 LONGEST_S = 4.0
 """From when a run has taken its folder to a kill at any moment."""

@@ -27,9 +27,9 @@ from faults import (
 from launching import ENV, ROOT
 from processes import descendants, is_alive
 
-from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
+from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import step_folder
-from torchtitan_lite.checkpoint.reading import SafeReader
+from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 

@@ -23,9 +23,9 @@ import torch
 from faults import Fault, checkpoints, records, status
 from launching import ENV, FOLDER, ROOT
 
-from torchtitan_lite.checkpoint.compare import compare, verify_checkpoint
+from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import committed_steps
-from torchtitan_lite.checkpoint.reading import SafeReader
+from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 
 pytestmark = pytest.mark.timeout(150)
 STEPS = 12

@@ -18,15 +18,15 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
-from torchtitan_lite.checkpoint.checkpointer import Checkpointer
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer, find_resume, verify
 from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
+    CheckpointManifest,
     FileEntry,
     TrainingProgress,
     read_manifest,
 )
-from torchtitan_lite.checkpoint.resume import find_resume, verify
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
@@ -56,9 +56,12 @@ class Run:
             CheckpointConfig(enable=True, interval=2, **checkpoint),
             folder=folder,
             device=CPU,
-            mesh={"dp_shard": 1},
-            model_args={"dim": width},
-            config_toml="[training]\nsteps = 4\n",
+            manifest=CheckpointManifest(
+                world_size=1,
+                mesh={"dp_shard": 1},
+                model={"dim": width},
+                config="[training]\nsteps = 4\n",
+            ),
         )
 
     def train(self, steps: int) -> list[float]:
@@ -218,7 +221,7 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     run.train(2)
     run.save()
     new = Run(tmp_path / "b")
-    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
+    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
     state = new.state()
     assert all(
         torch.equal(state[name], tensor)
@@ -228,10 +231,10 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
     other = Run(tmp_path / "c", width=6)
     with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: dim: 4 -> 6\."):
-        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
+        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
     break_step(tmp_path / "a", 2)
     with pytest.raises(BrokenCheckpoint, match="contents have changed"):
-        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), hashes=True)
+        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
 
 
 def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
@@ -241,7 +244,7 @@ def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
     }
     path = write_checkpoint(tmp_path, 5, weights)
     run = Run(tmp_path / "new")
-    run.checkpointer.load_weights(path, hashes=True)
+    run.checkpointer.load_weights(path)
     assert all(
         (weight == 0.333984375).all() and weight.dtype == torch.float32
         for weight in run.model.parameters()

@@ -17,7 +17,6 @@ from torchtitan_lite.checkpoint.compare import (
     check_tensors,
     compare,
     config_changes,
-    verify_checkpoint,
 )
 from torchtitan_lite.checkpoint.manifest import (
     TensorEntry,
@@ -25,6 +24,7 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from torchtitan_lite.checkpoint.reading import verify_checkpoint
 from torchtitan_lite.errors import CheckpointError
 
 

@@ -35,8 +35,11 @@ from torchtitan_lite.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.reading import (
+    NAMES,
     SafePlanner,
     SafeReader,
+    _Record,
+    _size,
     _TableUnpickler,
     first_failure,
 )
@@ -183,7 +186,7 @@ def test_a_table_gets_no_attribute_of_anything_else(checkpoint):
     renew_manifest(checkpoint)
     with pytest.raises(
         BrokenCheckpoint,
-        match=r"^\.metadata: not a table of tensors: .*_AnyMemoryFormat' object has",
+        match=r"^\.metadata: not a table of tensors: AttributeError: .*fields",
     ):
         SafeReader(checkpoint)
 
@@ -198,8 +201,7 @@ def test_a_table_cannot_change_how_the_process_saves(checkpoint):
     renew_manifest(checkpoint)
     member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
     try:
-        with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: "):
-            SafeReader(checkpoint)
+        assert same(SafeReader(checkpoint).read_whole()["model.w"], small_tensors(10)["model.w"])
         assert member._value_ == 0
     finally:
         member._value_ = 0
@@ -260,7 +262,7 @@ def test_a_table_cannot_change_what_it_names(found, checkpoint):
     (checkpoint / ".metadata").write_bytes(set_parent)
     renew_manifest(checkpoint)
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata: sets parent of \w+, which no table of tensors does$"
+        BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: TypeError: .*__setstate__"
     ):
         SafeReader(checkpoint)
     assert Path("/a/b").parent == Path("/a")
@@ -298,10 +300,11 @@ def test_a_table_finds_nothing_but_what_tensors_need(name):
         _TableUnpickler(io.BytesIO(f"c{module}\n{function}\n.".encode())).load()
 
 
-@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_the_path_in_a_table_is_only_a_name(module):
-    path = _TableUnpickler(io.BytesIO(f"c{module}\nPosixPath\n(Va\ntR.".encode())).load()
-    assert str(path) == "." and not hasattr(path, "unlink")
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_what_a_table_names_is_only_a_record(name):
+    module, _, last = name.rpartition(".")
+    record = _TableUnpickler(io.BytesIO(f"c{module}\n{last}\n(Va\ntR.".encode())).load()
+    assert type(record) is _Record and record.args == ("a",) and not hasattr(record, "fields")
 
 
 def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
@@ -393,15 +396,19 @@ def test_a_size_that_is_none(checkpoint):
     edit_table(
         checkpoint, lambda table: setattr(table.state_dict_metadata["model.w"], "size", [10**30, 0])
     )
-    with pytest.raises(
-        BrokenCheckpoint, match=r"not a table of tensors: ValueError: \[10+, 0\] is no size"
-    ):
+    with pytest.raises(BrokenCheckpoint, match=r"not a table of tensors: AttributeError: 'list'"):
         SafeReader(checkpoint)
 
 
+@pytest.mark.parametrize("lengths", [(10**30, 0), (-1, 2), (0.5,), (True, 1), ("3", 4)])
+def test_a_size_that_is_not_of_whole_numbers(lengths):
+    with pytest.raises(ValueError, match=r"^the size of a tensor is not of whole numbers$"):
+        _size(_Record(lengths))
+
+
 def test_a_size_of_very_many_dimensions():
-    with pytest.raises(BrokenCheckpoint, match=r"^has a tensor of 65 dimensions$"):
-        _TableUnpickler(io.BytesIO(pickle.dumps(torch.Size([1] * 65)))).load()
+    with pytest.raises(ValueError, match=r"^a tensor has 65 dimensions$"):
+        _size(_TableUnpickler(io.BytesIO(pickle.dumps(torch.Size([1] * 65)))).load())
 
 
 def test_a_table_that_the_manifest_does_not_list(checkpoint):
@@ -465,14 +472,13 @@ HOSTILE_TABLES = {
     ),
     "fields": (
         quadratic_table(),
-        r"\.metadata: has a ChunkStorageMetadata of other fields than a table's",
+        r"\.metadata: not a table of tensors: AttributeError: 'list' object has no",
     ),
 }
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from torchtitan_lite.checkpoint.compare import verify_checkpoint
-from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, SafeReader
+from torchtitan_lite.checkpoint.reading import BrokenCheckpoint, SafeReader, verify_checkpoint
 
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**29,) * 2)
@@ -575,7 +581,7 @@ def test_a_table_whose_dtype_is_none_of_torch(checkpoint):
 
     edit_table(checkpoint, lie)
     with pytest.raises(
-        BrokenCheckpoint, match=r"^\.metadata: not a table of tensors: KeyError: 'save'"
+        BrokenCheckpoint, match=r"^\.metadata: not a table .*: a tensor has no data type of torch$"
     ):
         SafeReader(checkpoint)
 

@@ -5,10 +5,10 @@ import os
 import pytest
 from sample_checkpoints import write_checkpoint
 
-from torchtitan_lite.checkpoint.folders import step_folder
-from torchtitan_lite.checkpoint.report import (
+from torchtitan_lite.checkpoint.folders import (
     CheckpointSummary,
     format_summaries,
+    step_folder,
     step_folders,
     summarize,
 )

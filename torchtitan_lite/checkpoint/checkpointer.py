@@ -9,9 +9,11 @@ group of its own, from a snapshot in CPU memory.
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.errors import RunError, StorageError
+from torchtitan_lite.errors import CheckpointError, RunError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
@@ -34,20 +36,75 @@ from . import folders
 from . import state as states
 from .compare import check_model, check_tensors
 from .manifest import (
+    BrokenCheckpoint,
     CheckpointManifest,
     FileEntry,
     TrainingProgress,
     broken_files,
     hash_file,
-    installed_versions,
     naming,
     write_manifest,
 )
 from .reading import METADATA, SafeReader, first_failure
-from .resume import DISK_TIMEOUT, verify
 
 RANDOM_FILE = "rank-{:05d}.json"
 """Name of the file with a rank's random state."""
+DISK_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for the one with the slowest disk."""
+
+
+def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> CheckpointManifest | None:
+    """Return the manifest of the checkpoint to resume from, or None for a new run.
+
+    That is the newest checkpoint that verifies, or load_step's; broken ones are logged. Collective.
+    Raises CheckpointError if load_step's is missing or broken, or if all are broken; StorageError
+    if the disk fails."""
+    if not checkpoint.enable or checkpoint.load_step == 0:
+        return None
+    wanted = f"[checkpoint] load_step = {checkpoint.load_step}"
+    there = on_rank0(lambda: folders.named_steps(folder))
+    names = ", ".join(map(str, there)) or "none"
+    if checkpoint.load_step not in (-1, *there):
+        raise CheckpointError(
+            f"{wanted}: {folder} has no checkpoint of that step (it has: {names}); use one of "
+            "these, or -1 for the newest."
+        )
+
+    steps = there if checkpoint.load_step == -1 else [checkpoint.load_step]
+    reason = None
+    for step in reversed(steps):
+        try:
+            return verify(folders.step_folder(folder, step), hashes=checkpoint.verify_hashes)
+        except BrokenCheckpoint as broken:
+            reason = str(broken)
+            logger.info(reason)
+    if reason is None:
+        return None
+    raise CheckpointError(
+        f"{wanted}: {reason.rstrip('.')}. None of the {len(steps)} checkpoints that may be loaded "
+        f"verifies; {folder} has the steps {names}: name another, or set load_step = 0 for a new "
+        "run."
+    )
+
+
+def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
+    """Return the manifest of the checkpoint at `path` after comparing its files with it.
+
+    All sizes are compared, and the contents of the small files; with `hashes` of all, and each rank
+    reads a share. Collective. Raises BrokenCheckpoint with the path."""
+    group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+    share = (dist.get_rank(), dist.get_world_size())
+    try:
+        with naming(path):
+            manifest = on_rank0(lambda: SafeReader(path).manifest, group=group)
+            found = on_all_ranks(
+                lambda: broken_files(path, manifest.files, hashes=hashes, share=share), group=group
+            )
+            if problems := sum(found, []):
+                raise BrokenCheckpoint(problems[0])
+    finally:
+        dist.destroy_process_group(group)
+    return manifest
 
 
 class Checkpointer:
@@ -59,22 +116,16 @@ class Checkpointer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        checkpoint: CheckpointConfig,
+        settings: CheckpointConfig,
         *,
         folder: Path,
         device: torch.device,
-        mesh: Mapping[str, int],
-        model_args: Mapping[str, Any],
-        config_toml: str,
+        manifest: CheckpointManifest,
     ) -> None:
-        """`mesh`, `model_args` and `config_toml` are written into the manifests."""
-        self._model, self._optimizer, self._settings = model, optimizer, checkpoint
-        self.folder, self._device = folder, device
-        self._model_args = dict(model_args)
-        self._manifest = partial(
-            CheckpointManifest, mesh=dict(mesh), model=self._model_args, config=config_toml
-        )
-        self.enabled = checkpoint.enable
+        """`manifest` has what is the same in all saves of the run."""
+        self._model, self._optimizer, self._settings = model, optimizer, settings
+        self.folder, self._device, self._manifest = folder, device, manifest
+        self.enabled = settings.enable
         self.last_saved: Path | None = None
         """The last checkpoint that is known to be complete."""
         self.last_failure: RunError | None = None
@@ -87,12 +138,12 @@ class Checkpointer:
             return
 
         self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-        if checkpoint.async_mode != "disabled":
+        if settings.async_mode != "disabled":
             on_gpu = device.type == "cuda"
             # Without this, the thread would use the first GPU.
             use_device = partial(torch.cuda.set_device, device) if on_gpu else None
             self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=use_device)
-            pinned = on_gpu and checkpoint.async_mode == "async_with_pinned_mem"
+            pinned = on_gpu and settings.async_mode == "async_with_pinned_mem"
             self._snapshot = states.Snapshot(pinned=pinned)
 
     def load(self, manifest: CheckpointManifest) -> None:
@@ -112,17 +163,12 @@ class Checkpointer:
         self.last_saved = path
         logger.info(f"resumed from {path}")
 
-    def load_weights(self, path: Path, *, hashes: bool) -> None:
+    def load_weights(self, path: Path) -> None:
         """Load only the weights of the checkpoint at `path`, of any data type. Raises
         CheckpointError if it is broken or of another model."""
-        manifest = verify(path, hashes=hashes)
-        check_model(manifest.model, self._model_args, path=path)
-        state = states.model_state(self._model)
-        saved = manifest.tensors.items()
-        shapes = {name: entry.shape for name, entry in saved if name.startswith("model.")}
-        wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        check_tensors(shapes, wanted, path=path)
-        self._read(path, state)
+        manifest = verify(path, hashes=self._settings.verify_hashes)
+        check_model(manifest.model, self._manifest.model, path=path)
+        self._read(path, states.model_state(self._model))
         logger.info(f"weights from {path}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
@@ -187,11 +233,10 @@ class Checkpointer:
             # A snapshot is on the CPU already; copying ahead would wait for the training's stream.
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
             hashed = on_all_ranks(lambda: self._hash_files(draft, random_state), group=group)
-            manifest = self._manifest(
+            manifest = replace(
+                self._manifest,
                 save_id=uuid.uuid4().hex,
                 progress=progress,
-                world_size=dist.get_world_size(),
-                versions=installed_versions(),
                 files={name: entry for of_rank in hashed for name, entry in of_rank.items()},
                 tensors=states.entries(state),
             )

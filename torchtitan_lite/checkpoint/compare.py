@@ -13,7 +13,6 @@ from torch import Tensor
 from torchtitan_lite.config.keys import show
 from torchtitan_lite.errors import CheckpointError
 
-from .folders import find_problems
 from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files, naming
 from .reading import SafeReader
 
@@ -62,9 +61,10 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Pa
         )
 
 
-def check_tensors(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
-    """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run, given by
-    name as entries or shapes."""
+def check_tensors(
+    saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], *, path: Path
+) -> None:
+    """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run."""
     differing = changes(saved, wanted, absent="missing")
     if not differing:
         return
@@ -88,7 +88,6 @@ class ValueDifference:
 
     name: str
     elements: int
-    """Elements of the tensor."""
     different: int
     """Elements with other bits."""
     largest: float | None
@@ -172,15 +171,3 @@ def _value_difference(name: str, old: Tensor, new: Tensor) -> ValueDifference | 
         return None
     largest = float((old[differs].double() - new[differs].double()).abs().max())
     return ValueDifference(name, old.numel(), different, None if math.isnan(largest) else largest)
-
-
-def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """Return the problems of the checkpoint at `path`, one line each: of its files or, if there are
-    none, of its table of tensors."""
-    if problems := find_problems(path, hashes=hashes):
-        return problems
-    try:
-        SafeReader(path)
-    except BrokenCheckpoint as broken:
-        return [str(broken)]
-    return []

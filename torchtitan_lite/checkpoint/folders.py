@@ -15,11 +15,15 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.errors import StorageError
+import tomli
+
+from torchtitan_lite.errors import CheckpointError, StorageError
 from torchtitan_lite.files import fsync_folder
 from torchtitan_lite.logger import logger
+from torchtitan_lite.tables import format_columns
 
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 
@@ -66,7 +70,6 @@ def find_problems(path: Path, *, hashes: bool) -> list[str]:
 
 def start_draft(folder: Path, step: int) -> Path:
     """Create an empty folder for the checkpoint of `step`, after deleting all earlier drafts.
-
     Raises StorageError if the disk fails, or if a draft of this step has a foreign file."""
     remove_drafts(folder)
     draft = draft_folder(folder, step)
@@ -127,9 +130,8 @@ def prune(folder: Path, keep: int) -> None:
         for step in (step for step in steps if step < oldest_kept):
             path = step_folder(folder, step)
             if foreign := _foreign_file(path):
-                logger.warning(
-                    f"{path} is not deleted: {foreign.name} in it was written by no save"
-                )
+                warning = f"{path} is not deleted: {foreign.name} in it was written by no save"
+                logger.warning(warning)
             else:
                 _delete(path.rename(draft_folder(folder, step)))
 
@@ -147,8 +149,7 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError in the block into a StorageError that names the path, the reason and the
-    fix."""
+    """Turn an OSError in the block into a StorageError with its path and the fix."""
     try:
         yield
     except OSError as error:
@@ -166,9 +167,7 @@ def unwritable(path: Path | str, reason: object) -> StorageError:
 def _foreign_file(folder: Path) -> Path | None:
     """Return a file in `folder` that no save writes, or None. A link has none: only the link itself
     is renamed or deleted."""
-    if folder.is_symlink():
-        return None
-    files = folder.iterdir()
+    files = [] if folder.is_symlink() else folder.iterdir()
     return next((path for path in files if not OURS.fullmatch(path.name) or path.is_dir()), None)
 
 
@@ -186,3 +185,77 @@ def _delete(draft: Path) -> None:
     for path in draft.iterdir():
         path.unlink()
     draft.rmdir()
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """Figures of a checkpoint. Those that only the manifest has are None if it cannot be read."""
+
+    path: str
+    step: int
+    problems: list[str]
+    """What is wrong with its manifest, small files and sizes."""
+    tokens: int | None = None
+    time: float | None = None
+    """When it was written, in Unix seconds."""
+    size: int | None = None
+    """Size of its files in bytes."""
+    world_size: int | None = None
+    mesh: dict[str, int] | None = None
+    float8: str | None = None
+    """Float8 recipe of the run; None in bfloat16."""
+
+
+def step_folders(path: Path) -> list[Path]:
+    """Return the checkpoint at `path`, or the checkpoints in it, by step, if it is a run folder or
+    its folder of checkpoints. Raises CheckpointError if there is none."""
+    if STEP.fullmatch(path.name) or (path / MANIFEST).is_file():
+        return [path]
+    children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
+    for folder in (path, *children):
+        if steps := named_steps(folder):
+            return [step_folder(folder, step) for step in steps]
+    raise CheckpointError(
+        f"{path} has no checkpoints: name a run folder, its folder of checkpoints, or a step's."
+    )
+
+
+def summarize(path: Path) -> CheckpointSummary:
+    """Return the figures of the checkpoint at `path`."""
+    try:
+        manifest = read_manifest(path)
+    except BrokenCheckpoint as broken:
+        named = STEP.fullmatch(path.name)
+        return CheckpointSummary(str(path), int(named[1]) if named else 0, [str(broken)])
+    float8 = tomli.loads(manifest.config).get("float8", {})
+    return CheckpointSummary(
+        path=str(path),
+        step=manifest.progress.step,
+        problems=broken_files(path, manifest.files, hashes=False),
+        tokens=manifest.progress.tokens,
+        time=(path / MANIFEST).stat().st_mtime,
+        size=sum(entry.size for entry in manifest.files.values()),
+        world_size=manifest.world_size,
+        mesh=manifest.mesh,
+        float8=float8.get("recipe_name") if float8.get("enable_float8_linear") else None,
+    )
+
+
+def format_summaries(summaries: list[CheckpointSummary]) -> str:
+    """Return a table with one line for each checkpoint."""
+    rows = [["step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state"]]
+    for each in summaries:
+        cells = ["-"] * 6
+        if each.mesh is not None and each.size is not None:
+            degrees = (f"{name}={degree}" for name, degree in each.mesh.items() if degree > 1)
+            cells = [
+                str(each.tokens),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)),
+                f"{each.size / 2**30:.3f}",
+                str(each.world_size),
+                " ".join(degrees) or "-",
+                each.float8 or "no",
+            ]
+        state = f"broken: {each.problems[0]}" if each.problems else "ok"
+        rows.append([str(each.step), *cells, state])
+    return format_columns(rows)

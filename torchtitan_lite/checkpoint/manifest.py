@@ -7,9 +7,10 @@ import hashlib
 import platform
 import re
 import stat
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,47 +108,44 @@ class TensorEntry:
         return f"{self.dtype} {list(self.shape)}"
 
 
-@dataclass(frozen=True)
+def installed_versions() -> dict[str, str]:
+    """Return the versions to write into a manifest; torchtitan_lite may not be installed."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "torchao", "torchtitan_lite"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
     """The contents of a checkpoint, and the run that saved it."""
 
     __pydantic_config__ = STRICT
 
-    save_id: str
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique to one save, the same on all ranks."""
-    progress: TrainingProgress
+    progress: TrainingProgress = NEW_RUN
     world_size: Annotated[Count, Field(ge=1)]
-    mesh: dict[str, int]
+    mesh: dict[str, int] = field(default_factory=dict)
     """Size of each dimension of the device mesh."""
-    versions: dict[str, str]
+    versions: dict[str, str] = field(default_factory=installed_versions)
     """Versions of torchtitan_lite, torch, torchao and python."""
     model: dict[str, Any]
     """Dimensions of the model."""
     config: Annotated[str, AfterValidator(_check_tables)]
     """The resolved config as TOML."""
-    files: dict[FileName, FileEntry]
+    files: dict[FileName, FileEntry] = field(default_factory=dict)
     """All files of the checkpoint except the manifest."""
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
 
 _SCHEMA = TypeAdapter(CheckpointManifest)
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the versions to write into a manifest; torchtitan_lite has none if it is not
-    installed."""
-    versions = {name: version(name) for name in ("torch", "torchao")}
-    versions["python"] = platform.python_version()
-    with suppress(PackageNotFoundError):
-        versions["torchtitan_lite"] = version("torchtitan_lite")
-    return versions
-
-
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write a manifest into the folder of its checkpoint. Raises OSError if that fails."""
-    config_sha256 = hashlib.sha256(manifest.config.encode()).hexdigest()
-    fields = {"format": FORMAT, "config_sha256": config_sha256, **asdict(manifest)}
-    write_document(folder / MANIFEST, fields)
+    write_document(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
@@ -158,20 +156,19 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     path = folder / MANIFEST
     try:
         fields = read_json_object(path)
-        if "format" not in fields:
-            raise ValueError("not a checkpoint's")
-        if fields["format"] != FORMAT:
-            raise ValueError(f"its format is {fields['format']!r}, this version reads {FORMAT}")
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"its format is {fields.get('format')}, this version reads {FORMAT}")
+        # Earlier versions have written a hash of the config too.
         manifest = validate_document(fields, _SCHEMA, drop={"format", "config_sha256"})
-        named = STEP.fullmatch(folder.name)
-        if named and int(named[1]) != manifest.progress.step:
-            raise ValueError(f"is of step {manifest.progress.step}")
     except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:  # RecursionError: TOML of very many brackets
         raise BrokenCheckpoint(f"{MANIFEST}: {error}") from error
+    named = STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.progress.step:
+        raise BrokenCheckpoint(f"{MANIFEST}: is of step {manifest.progress.step}")
     return manifest
 
 
@@ -186,18 +183,14 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def broken_files(
-    folder: Path,
-    files: Mapping[str, FileEntry],
-    *,
-    hashes: bool,
-    rank: int = 0,
-    world_size: int = 1,
+    folder: Path, files: Mapping[str, FileEntry], *, hashes: bool, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
     """Return the problems of the `files` of the checkpoint in `folder`, one line each.
 
-    Sizes are compared for all files; contents for the small files, and with `hashes` for all. Of
-    `world_size` callers each reads a different share of the contents. Other files in the folder are
-    ignored. Raises StorageError if the disk fails."""
+    Sizes are compared for all files; contents for the small files, and with `hashes` for all. With
+    a `share` (rank, world_size), each rank reads the contents of different files. Other files in
+    the folder are ignored. Raises StorageError if the disk fails."""
+    rank, world_size = share
     problems = []
     # Largest first, so that the shares of the callers are about equal.
     by_size = sorted(files.items(), key=lambda file: -file[1].size)

@@ -48,14 +48,15 @@ _FIXED = {
 """Keys of config.json with the only value that this model implements."""
 
 
-def hf_names(n_layers: int) -> dict[str, str]:
-    """Return Hugging Face's name of each parameter by ours, in the order of the forward pass."""
+def hf_names(n_layers: int, *, prefix: str = "") -> dict[str, str]:
+    """Return Hugging Face's name of each parameter by `prefix` and ours, in the order of the
+    forward pass."""
     modules = {"tok_embeddings": "model.embed_tokens"}
     for i in range(n_layers):
         for ours, theirs in _BLOCK_NAMES.items():
             modules[f"layers.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
     modules |= {"norm": "model.norm", "output": "lm_head"}
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
+    return {f"{prefix}{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
 
 
 def to_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
