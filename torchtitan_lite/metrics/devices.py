@@ -1,7 +1,9 @@
 """Data sheets of GPUs: dense peaks, memory and bandwidth."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.config import MetricsConfig
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,13 @@ class DeviceSpec:
     """Other names of the device, from torch or its vendor."""
     mxfp8: bool = False
     """Whether torchao trains in MXFP8 on it: data centre Blackwell, compute capability 10.x."""
+
+    def with_given(self, metrics: MetricsConfig) -> "DeviceSpec":
+        """Return the data sheet with the peaks that the config gives instead of its own."""
+        bf16, fp8 = metrics.peak_tflops_bf16, metrics.peak_tflops_fp8
+        return replace(
+            self, bf16_tflops=bf16 or self.bf16_tflops, fp8_tflops=fp8 or self.fp8_tflops
+        )
 
 
 DEVICES = (
