@@ -113,7 +113,7 @@ def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
     assert_said(
         PLAN,
         f"since eager it would be {eager.step_speedup:.2f}",
-        f"a step of 8B is predicted at {step.seconds:.2f} s",
+        f"a step of 8B is predicted at {step.microbatch_s:.2f} s",
         f"the planner predicts {float8['prediction']['step_speedup']:.2f} for the first row",
         f"{float8['schedule']['mfu']:.2f} % here",
         f"which is an upper bound: {plan('llama3_8b_float8')['schedule']['tps']:,.0f} here",

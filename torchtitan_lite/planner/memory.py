@@ -8,8 +8,8 @@ Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import astuple, dataclass
+from functools import cached_property
 
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
@@ -25,50 +25,6 @@ RESERVED_RATIO = 1.26
 """Upper bound of the memory that a GPU reserves over the peak counted here: 1.18 to 1.26 in eight
 readings that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. Memory freed by one of
 FSDP's streams cannot be used by the others."""
-
-
-class Rank:
-    """What decides a rank's memory, and the sizes that recur in it. All ranks are alike."""
-
-    def __init__(self, job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> None:
-        """`float8_linears` names the linears of a block in float8, such as attention.wq."""
-        config, model, tp = job.config, job.model_args, job.degrees.tp
-        self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
-        self.accum_steps = job.batch.grad_accum_steps
-        self.float8_linears = frozenset(float8_linears)
-
-        # Bytes of an element of the compute type, and of a gradient that is being reduced.
-        self.width = WIDTHS[config.training.mixed_precision_param]
-        self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
-
-        # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
-        # split along it.
-        self.tokens = config.training.microbatch_tokens  # N
-        self.hidden = self.width * self.tokens * model.dim
-        self.residual = self.hidden // tp
-
-        # The loss is fused with the projection to the vocabulary, unless that is in float8 or
-        # tensor parallelism gathers the logits.
-        gathers_logits = tp > 1 and config.parallelism.disable_loss_parallel
-        in_float8 = config.float8.enable_float8_linear and config.float8.convert_output
-        self.fuses_loss = not (gathers_logits or in_float8)
-        self.logits = self.tokens * model.vocab_size // (1 if gathers_logits else tp)
-        self.output_weights = model.vocab_size * model.dim // tp  # elements
-
-    def norm_input(self, *, compiled: bool) -> int:
-        """Bytes that a norm saves: its input; eager on CPU also its output, both in float32."""
-        several = self.on_cpu and not compiled
-        return 2 * FLOAT32 * self.residual // self.width if several else self.residual
-
-    def gathers_float8(self, tensor: str) -> bool:
-        """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
-        possible = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
-        return possible and _readers(tensor) <= self.float8_linears
-
-
-def _readers(tensor: str) -> set[str]:
-    """The linears of a block that read `tensor`."""
-    return {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
 
 
 @dataclass(frozen=True)
@@ -103,8 +59,90 @@ class Moment:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        kept = self.parameters + self.gradients + self.optimizer_states
-        return kept + self.activations + self.logits + self.buffers
+        _, *parts = astuple(self)
+        return sum(parts)
+
+
+class Rank:
+    """What decides a rank's memory, and the sizes that recur in it. All ranks are alike."""
+
+    def __init__(self, job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> None:
+        """`float8_linears` are kinds of linears, such as attention.wq. The group of `output` is
+        estimated in high precision, which is slightly more than in float8."""
+        config, model, tp = job.config, job.model_args, job.degrees.tp
+        self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
+        self.accum_steps = job.batch.grad_accum_steps
+        self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
+
+        # Bytes of an element of the compute type, and of a gradient that is being reduced.
+        self.width = WIDTHS[config.training.mixed_precision_param]
+        self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
+
+        # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
+        # split along it.
+        self.tokens = config.training.microbatch_tokens  # N
+        self.hidden = self.width * self.tokens * model.dim
+        self.residual = self.hidden // tp
+
+        # The loss is fused with the projection to the vocabulary, unless that is in float8 or
+        # tensor parallelism gathers the logits.
+        gathers_logits = tp > 1 and config.parallelism.disable_loss_parallel
+        in_float8 = config.float8.enable_float8_linear and config.float8.convert_output
+        self.fuses_loss = not (gathers_logits or in_float8)
+        self.logits = self.tokens * model.vocab_size // (1 if gathers_logits else tp)
+        self.output_weights = model.vocab_size * model.dim // tp  # elements
+
+    def norm_input(self, *, compiled: bool) -> int:
+        """Bytes that a norm saves: its input; eager on CPU also its output, both in float32."""
+        several = self.on_cpu and not compiled
+        return 2 * FLOAT32 * self.residual // self.width if several else self.residual
+
+    def only_cast(self, tensor: str) -> bool:
+        """Whether all linears of a block that read `tensor` are in float8."""
+        readers = {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
+        return readers <= self.float8_linears
+
+    def gathers_float8(self, tensor: str) -> bool:
+        """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
+        gathers = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
+        return gathers and self.only_cast(tensor)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
+        # FSDP does not gather the embedding again for its backward.
+        never = self.config.parallelism.fsdp_reshard_after_forward == "never"
+        weights = self.output_weights
+        gathered = self.width * weights if never else 0
+        embedding = Group("tok_embeddings", weights, gathered, saved=0, working=self.hidden)
+
+        # The projection saves its input or, if the loss is fused, both gradients.
+        saved = self.norm_input(compiled=False) + self.hidden
+        saved += self.width * weights if self.fuses_loss else 0
+        weights += self.model.dim
+        head = Group("output", weights, self.width * weights, saved, saved + self.hidden)
+        return [embedding, *(_block(self, i) for i in range(self.model.n_layers)), head]
+
+    def sharded(self, groups: Sequence[Group]) -> int:
+        """Bytes of this rank's float32 shards of the groups' weights."""
+        if self.config.training.enable_cpu_offload:
+            return 0
+        return FLOAT32 * sum(group.weights for group in groups) // self.degrees.dp_shard
+
+    def moment(self, name: str, *, left: int, **parts: int) -> Moment:
+        """Return the moment when the first `left` groups have yet to scatter their gradients."""
+        # Gradients of earlier microbatches add up unsharded: only the last backward scatters them.
+        width = self.reduce_width if self.accum_steps > 1 else 0
+        accumulated = width * sum(group.weights for group in self.groups[:left])
+        parameters = self.sharded(self.groups)
+        moment_width = MOMENT_WIDTHS[self.config.optimizer.state_dtype]
+        return Moment(
+            name,
+            parameters,
+            gradients=self.sharded(self.groups[left:]) + accumulated,
+            optimizer_states=round(2 * parameters * moment_width / FLOAT32),
+            **parts,
+        )
 
 
 def reserved_bytes(moments: Iterable[Moment]) -> float:
@@ -118,80 +156,52 @@ def step_memory(rank: Rank) -> list[Moment]:
     update. The peak is the one with the largest total.
 
     The step is not the first, so the optimizer has its states; its microbatch is the last one."""
-    groups = _groups(rank)
-    last = len(groups) - 1
+    groups, last = rank.groups, len(rank.groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
 
     # In the loss all activations are kept. FSDP holds the buffer that it copied the head's weights
     # from until it gathers others.
-    kept = sum(group.saved for group in groups)
+    kept, working = sum(group.saved for group in groups), _loss_working(rank)
     buffers = sum(group.gathered for group in groups[kept_from:])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
-        buffers += groups[-1].gathered
-    working = _loss_working(rank)
-    moment = partial(_moment, rank, groups)
-    moments = [moment("loss", left=len(groups), activations=kept, logits=working, buffers=buffers)]
+        buffers += groups[last].gathered
+    loss_moment = rank.moment(
+        "loss", left=last + 1, activations=kept, logits=working, buffers=buffers
+    )
+    moments = [loss_moment]
 
+    logits = 0 if rank.fuses_loss else rank.width * rank.logits
     for i in range(last, -1, -1):
-        kept -= groups[i].saved
-        moments += _backward_moments(rank, groups, i, kept=kept, kept_from=kept_from)
+        group, left = groups[i], i + 1
+        kept -= group.saved
+        # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of
+        # the group after this one, whose backward was before.
+        next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
+        ahead = sum(each.gathered for each in groups[min(kept_from, next_up) : i])
+        scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
+        height, buffers = kept + group.working, ahead + group.gathered + scattering
+        moments.append(
+            rank.moment(
+                f"backward of {group.name}",
+                left=left,
+                activations=height,
+                logits=logits if i == last else 0,
+                buffers=buffers,
+            )
+        )
+
+        # At the end, the buffer to scatter from replaces the group's weights and the one before.
+        replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
+        buffers = ahead + rank.width * group.weights + replaced
+        end, left_over = f"gradients of {group.name}", kept + rank.residual
+        moments.append(rank.moment(end, left=left, activations=left_over, buffers=buffers))
 
     # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
-    copies = _sharded(rank, groups) if foreach else 0
-    return [*moments, moment("optimizer step", left=0, buffers=copies)]
-
-
-def _backward_moments(
-    rank: Rank, groups: Sequence[Group], i: int, *, kept: int, kept_from: int
-) -> tuple[Moment, Moment]:
-    """The height and the end of the backward of group `i`, with `kept` for the groups before it."""
-    group, is_head = groups[i], i == len(groups) - 1
-    # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of the
-    # group after this one, whose backward was before.
-    next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
-    ahead = sum(group.gathered for group in groups[min(kept_from, next_up) : i])
-    scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
-    # At the end, the buffer to scatter from replaces the group's weights and the buffer before.
-    replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
-
-    moment = partial(_moment, rank, groups, left=i + 1)
-    height = moment(
-        name=f"backward of {group.name}",
-        activations=kept + group.working,
-        logits=rank.width * rank.logits if is_head and not rank.fuses_loss else 0,
-        buffers=ahead + group.gathered + scattering,
-    )
-    end = moment(
-        name=f"gradients of {group.name}",
-        activations=kept + rank.residual,
-        buffers=ahead + rank.width * group.weights + replaced,
-    )
-    return height, end
-
-
-def _moment(rank: Rank, groups: Sequence[Group], name: str, *, left: int, **parts: int) -> Moment:
-    """A moment when the first `left` groups have yet to scatter their gradients."""
-    # Gradients of earlier microbatches add up unsharded: only the last backward scatters them.
-    accumulated_width = rank.reduce_width if rank.accum_steps > 1 else 0
-    accumulated = accumulated_width * sum(group.weights for group in groups[:left])
-    moment_width = MOMENT_WIDTHS[rank.config.optimizer.state_dtype]
-    return Moment(
-        name,
-        parameters=_sharded(rank, groups),
-        gradients=_sharded(rank, groups[left:]) + accumulated,
-        optimizer_states=round(2 * _sharded(rank, groups) * moment_width / FLOAT32),
-        **parts,
-    )
-
-
-def _sharded(rank: Rank, groups: Sequence[Group]) -> int:
-    """Bytes of this rank's float32 shards of the groups' weights."""
-    if rank.config.training.enable_cpu_offload:
-        return 0
-    return FLOAT32 * sum(group.weights for group in groups) // rank.degrees.dp_shard
+    copies = rank.sharded(groups) if foreach else 0
+    return [*moments, rank.moment("optimizer step", left=0, buffers=copies)]
 
 
 def _loss_working(rank: Rank) -> int:
@@ -209,28 +219,6 @@ def _loss_working(rank: Rank) -> int:
     logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
     piece = max(0, in_float32 - rank.width * rank.output_weights)
     return rank.hidden + logits + added_up + piece
-
-
-def _groups(rank: Rank) -> list[Group]:
-    """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
-    # FSDP does not gather the embedding again for its backward.
-    never = rank.config.parallelism.fsdp_reshard_after_forward == "never"
-    weights = rank.output_weights
-    gathered = rank.width * weights if never else 0
-    embedding = Group("tok_embeddings", weights, gathered, saved=0, working=rank.hidden)
-
-    # The projection saves its input or, if the loss is fused, the gradients of input and weight.
-    saved = rank.norm_input(compiled=False) + rank.hidden
-    saved += rank.width * weights if rank.fuses_loss else 0
-    head_weights = weights + rank.model.dim
-    head = Group(
-        "output",
-        head_weights,
-        gathered=rank.width * head_weights,
-        saved=saved,
-        working=saved + rank.hidden,
-    )
-    return [embedding, *(_block(rank, index) for index in range(rank.model.n_layers)), head]
 
 
 def _block(rank: Rank, index: int) -> Group:
@@ -304,7 +292,7 @@ def _recomputed_by_compiler(rank: Rank) -> set[str]:
     if rank.degrees.tp > 1:
         return cheap
     inputs = ("attention_norm", "ffn_norm", "gated")
-    return cheap | {name for name in inputs if _readers(name) <= rank.float8_linears}
+    return cheap | {name for name in inputs if rank.only_cast(name)}
 
 
 def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:

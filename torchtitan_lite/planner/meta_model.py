@@ -2,8 +2,9 @@
 training and planning alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -46,49 +47,10 @@ class MetaModel:
         """Predict the time of a microbatch in bf16, and in float8 as converted."""
         return Roofline(device, self.job, self.recomputed).predict(self.choices, self.parameters)
 
-
-def _recomputed(job: Job, model: Transformer, *, fused_attention: bool = True) -> frozenset[str]:
-    return recomputed_modules(
-        model,
-        job.config.activation_checkpoint,
-        compiled=job.config.compile.covers("model"),
-        fused_attention=fused_attention,
-    )
-
-
-def _select(job: Job, model: Transformer, device: DeviceSpec | None) -> list[LinearChoice]:
-    """Decide which linears of `model`, not yet converted, train in float8."""
-    float8 = job.config.float8
-    any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
-
-    def slower_linears(linears: Sequence[LinearChoice]) -> dict[str, str]:
-        """Return the kinds that float8 would not make faster, each with the reason."""
-        if not float8.enable_float8_linear:
-            return {linear.kind: "float8 is off" for linear in linears}
-        if device is None:
-            raise ConfigError(
-                '[float8] filter_fqns = ["auto"] compares float8 with bf16 by the bf16 and fp8 '
-                "peaks and the memory bandwidth of the device, and not all of them are known here; "
-                'name the linears to keep, such as ["wk", "wv"].'
-            )
-        roofline = Roofline(device, job, _recomputed(job, model))
-        chosen = roofline.choose(linears)
-        eager = "" if roofline.compiled else ", as eager casts are not fused"
-        return {
-            linear.kind: f"auto: {roofline.ratio(linear, chosen):.2f}x the time of bf16{eager}"
-            for linear in linears
-            if linear not in chosen
-        }
-
-    return select_linears(
-        model,
-        filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
-        tp_degree=job.degrees.tp,
-        tokens=None if any_tokens else job.config.training.microbatch_tokens,
-        convert_output=float8.convert_output,
-        recipe=float8.recipe,
-        slower=slower_linears,
-    )
+    def moments(self, *, on_cpu: bool = False) -> list[Moment]:
+        """Estimate what a rank holds at the moments of a step at which memory can peak."""
+        float8 = {choice.kind for choice in self.choices if choice.converted}
+        return step_memory(Rank(self.job, float8, on_cpu=on_cpu))
 
 
 def build_meta_model(
@@ -105,11 +67,30 @@ def build_meta_model(
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
         model = Transformer(job.model_args)
-    choices = _select(job, model, device)
+    find_recomputed = partial(
+        recomputed_modules,
+        model,
+        config.activation_checkpoint,
+        compiled=config.compile.covers("model"),
+    )
+
+    # Which linears train in float8.
+    recomputed = find_recomputed(fused_attention=True)
+    any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
+    choices = select_linears(
+        model,
+        filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
+        tp_degree=job.degrees.tp,
+        tokens=None if any_tokens else config.training.microbatch_tokens,
+        convert_output=float8.convert_output,
+        recipe=float8.recipe,
+        slower=lambda linears: _slower_linears(linears, job, recomputed, device),
+    )
     if float8.enable_float8_linear:
         convert_linears(model, choices, float8=float8, emulate=emulate)
-    recomputed = _recomputed(job, model, fused_attention=fused_attention)
+    recomputed = find_recomputed(fused_attention=fused_attention)
 
+    # The FLOPs of each precision.
     in_bf16 = config.training.mixed_precision_param == "bfloat16"
     high_precision: Precision = "bf16" if in_bf16 else "fp32"
     converted = [name for choice in choices if choice.converted for name in choice.names]
@@ -129,13 +110,29 @@ def build_meta_model(
     return MetaModel(job, model, choices, ledger, recomputed)
 
 
-def estimate_memory(
-    job: Job, choices: Iterable[LinearChoice], *, on_cpu: bool = False
-) -> list[Moment]:
-    """Estimate what a rank holds at the moments of a step at which memory can peak."""
-    # The group of `output` is estimated in high precision, which is slightly more than in float8.
-    float8 = {choice.kind for choice in choices if choice.converted and choice.kind != OUTPUT}
-    return step_memory(Rank(job, float8, on_cpu=on_cpu))
+def _slower_linears(
+    linears: Sequence[LinearChoice],
+    job: Job,
+    recomputed: frozenset[str],
+    device: DeviceSpec | None,
+) -> dict[str, str]:
+    """Return the kinds that float8 would not make faster, each with the reason."""
+    if not job.config.float8.enable_float8_linear:
+        return {linear.kind: "float8 is off" for linear in linears}
+    if device is None:
+        raise ConfigError(
+            '[float8] filter_fqns = ["auto"] compares float8 with bf16 by the bf16 and fp8 peaks '
+            "and the memory bandwidth of the device, and not all of them are known here; name the "
+            'linears to keep, such as ["wk", "wv"].'
+        )
+    roofline = Roofline(device, job, recomputed)
+    chosen = roofline.choose(linears)
+    eager = "" if roofline.compiled else ", as eager casts are not fused"
+    return {
+        linear.kind: f"auto: {roofline.ratio(linear, chosen):.2f}x the time of bf16{eager}"
+        for linear in linears
+        if linear not in chosen
+    }
 
 
 def resolve_auto(
@@ -151,14 +148,12 @@ def resolve_auto(
     chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
     if ac.mode != "auto" and not chooses_linears:
         return job
-    with torch.device("meta"):
-        model = Transformer(job.model_args)
 
     # The cheapest activation checkpointing whose step should fit, or the last.
     if ac.mode == "auto":
         for mode in CHEAPEST_FIRST:
             tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
-            moments = estimate_memory(tried, _select(tried, model, device), on_cpu=on_cpu)
+            moments = build_meta_model(tried, device=device).moments(on_cpu=on_cpu)
             reserved_gib = reserved_bytes(moments) / 2**30
             if fits := reserved_gib <= memory_gib:
                 break
@@ -172,7 +167,7 @@ def resolve_auto(
         return job
 
     # The linears that float8 would make slower, by name in place of "auto".
-    choices = _select(job, model, device)
+    choices = build_meta_model(job, device=device).choices
     kept = {
         choice.kind: choice.kept_because
         for choice in choices

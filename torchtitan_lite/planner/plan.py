@@ -19,10 +19,11 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.rates import compute_rates, effective_peak
 
 from .memory import MOMENT_WIDTHS, reserved_bytes
-from .meta_model import MetaModel, build_meta_model, estimate_memory, resolve_auto
-from .roofline import Roofline, StepTime
+from .meta_model import MetaModel, build_meta_model, resolve_auto
+from .roofline import Prediction, Roofline
 
 SECONDS_PER_DAY = 86_400
+RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
 def resolve_device(name: str | None) -> DeviceSpec:
@@ -62,16 +63,15 @@ def make_plan(
         job = job.choose("float8", enable_float8_linear=True, filter_fqns=filters)
         in_float8 = build_meta_model(job, device=device)
 
-    peaks = _plan_peaks(meta.ledger, device)
     return {
         "request": _plan_request(meta, device),
         "model": _plan_model(meta),
         "flops_per_token": _plan_flops(meta.ledger),
         "linears": _plan_linears(in_float8, device),
-        "peaks": peaks,
+        "peaks": _plan_peaks(meta.ledger, device),
         "prediction": _plan_prediction(in_float8, device),
         "memory": _plan_memory(meta, device),
-        "schedule": _plan_schedule(meta, device, peaks["arithmetic"], tps),
+        "schedule": _plan_schedule(meta, device, tps),
     }
 
 
@@ -170,17 +170,15 @@ def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
 
 
 def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
-    known, flops = published_peaks(device), ledger.by_precision
-    effective, arithmetic = effective_peak(flops, known), None
-    if effective is not None:
-        weighted = sum(count * known[name] for name, count in flops.items() if count)
-        arithmetic = weighted / ledger.total
+    flops, known = ledger.by_precision, published_peaks(device)
+    effective = effective_peak(flops, known)
+    weighted = sum(count * known.get(name, 0) for name, count in flops.items())
     return {
         "device": device.name,
         "bf16": device.bf16_tflops,
         "fp8": device.fp8_tflops,
         "effective": effective,
-        "arithmetic": arithmetic,
+        "arithmetic": weighted / ledger.total if effective else None,
         "memory_gib": device.memory_gib,
         "bandwidth_tb_s": device.bandwidth_tb_s,
     }
@@ -188,27 +186,15 @@ def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
 
 def _plan_prediction(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
     """The gain over bf16 of a model in float8."""
-    if device.fp8_tflops is None:
-        verdict = f"the {device.name} has no float8 matrix units."
-        nothing: dict[str, Any] = {"converted": [], "better_kept": [], "bf16": None, "float8": None}
-        return {"step_speedup": None, "verdict": verdict, **nothing}
-    found = meta.predict(device)
-    return {
-        "step_speedup": found.step_speedup,
-        "verdict": found.verdict,
-        "converted": list(found.converted),
-        "better_kept": list(found.better_kept),
-        "bf16": _plan_step(found.bf16),
-        "float8": _plan_step(found.float8),
-    }
-
-
-def _plan_step(step: StepTime) -> dict[str, Any]:
-    return {"microbatch_s": step.seconds, **dataclasses.asdict(step)}
+    if device.fp8_tflops is not None:
+        return dataclasses.asdict(meta.predict(device))
+    keys = [field.name for field in dataclasses.fields(Prediction)]
+    verdict = f"the {device.name} has no float8 matrix units."
+    return dict.fromkeys(keys) | {"verdict": verdict, "converted": [], "better_kept": []}
 
 
 def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    moments = estimate_memory(meta.job, meta.choices)
+    moments = meta.moments()
     peak, reserved = max(moments, key=lambda moment: moment.total), reserved_bytes(moments)
     device_bytes = round(device.memory_gib * 2**30)
     return {
@@ -220,16 +206,14 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _plan_schedule(
-    meta: MetaModel, device: DeviceSpec, arithmetic_peak: float | None, tps: float | None
-) -> dict[str, Any]:
+def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> dict[str, Any]:
     """Rates at `tps`, or as predicted, and the time that the run takes at them."""
     job, training, origin = meta.job, meta.job.config.training, "given"
     if tps is None:
-        seconds = meta.predict(device).float8.seconds
+        seconds = meta.predict(device).float8.microbatch_s
         tps, origin = training.microbatch_tokens / seconds / job.degrees.tp, "predicted"
-    peaks = Peaks(device.name, published_peaks(device))
-    at = compute_rates(tps, ledger=meta.ledger, peaks=peaks)
+    at = compute_rates(tps, ledger=meta.ledger, peaks=Peaks(device.name, published_peaks(device)))
+    arithmetic_peak = _plan_peaks(meta.ledger, device)["arithmetic"]
 
     tokens_per_step = job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * job.degrees.world_size
@@ -239,11 +223,7 @@ def _plan_schedule(
     checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)
     return {
         "origin": origin,
-        "tps": tps,
-        "tflops": at.tflops,
-        "mfu": at.mfu,
-        "mfu_bf16_peak": at.mfu_bf16_peak,
-        "mfu_fp8_peak": at.mfu_fp8_peak,
+        **{name: getattr(at, name) for name in RATES},
         "mfu_arithmetic_peak": arithmetic_peak and 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,
         "step_s": tokens_per_step / tokens_per_second,

@@ -23,27 +23,15 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
-GEMM_FRACTION = 0.78
-"""Fraction of the data sheet's matmul rate that large matmuls reach (torchao's roofline_utils.py,
-for an H100 and others)."""
-BANDWIDTH_FRACTION = 0.92
-"""Fraction of the data sheet's memory bandwidth that large pointwise kernels reach (the same)."""
-KERNEL_SECONDS = 2e-6
-"""Device time of a kernel on one element (the same)."""
-SLOW_ACCUMULATION = 1.15
-"""Slowdown of a float8 matmul that accumulates in float32, as both gradients do: fast accumulation
-is 1.1 to 1.2 times as fast (pytorch/ao#2377)."""
-ATTENTION_FRACTION = 0.34
-"""Fraction of the bf16 matmul rate that fused attention reaches: 335 of 989 TFLOPS on an H100,
-forward and backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
-HOST_SECONDS_PER_KERNEL = 8e-6
-"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017),
-7.3 us eager, by the CPU time that casts add to a step of the debug model on few tokens."""
-HOST_SECONDS_PER_BLOCK = 2e-3
-"""Host time per block and step for hooks, autograd, clipping and the optimizer (the rest)."""
-RESOLUTION = 0.05
-"""Predictions are no better than this: a smaller relative difference is reported as none."""
-
+# Each with its source.
+GEMM_FRACTION = 0.78  # of the matmul peak that large matmuls reach: torchao's roofline_utils.py
+BANDWIDTH_FRACTION = 0.92  # of the memory bandwidth that large pointwise kernels reach: the same
+KERNEL_SECONDS = 2e-6  # device time of a kernel on one element: the same
+SLOW_ACCUMULATION = 1.15  # in float32, as in both gradients; fast is 1.1 to 1.2x: pytorch/ao#2377
+ATTENTION_FRACTION = 0.34  # 335 of 989 TFLOPS: FlashAttention-2 on H100, arXiv 2307.08691, 4.1
+HOST_SECONDS_PER_KERNEL = 8e-6  # 6.8 to 9.1 us compiled: meta-pytorch/tritonbench#1017; 7.3 eager
+HOST_SECONDS_PER_BLOCK = 2e-3  # hooks, autograd, clipping and AdamW in a step: measured on CPU
+RESOLUTION = 0.05  # a smaller relative difference is reported as none
 GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
@@ -64,43 +52,40 @@ class Cost:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A microbatch's seconds: the host's, and the device's by part."""
+    """Seconds of a microbatch."""
 
+    microbatch_s: float
+    """The slower of device and host."""
     host_s: float
     device_parts_s: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        """The slower of device and host."""
-        return max(sum(self.device_parts_s.values()), self.host_s)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step in bf16 and in float8; kinds of linears converted, and better kept in bf16."""
+    """What float8 gains over bf16."""
 
+    step_speedup: float
+    """Time in bf16 over time in float8: above 1 float8 pays."""
+    verdict: str
+    """The prediction in one sentence."""
+    converted: list[str]
+    """Kinds of linears in float8."""
+    better_kept: list[str]
+    """Those of them that bf16 would make faster."""
     bf16: StepTime
     float8: StepTime
-    converted: tuple[str, ...]
-    better_kept: tuple[str, ...]
 
-    @property
-    def step_speedup(self) -> float:
-        """Time in bf16 over time in float8: above 1 float8 pays."""
-        return self.bf16.seconds / self.float8.seconds
 
-    @property
-    def verdict(self) -> str:
-        """The prediction in one sentence."""
-        if not self.converted:
-            return "float8 gains nothing: no linear would be faster in it."
-        gain = self.step_speedup - 1
-        effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
-        kept = ", ".join(self.better_kept)
-        keep = f"keep {kept} in bf16" if kept else "no linear is better kept in bf16"
-        return (
-            f"float8 {effect}: a step runs at {self.step_speedup:.2f}x the speed of bf16; {keep}."
-        )
+def format_verdict(
+    step_speedup: float, converted: Sequence[str], better_kept: Sequence[str]
+) -> str:
+    """Return the prediction in one sentence."""
+    if not converted:
+        return "float8 gains nothing: no linear would be faster in it."
+    gain = step_speedup - 1
+    effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
+    keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
+    return f"float8 {effect}: a step runs at {step_speedup:.2f}x the speed of bf16; {keep} in bf16."
 
 
 @dataclass(frozen=True)
@@ -238,7 +223,8 @@ class Roofline:
         }
         host_s = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
         host_s += args.n_layers * HOST_SECONDS_PER_BLOCK
-        return StepTime(host_s, {part: cost.seconds for part, cost in costs.items()})
+        device_parts_s = {part: cost.seconds for part, cost in costs.items()}
+        return StepTime(max(sum(device_parts_s.values()), host_s), host_s, device_parts_s)
 
     def _attention(self) -> Cost:
         """Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which
@@ -264,11 +250,11 @@ class Roofline:
 
     def predict(self, linears: Sequence[LinearChoice], parameters: int) -> Prediction:
         """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
-        converted = [linear for linear in linears if linear.converted]
-        chosen = self.choose(converted)
-        return Prediction(
-            bf16=self.step(linears, parameters, float8=False),
-            float8=self.step(linears, parameters, float8=True),
-            converted=tuple(linear.kind for linear in converted),
-            better_kept=tuple(linear.kind for linear in converted if linear not in chosen),
-        )
+        linears_in_float8 = [linear for linear in linears if linear.converted]
+        chosen = self.choose(linears_in_float8)
+        converted = [linear.kind for linear in linears_in_float8]
+        better_kept = [linear.kind for linear in linears_in_float8 if linear not in chosen]
+        bf16, float8 = (self.step(linears, parameters, float8=on) for on in (False, True))
+        speedup = bf16.microbatch_s / float8.microbatch_s
+        verdict = format_verdict(speedup, converted, better_kept)
+        return Prediction(speedup, verdict, converted, better_kept, bf16, float8)
