@@ -17,8 +17,7 @@ from torchtitan_lite.models.flavors import BLOCK_LINEARS, block_linear_shapes
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 
 FLOAT32 = 4
-WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
-"""Bytes of an element."""
+WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
 MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 128, "float8": 1 + 4 / 128}
 """Bytes per weight of each of AdamW's moments, with its share of the scales."""
 RESERVED_RATIO = 1.26
@@ -32,14 +31,10 @@ class Group:
     """Weights that FSDP gathers and scatters together, and their modules' activations in bytes."""
 
     name: str
-    weights: int
-    """Elements once gathered: this rank's share under tensor parallelism."""
-    gathered: int
-    """Bytes of the weights gathered for the loss or the backward."""
-    saved: int
-    """Kept from the forward to the backward."""
-    working: int
-    """Held at the height of the backward, including what was saved."""
+    weights: int  # elements once gathered: this rank's share under tensor parallelism
+    gathered: int  # bytes of the weights gathered for the loss or the backward
+    saved: int  # kept from the forward to the backward
+    working: int  # held at the height of the backward, including what was saved
 
 
 @dataclass(frozen=True)
@@ -52,9 +47,7 @@ class Moment:
     optimizer_states: int
     activations: int = 0
     logits: int = 0
-    buffers: int = 0
-    """Weights that FSDP has gathered, gradients that it is about to scatter, and copies that the
-    optimizer makes."""
+    buffers: int = 0  # FSDP's gathered weights and gradients to scatter; the optimizer's copies
 
     @property
     def total(self) -> int:
@@ -161,18 +154,7 @@ def step_memory(rank: Rank) -> list[Moment]:
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
 
-    # In the loss all activations are kept. FSDP holds the buffer that it copied the head's weights
-    # from until it gathers others.
-    kept, working = sum(group.saved for group in groups), _loss_working(rank)
-    buffers = sum(group.gathered for group in groups[kept_from:])
-    if rank.fuses_loss and rank.degrees.dp_shard > 1:
-        buffers += groups[last].gathered
-    loss_moment = rank.moment(
-        "loss", left=last + 1, activations=kept, logits=working, buffers=buffers
-    )
-    moments = [loss_moment]
-
-    logits = 0 if rank.fuses_loss else rank.width * rank.logits
+    moments, kept = [_loss(rank, kept_from)], sum(group.saved for group in groups)
     for i in range(last, -1, -1):
         group, left = groups[i], i + 1
         kept -= group.saved
@@ -181,22 +163,24 @@ def step_memory(rank: Rank) -> list[Moment]:
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
         ahead = sum(each.gathered for each in groups[min(kept_from, next_up) : i])
         scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
-        height, buffers = kept + group.working, ahead + group.gathered + scattering
-        moments.append(
-            rank.moment(
-                f"backward of {group.name}",
-                left=left,
-                activations=height,
-                logits=logits if i == last else 0,
-                buffers=buffers,
-            )
+        unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
+        height = rank.moment(
+            f"backward of {group.name}",
+            left=left,
+            activations=kept + group.working,
+            logits=unfused,
+            buffers=ahead + group.gathered + scattering,
         )
 
         # At the end, the buffer to scatter from replaces the group's weights and the one before.
         replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
-        buffers = ahead + rank.width * group.weights + replaced
-        end, left_over = f"gradients of {group.name}", kept + rank.residual
-        moments.append(rank.moment(end, left=left, activations=left_over, buffers=buffers))
+        end = rank.moment(
+            f"gradients of {group.name}",
+            left=left,
+            activations=kept + rank.residual,
+            buffers=ahead + rank.width * group.weights + replaced,
+        )
+        moments += [height, end]
 
     # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
@@ -204,21 +188,29 @@ def step_memory(rank: Rank) -> list[Moment]:
     return [*moments, rank.moment("optimizer step", left=0, buffers=copies)]
 
 
-def _loss_working(rank: Rank) -> int:
-    """Bytes held at the height of the loss, including what is saved for the backward. The gradient
-    replaces the logits; eager, a piece of them is in float32 meanwhile."""
+def _loss(rank: Rank, kept_from: int) -> Moment:
+    """The loss, in which all activations are kept."""
+    # FSDP holds the buffer that it copied the head's weights from until it gathers others.
+    buffers = sum(group.gathered for group in rank.groups[kept_from:])
+    if rank.fuses_loss and rank.degrees.dp_shard > 1:
+        buffers += rank.groups[-1].gathered
+
+    # The gradient replaces the logits; eager, a piece of them is in float32 meanwhile.
     eager = not rank.config.compile.covers("loss")
     in_float32 = FLOAT32 * min(loss.PIECE_LOGITS, rank.logits) if eager else 0
-    if not rank.fuses_loss:
-        return 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
+    if rank.fuses_loss:
+        # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy.
+        # Until then its memory serves the float32 piece.
+        several = rank.logits > loss.CHUNK_LOGITS
+        added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
+        logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
+        piece = max(0, in_float32 - rank.width * rank.output_weights)
+        working = rank.hidden + logits + added_up + piece
+    else:
+        working = 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
 
-    # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy. Until
-    # then its memory serves the float32 piece.
-    several = rank.logits > loss.CHUNK_LOGITS
-    added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
-    logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
-    piece = max(0, in_float32 - rank.width * rank.output_weights)
-    return rank.hidden + logits + added_up + piece
+    kept, left = sum(group.saved for group in rank.groups), len(rank.groups)
+    return rank.moment("loss", left=left, activations=kept, logits=working, buffers=buffers)
 
 
 def _block(rank: Rank, index: int) -> Group:

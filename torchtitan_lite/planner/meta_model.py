@@ -4,7 +4,6 @@ training and planning alike.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -22,8 +21,7 @@ from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from .memory import Moment, Rank, reserved_bytes, step_memory
 from .roofline import Prediction, Roofline
 
-CHEAPEST_FIRST = ("none", "selective", "full")
-"""Modes of activation checkpointing, by how much they recompute."""
+CHEAPEST_FIRST = ("none", "selective", "full")  # modes of activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,9 @@ class MetaModel:
 
     job: Job
     model: Transformer
-    choices: list[LinearChoice]
-    """The decision for every linear."""
+    choices: list[LinearChoice]  # the decision for every linear
     ledger: FlopsLedger
-    recomputed: frozenset[str]
-    """Modules whose forward the backward pass runs again."""
+    recomputed: frozenset[str]  # modules whose forward the backward pass runs again
 
     @property
     def parameters(self) -> int:
@@ -67,15 +63,10 @@ def build_meta_model(
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
         model = Transformer(job.model_args)
-    find_recomputed = partial(
-        recomputed_modules,
-        model,
-        config.activation_checkpoint,
-        compiled=config.compile.covers("model"),
-    )
+    ac, compiled = config.activation_checkpoint, config.compile.covers("model")
 
     # Which linears train in float8.
-    recomputed = find_recomputed(fused_attention=True)
+    recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=True)
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     choices = select_linears(
         model,
@@ -88,7 +79,7 @@ def build_meta_model(
     )
     if float8.enable_float8_linear:
         convert_linears(model, choices, float8=float8, emulate=emulate)
-    recomputed = find_recomputed(fused_attention=fused_attention)
+    recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=fused_attention)
 
     # The FLOPs of each precision.
     in_bf16 = config.training.mixed_precision_param == "bfloat16"
@@ -105,7 +96,7 @@ def build_meta_model(
         convention=config.metrics.flops_convention,
         recomputed=recomputed,
         # Under a memory budget the compiler decides what to recompute.
-        recompute_is_known=config.activation_checkpoint.mode != "memory_budget",
+        recompute_is_known=ac.mode != "memory_budget",
     )
     return MetaModel(job, model, choices, ledger, recomputed)
 

@@ -54,8 +54,7 @@ class Cost:
 class StepTime:
     """Seconds of a microbatch."""
 
-    microbatch_s: float
-    """The slower of device and host."""
+    microbatch_s: float  # the slower of device and host
     host_s: float
     device_parts_s: Mapping[str, float]
 
@@ -64,14 +63,10 @@ class StepTime:
 class Prediction:
     """What float8 gains over bf16."""
 
-    step_speedup: float
-    """Time in bf16 over time in float8: above 1 float8 pays."""
+    step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
     verdict: str
-    """The prediction in one sentence."""
-    converted: list[str]
-    """Kinds of linears in float8."""
-    better_kept: list[str]
-    """Those of them that bf16 would make faster."""
+    converted: list[str]  # kinds of linears in float8
+    better_kept: list[str]  # those of them that bf16 would make faster
     bf16: StepTime
     float8: StepTime
 
@@ -94,8 +89,7 @@ class Roofline:
 
     device: DeviceSpec
     job: Job
-    recomputed: Collection[str] = ()
-    """Modules whose forward the backward pass runs again."""
+    recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
 
     @property
     def tokens(self) -> int:
