@@ -245,12 +245,12 @@ def measure(records: Sequence[Mapping[str, Any]]) -> Result:
 def add_ratios(results: Sequence[Result]) -> None:
     """Set the RATIOS of each result; None where it or its counterpart is not done."""
     rows = {Row(**{key: result[key] for key in Row.__annotations__}): result for result in results}
+    tps: dict[Row, Any] = {row: result.get("tps") for row, result in rows.items()}
     for row, result in rows.items():
         counterparts = replace(row, recipe="bf16"), replace(row, compile=False)
         for name, other in zip(RATIOS, counterparts, strict=True):
-            tps, other_tps = (rows.get(each, {}).get("tps") for each in (row, other))
-            known = other != row and tps and other_tps
-            result[name] = tps / other_tps if known else None
+            known = other != row and tps[row] and tps.get(other)
+            result[name] = tps[row] / tps[other] if known else None
 
 
 def run_benchmark(
