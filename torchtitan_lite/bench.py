@@ -37,12 +37,9 @@ from torchtitan_lite.planner.plan import make_plan, resolve_device
 from torchtitan_lite.run_folder import read_status
 from torchtitan_lite.tables import format_columns
 
-TRAIN = ("-m", "torchtitan_lite.train")
-"""Arguments of Python that start a row's run."""
-WARMUP_STEPS, STEPS = 2, 12
-"""Steps of a run; the first two, which compile and settle, are in no figure."""
-LOG_LINES = 30
-"""Last lines of its log that the result keeps of a row that failed."""
+TRAIN = ("-m", "torchtitan_lite.train")  # what Python runs for a row
+WARMUP_STEPS, STEPS = 2, 12  # the first two, which compile and settle, are in no figure
+LOG_LINES = 30  # the last ones, that the result keeps of a row that failed
 PAIR = ("bf16", "tensorwise")
 RECIPES = (*PAIR, "rowwise", "rowwise_with_gw_hp", "mxfp8")
 RATIOS = {"bf16_ratio": "tps over the bf16 row's", "compile_ratio": "tps over the eager row's"}
@@ -51,12 +48,11 @@ DONE, STOPPED = "done", "stopped by a signal"
 
 # Columns of the tables, each with the format of its figures.
 FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "compile_ratio": ".3f", "tflops": ".4g"}
-FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f"}
-FIGURES |= {"step_time_s": ".4f", "spread_pct": ".1f"}
+FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f", "step_time_s": ".4f"}
+FIGURES |= {"spread_pct": ".1f"}
 PREDICTIONS = {"predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
 
-Result = dict[str, Any]
-"""A row and its figures, in values that JSON can hold."""
+Result = dict[str, Any]  # a row and its figures, in values that JSON can hold
 
 
 @dataclass(frozen=True)
@@ -66,13 +62,10 @@ class Row:
     flavor: str
     layers: int
     seq_len: int
-    batch: int
-    """Sequences in a step."""
-    ac: str
-    """Activation checkpointing: "none", "full", or "op" for the selective policy of that name."""
+    batch: int  # sequences in a step
+    ac: str  # activation checkpointing: "none", "full", or "op", the selective policy of that name
     compile: bool
-    recipe: str
-    """"bf16", or a float8 recipe."""
+    recipe: str  # "bf16", or a float8 recipe
 
     @property
     def name(self) -> str:
@@ -133,9 +126,8 @@ ROWS = {
 
 def device_name() -> str:
     """Name of the GPU at hand, or of the CPU with its number of cores."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU: {cpu_name()}, {len(usable_cores())} cores"
+    cpu = f"CPU: {cpu_name()}, {len(usable_cores())} cores"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
 
 
 def local_device() -> DeviceSpec | None:
@@ -196,11 +188,16 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
     config, run, log = folder / "config.toml", folder / "run", folder / "log.txt"
     config.write_text(dump_config(row.config))
     words = ["--job.config_file", str(config), "--job.dump_folder", str(run)]
+    with socket.socket() as free:  # it trains alone, in an environment as torchrun would set it
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, *TRAIN, *words],
-            env=_environment(),
+            env={**os.environ, **alone, **address},
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the benchmark alone
@@ -226,15 +223,6 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
     return result | {"status": "failed", "reason": reason.splitlines()[0], "log_tail": tail}
 
 
-def _environment() -> dict[str, str]:
-    """Environment of a run that is its only process, as torchrun would set it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**os.environ, **alone, **address}
-
-
 def measure(records: Sequence[Mapping[str, Any]]) -> Result:
     """Return the figures of a run: medians over its records, without the warm-up steps."""
     steady = [record for record in records if record["step"] > WARMUP_STEPS]
@@ -256,13 +244,12 @@ def measure(records: Sequence[Mapping[str, Any]]) -> Result:
 
 def add_ratios(results: Sequence[Result]) -> None:
     """Set the RATIOS of each result; None where it or its counterpart is not done."""
-    rows = [Row(**{field: result[field] for field in Row.__annotations__}) for result in results]
-    pairs = list(zip(rows, results, strict=True))
-    tps = {row: result["tps"] for row, result in pairs if result["status"] == DONE}
-    for row, result in pairs:
+    rows = {Row(**{key: result[key] for key in Row.__annotations__}): result for result in results}
+    tps: dict[Row, Any] = {row: result.get("tps") for row, result in rows.items()}
+    for row, result in rows.items():
         counterparts = replace(row, recipe="bf16"), replace(row, compile=False)
         for name, other in zip(RATIOS, counterparts, strict=True):
-            known = other != row and {row, other} <= tps.keys()
+            known = other != row and tps[row] and tps.get(other)
             result[name] = tps[row] / tps[other] if known else None
 
 
@@ -271,8 +258,7 @@ def run_benchmark(
 ) -> dict[str, Any]:
     """Run `rows` within the time budget and return the report. It is written to the file `out`
     after every row. SIGTERM and SIGINT end the running row and the benchmark."""
-    began = time.monotonic()
-    versions = {name: version(name) for name in ("torch", "torchao")}
+    began, versions = time.monotonic(), {name: version(name) for name in ("torch", "torchao")}
     report: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -297,7 +283,17 @@ def run_benchmark(
         try:
             for number, row in enumerate(rows):
                 left_s = budget_s - (time.monotonic() - began)
-                _run_within(left_s, row, report, device, folder=Path(folder) / str(number))
+                longest_s = max((each["seconds"] for each in report["rows"]), default=0.0)
+                try:
+                    row, predictions = plan_row(row, device)
+                    if longest_s >= left_s:
+                        raise TimeoutError("no time was left")
+                    result = run_row(row, Path(folder) / str(number), timeout_s=left_s)
+                except (ConfigError, TimeoutError) as error:
+                    report["skipped"].append({"name": row.name, "reason": str(error)})
+                else:
+                    report["rows"].append(result | predictions)
+                    logger.info(f"{row.name}: {result['status']} after {result['seconds']:.0f} s")
                 save("running")
             save(DONE)
         except KeyboardInterrupt:
@@ -305,22 +301,6 @@ def run_benchmark(
         except OSError as error:
             raise StorageError(f"--out {out} or {folder}: {error}; make room.") from error
     return report
-
-
-def _run_within(
-    left_s: float, row: Row, report: dict[str, Any], device: DeviceSpec | None, *, folder: Path
-) -> None:
-    """Run `row`, unless the longest row so far took more than the `left_s` seconds."""
-    try:
-        row, predictions = plan_row(row, device)
-        if max((each["seconds"] for each in report["rows"]), default=0.0) >= left_s:
-            raise TimeoutError("no time was left")
-        result = run_row(row, folder, timeout_s=left_s) | predictions
-    except (ConfigError, TimeoutError) as error:
-        report["skipped"].append({"name": row.name, "reason": str(error)})
-        return
-    report["rows"].append(result)
-    logger.info(f"{row.name}: {result['status']} after {result['seconds']:.0f} s")
 
 
 def read_earlier(path: Path, *, device: str) -> list[Result]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.build_model import build_model, rates_of
+from torchtitan_lite.build_model import build_model, planned_device
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
@@ -37,9 +37,7 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import UpdateGuard, build_optimizer
 from torchtitan_lite.parallel.distributed import build_mesh, local_world_size
-from torchtitan_lite.planner.meta_model import (
-    resolve_auto,
-)
+from torchtitan_lite.planner.meta_model import resolve_auto
 
 
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
@@ -57,7 +55,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     job = resolve_auto(
         job,
         memory_gib=min(memory_gib),
-        rates=rates_of(device, config),
+        device=planned_device(device, config.metrics),
         on_cpu=device.type == "cpu",
     )
     return job, tokenizer

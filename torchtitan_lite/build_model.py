@@ -5,25 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.float8.convert import resolve_emulate
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import LinearChoice, format_choices
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
-from torchtitan_lite.planner.meta_model import (
-    DeviceRates,
-    build_meta_model,
-    device_rates,
-    predict_step,
-)
+from torchtitan_lite.planner.meta_model import build_meta_model
 
 
 def build_model(
@@ -55,8 +50,8 @@ def build_model(
     )
     if float8.enable_float8_linear:
         log_float8(job, meta.choices, asked)
-        if (rates := rates_of(device, config)) is not None:
-            logger.info(f"predicted: {predict_step(job, meta, rates=rates).verdict}")
+        if (spec := planned_device(device, config.metrics)) is not None:
+            logger.info(f"predicted: {meta.predict(spec).verdict}")
     log_flops(job, ledger)
 
     if config.compile.enable:
@@ -126,8 +121,10 @@ def log_flops(job: Job, ledger: FlopsLedger) -> None:
     logger.info(line)
 
 
-def rates_of(device: torch.device, config: Config) -> DeviceRates | None:
-    """Return the planner's rates for this device; None on CPU and for an unknown GPU."""
+def planned_device(device: torch.device, metrics: MetricsConfig) -> DeviceSpec | None:
+    """Return the data sheet that float8 is planned by; None on CPU, for an unknown GPU and for one
+    whose float8 peak is not known."""
     on_gpu = device.type == "cuda"
     spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
-    return device_rates(spec, config.metrics)
+    spec = spec and spec.with_given(metrics)
+    return spec if spec and spec.fp8_tflops else None

@@ -1,12 +1,13 @@
-"""What is asked of a step."""
+"""What is asked of a step, and by which data sheet it is predicted."""
 
 from typing import Any
 
 import pytest
+import torch
 from sample_jobs import job_of
 
-from torchtitan_lite.build_model import asked_of_step
-from torchtitan_lite.config import Config, Float8Config, TrainingConfig
+from torchtitan_lite.build_model import asked_of_step, planned_device
+from torchtitan_lite.config import Config, Float8Config, MetricsConfig, TrainingConfig
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.planner.meta_model import build_meta_model
 
@@ -57,7 +58,21 @@ def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
     training = TrainingConfig(seq_len=32, local_batch_size=1, global_batch_size=8)
     asking = Config(training=training, float8=Float8Config(**float8))
     job = job_of(asking, args, degrees=degrees)
-    meta = build_meta_model(job, emulate=True, fused_attention=True)
+    meta = build_meta_model(job, emulate=True)
     asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
+
+
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [("NVIDIA H200", "H200"), ("NVIDIA A100 80GB PCIe", None), ("Some GPU", None)],
+)
+def test_rates_are_not_guessed(
+    name: str, planned: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    given = MetricsConfig(peak_tflops_bf16=800.0)
+    spec = planned_device(torch.device("cuda", 0), given)
+    assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
+    assert planned_device(torch.device("cpu"), given) is None

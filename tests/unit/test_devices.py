@@ -3,6 +3,7 @@ another device."""
 
 import pytest
 
+from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import published_peaks
 
@@ -105,6 +106,14 @@ def test_memory(name, memory_gib, bandwidth_tb_s):
     device = lookup_device(name)
     assert isinstance(device, DeviceSpec)
     assert (device.memory_gib, device.bandwidth_tb_s) == (memory_gib, bandwidth_tb_s)
+
+
+def test_given_peaks_come_before_the_data_sheets():
+    h100 = lookup_device("H100 SXM")
+    assert h100.with_given(MetricsConfig()) == h100
+    given = h100.with_given(MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0))
+    assert published_peaks(given) == {"bf16": 800, "fp8": 1500}
+    assert given.bandwidth_tb_s == h100.bandwidth_tb_s
 
 
 def test_every_row_is_found_by_its_name_and_no_name_is_there_twice():

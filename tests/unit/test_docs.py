@@ -21,6 +21,7 @@ from test_roofline import (
     H100_500W,
     LLAMA_8B,
     PUBLISHED_STEPS,
+    TENSORWISE,
 )
 
 from torchtitan_lite.config import load_config
@@ -28,7 +29,6 @@ from torchtitan_lite.metrics import figures
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner import roofline
 from torchtitan_lite.planner.plan import make_plan, resolve_device
-from torchtitan_lite.planner.roofline import Roofline, predict, step_time
 
 ROOT = Path(__file__).parents[2]
 METRICS, PLAN, FLOAT8 = (
@@ -108,14 +108,12 @@ def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
     for _, _, _, bf16_tps, float8_tps, predicted, error in PUBLISHED_STEPS:
         measured = f"{bf16_tps:,g} to {float8_tps:,g} | {float8_tps / bf16_tps:.2f}"
         assert_said(PLAN, f"| {measured} | {predicted:.2f} | +{error} % |")
-    linears, rest, tokens = DEBUG_RUN
-    eager = predict(Roofline(H100_500W, tokens, "tensorwise", compiled=False), linears, rest)
-    linears, rest, tokens = LLAMA_8B
-    step = step_time(GATHERED(H100_500W, tokens), linears, rest, float8=False)
+    eager = DEBUG_RUN.predict(H100_500W, TENSORWISE, compiled=False)
+    step = LLAMA_8B.step(H100_500W, GATHERED, float8=False)
     assert_said(
         PLAN,
         f"since eager it would be {eager.step_speedup:.2f}",
-        f"a step of 8B is predicted at {step.seconds:.2f} s",
+        f"a step of 8B is predicted at {step.microbatch_s:.2f} s",
         f"the planner predicts {float8['prediction']['step_speedup']:.2f} for the first row",
         f"{float8['schedule']['mfu']:.2f} % here",
         f"which is an upper bound: {plan('llama3_8b_float8')['schedule']['tps']:,.0f} here",
@@ -183,9 +181,14 @@ def test_the_floors_of_each_recipe() -> None:
 
 def test_the_cost_of_padding() -> None:
     tokens, k, n = 8192, 4096, 14336
-    traffic = 3 * tokens * (k + n) / (H100.bandwidth * roofline.BANDWIDTH_FRACTION)
+    traffic = 3 * tokens * (k + n) / (H100.bandwidth_tb_s * 1e12 * roofline.BANDWIDTH_FRACTION)
     matmul = (
-        2 * tokens * k * n / (H100.fp8_flops * roofline.GEMM_FRACTION) * roofline.SLOW_ACCUMULATION
+        2
+        * tokens
+        * k
+        * n
+        / (H100.fp8_tflops * 1e12 * roofline.GEMM_FRACTION)
+        * roofline.SLOW_ACCUMULATION
     )
     assert traffic / matmul == pytest.approx(1 / 5, rel=0.1)
     assert_said(

@@ -1,5 +1,4 @@
-"""What training and planning share: the refusal of auto without a known device, and the rates of a
-known one."""
+"""What training and planning share: what "auto" chooses, and its refusal without a known device."""
 
 import dataclasses
 from typing import Any
@@ -12,29 +11,15 @@ from torchtitan_lite.config import (
     CompileConfig,
     Config,
     Float8Config,
-    MetricsConfig,
     ModelConfig,
     TrainingConfig,
 )
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.planner.meta_model import build_meta_model, device_rates, resolve_auto
-from torchtitan_lite.planner.roofline import DeviceRates
+from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
 
 H100 = lookup_device("H100 SXM")
-RATES = DeviceRates(989e12, 1979e12, 3.35e12)
-
-
-def test_rates_are_the_data_sheets_or_given():
-    assert device_rates(H100, MetricsConfig()) == DeviceRates(989e12, 1979e12, 3.35e12)
-    given = MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0)
-    assert device_rates(H100, given) == DeviceRates(800e12, 1500e12, 3.35e12)
-
-
-def test_rates_are_not_guessed():
-    assert device_rates(None, MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0)) is None
-    assert device_rates(lookup_device("A100 SXM 80GB"), MetricsConfig()) is None
 
 
 def test_auto_needs_a_known_device():
@@ -46,9 +31,9 @@ def test_auto_needs_a_known_device():
     with pytest.raises(
         ConfigError, match=r'filter_fqns = \["auto"\] compares float8 with bf16 by the bf16'
     ):
-        build_meta_model(job_of(config), emulate=True, fused_attention=True)
+        build_meta_model(job_of(config), emulate=True)
     off = config.model_copy(update={"float8": Float8Config(filter_fqns=("auto",))})
-    meta = build_meta_model(job_of(off), emulate=True, fused_attention=True)
+    meta = build_meta_model(job_of(off), emulate=True)
     assert {choice.kept_because for choice in meta.choices if choice.kind != "output"} == {
         "float8 is off"
     }
@@ -68,10 +53,10 @@ def resolve(
     *,
     tp: int = 1,
     memory_gib: float = 1e9,
-    rates: DeviceRates | None = RATES,
+    device: DeviceSpec | None = H100,
 ) -> Config:
     job = job_of(config, args, degrees=(1, 64, tp))
-    return resolve_auto(job, rates=rates, memory_gib=memory_gib).config
+    return resolve_auto(job, device=device, memory_gib=memory_gib).config
 
 
 @pytest.mark.parametrize(
@@ -87,14 +72,14 @@ def test_auto_checkpointing_is_the_cheapest_that_fits(
     memory_gib: float, mode: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        resolved = resolve(AUTO_CHECKPOINTING, memory_gib=memory_gib, rates=None)
+        resolved = resolve(AUTO_CHECKPOINTING, memory_gib=memory_gib, device=None)
     assert resolved.activation_checkpoint.mode == mode
     assert f'mode = "auto" is "{mode}" here, {says}' in caplog.text
 
 
 def test_a_config_without_auto_is_returned_as_it_is() -> None:
     config = Config(activation_checkpoint=ActivationCheckpointConfig(mode="full"))
-    assert resolve(config, rates=None) is config
+    assert resolve(config, device=None) is config
 
 
 def auto_float8(*filters: str, compiled: bool = True, **float8: Any) -> Config:
@@ -121,7 +106,7 @@ def auto_float8(*filters: str, compiled: bool = True, **float8: Any) -> Config:
         ),
     ],
 )
-def test_resolved_filters_select_the_same_linears_without_rates(
+def test_resolved_filters_select_the_same_linears_without_a_data_sheet(
     config: Config, tp: int, kept: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
@@ -136,13 +121,8 @@ def test_resolved_filters_select_the_same_linears_without_rates(
     converted = [
         {name for choice in meta.choices if choice.converted for name in choice.names}
         for meta in (
-            build_meta_model(
-                job_of(each, FLAVORS["8B"], degrees=(1, 1, tp)),
-                emulate=False,
-                fused_attention=True,
-                rates=rates,
-            )
-            for each, rates in ((with_auto, RATES), (resolved, None))
+            build_meta_model(job_of(each, FLAVORS["8B"], degrees=(1, 1, tp)), device=device)
+            for each, device in ((with_auto, H100), (resolved, None))
         )
     ]
     assert converted[0] == converted[1] != set()
@@ -163,9 +143,9 @@ def test_float8_is_off_where_auto_converts_nothing(caplog: pytest.LogCaptureFixt
         resolved = resolve(auto_float8(compiled=False))
     assert not resolved.float8.enable_float8_linear
     assert "x the time of bf16, as eager casts are not fused)" in caplog.text
-    build_meta_model(job_of(resolved), emulate=False, fused_attention=True)
+    build_meta_model(job_of(resolved))
 
 
-def test_a_resolved_filter_needs_the_rates() -> None:
+def test_auto_is_resolved_by_a_data_sheet_only() -> None:
     with pytest.raises(ConfigError, match=r'filter_fqns = \["auto"\] compares float8 with bf16'):
-        resolve(auto_float8(), rates=None)
+        resolve(auto_float8(), device=None)

@@ -28,7 +28,7 @@ def build(recipe: str | None, args: ModelArgs = SMALL, **float8: Any) -> MetaMod
             enable_float8_linear=recipe is not None, recipe_name=recipe or "tensorwise", **float8
         ),
     )
-    return build_meta_model(job_of(config, args), emulate=False, fused_attention=True)
+    return build_meta_model(job_of(config, args))
 
 
 def count_operators(meta: MetaModel) -> Counter[tuple[str, str]]:

@@ -7,17 +7,17 @@ roofline gives as 0.6 of the data sheet's; the model's 0.78 is that of parts wit
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_jobs import job_of
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,58 +27,87 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.testing.training.roofline_utils import get_float8_mem_sympy, get_gemm_time_sympy
 
+from torchtitan_lite.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Config,
+    Float8Config,
+    TrainingConfig,
+)
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import LinearChoice
+from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import (
     BLOCK_LINEARS,
     FLAVORS,
+    OUTPUT,
     ROW_SPLIT,
     ModelArgs,
     block_linear_shapes,
 )
 from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
-from torchtitan_lite.planner.roofline import (
-    DeviceRates,
-    Prediction,
-    Rest,
-    Roofline,
-    StepTime,
-    predict,
-    step_time,
-)
+from torchtitan_lite.planner.roofline import Prediction, Roofline, StepTime, format_verdict
 
-H100 = DeviceRates(bf16_flops=989e12, fp8_flops=1979e12, bandwidth=3.35e12)
-H100_500W = DeviceRates(
-    bf16_flops=989e12 * 0.6 / 0.78, fp8_flops=1979e12 * 0.6 / 0.78, bandwidth=2.4e12
-)
-B200 = DeviceRates(bf16_flops=2250e12, fp8_flops=4500e12, bandwidth=8e12)
-MI300X = DeviceRates(bf16_flops=1307e12, fp8_flops=2615e12, bandwidth=5.3e12)
+H100 = DeviceSpec("H100", 989, 1979, 80, 3.35)
+H100_500W = DeviceSpec("H100 of 500 W", 989 * 0.6 / 0.78, 1979 * 0.6 / 0.78, 80, 2.4)
+B200 = DeviceSpec("B200", 2250, 4500, 180, 8.0)
+MI300X = DeviceSpec("MI300X", 1307, 2615, 192, 5.3)
 WQ, WK, WV, WO, W1, W3, W2 = BLOCK_LINEARS
 PER_OP_AC = (WK, WO, W3)
 DEBUG = replace(FLAVORS["debugmodel"], vocab_size=2256)
 
 
-def one_linear(n: int, k: int, *, count: int = 1) -> LinearChoice:
-    return LinearChoice("x", ("x",) * count, (n, k), (n, k))
+def one_linear(n: int, k: int) -> LinearChoice:
+    return LinearChoice("x", ("x",), (n, k), (n, k))
 
 
-def linears_of(
-    args: ModelArgs, *, tp: int = 1, recomputed: tuple[str, ...] = (), kept: Collection[str] = ()
-) -> list[LinearChoice]:
+def linears_of(args: ModelArgs, *, tp: int = 1, kept: Collection[str] = ()) -> list[LinearChoice]:
     linears = []
     for kind, (n, k) in block_linear_shapes(args).items():
         local = (n // tp, k) if kind.split(".")[1] not in ROW_SPLIT.values() else (n, k // tp)
         names = tuple(f"layers.{i}.{kind}" for i in range(args.n_layers))
-        again = args.n_layers if kind in recomputed else 0
         reason = "kept" if kind in kept else ""
-        linears.append(LinearChoice(kind, names, (n, k), local, reason, again))
+        linears.append(LinearChoice(kind, names, (n, k), local, reason))
     return linears
 
 
-class Run(NamedTuple):
+def roofline_of(
+    device: DeviceSpec,
+    scheme: Float8Config,
+    tokens: int,
+    args: ModelArgs = FLAVORS["8B"],
+    *,
+    degrees: tuple[int, int, int] = (1, 1, 1),
+    compiled: bool = True,
+    recomputed: Collection[str] = (),
+) -> Roofline:
+    config = Config(
+        training=TrainingConfig(seq_len=tokens, local_batch_size=1),
+        activation_checkpoint=ActivationCheckpointConfig(
+            mode="selective" if recomputed else "none"
+        ),
+        compile=CompileConfig(enable=compiled),
+        float8=scheme,
+    )
+    return Roofline(device, job_of(config, args, degrees=degrees), frozenset(recomputed))
+
+
+@dataclass(frozen=True)
+class Run:
     linears: list[LinearChoice]
-    rest: Rest
+    parameters: int
     tokens: int
+    settings: dict[str, Any]
+
+    def roofline(self, device: DeviceSpec, scheme: Float8Config, **changes: Any) -> Roofline:
+        return roofline_of(device, scheme, self.tokens, **self.settings, **changes)
+
+    def predict(self, device: DeviceSpec, scheme: Float8Config, **changes: Any) -> Prediction:
+        return self.roofline(device, scheme, **changes).predict(self.linears, self.parameters)
+
+    def step(self, device: DeviceSpec, scheme: Float8Config, *, float8: bool) -> StepTime:
+        roofline = self.roofline(device, scheme)
+        return roofline.step(self.linears, self.parameters, float8=float8)
 
 
 def run_of(
@@ -91,27 +120,30 @@ def run_of(
     recomputed: tuple[str, ...] = (),
     kept: Collection[str] = (),
 ) -> Run:
-    linears = linears_of(args, tp=tp, recomputed=recomputed, kept=kept)
-    parameters = sum(len(linear.names) * math.prod(linear.local_shape) for linear in linears)
-    parameters += 2 * args.vocab_size * args.dim // tp
-    rest = Rest(
-        args=replace(args, max_seq_len=seq_len),
-        tp=tp,
-        gathered_parameters=parameters,
-        sharded_parameters=parameters // dp,
-        recomputed_layers=args.n_layers if recomputed else 0,
+    linears = linears_of(args, tp=tp, kept=kept)
+    names = {name for linear in linears if linear.kind in recomputed for name in linear.names}
+    parameters = sum(len(linear.names) * math.prod(linear.shape) for linear in linears)
+    parameters += 2 * args.vocab_size * args.dim
+    output = (args.vocab_size, args.dim)
+    local_output = (args.vocab_size // tp, args.dim)
+    linears.append(LinearChoice(OUTPUT, (OUTPUT,), output, local_output, "kept"))
+    settings = {"args": replace(args, max_seq_len=seq_len), "degrees": (1, dp, tp)}
+    return Run(linears, parameters, tokens, settings | {"recomputed": names})
+
+
+def scheme_of(name: str, *, gathered: bool = False) -> Float8Config:
+    return Float8Config(
+        enable_float8_linear=True, recipe_name=name, enable_fsdp_float8_all_gather=gathered
     )
-    return Run(linears, rest, tokens)
 
 
 LLAMA_8B = run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, recomputed=PER_OP_AC)
 LLAMA_8B_BATCH_2 = run_of(FLAVORS["8B"], tokens=16384, seq_len=8192, recomputed=PER_OP_AC)
 LLAMA_8B_TP_2 = run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, dp=2, tp=2, recomputed=PER_OP_AC)
 DEBUG_RUN = run_of(DEBUG, tokens=8 * 2048, seq_len=2048)
-GATHERED = partial(Roofline, recipe="tensorwise", compiled=True, float8_all_gather=True)
-TENSORWISE = partial(Roofline, recipe="tensorwise", compiled=True)
-ROWWISE = partial(Roofline, recipe="rowwise", compiled=True)
-ROWWISE_WITH_GW_HP = partial(Roofline, recipe="rowwise_with_gw_hp", compiled=True)
+GATHERED = scheme_of("tensorwise", gathered=True)
+TENSORWISE, ROWWISE = scheme_of("tensorwise"), scheme_of("rowwise")
+ROWWISE_WITH_GW_HP = scheme_of("rowwise_with_gw_hp")
 
 # Device, run, scheme, published tokens/s in bf16 and in float8, predicted speedup, its error in
 # percent. Published for 8B on 8 H100: by a user of torchtitan, in torchao's float8 README, in
@@ -135,22 +167,21 @@ PUBLISHED_STEPS = (
     ("device", "run", "scheme", "bf16_tps", "float8_tps", "predicted", "error"), PUBLISHED_STEPS
 )
 def test_step_speedups_beside_published_ones(
-    device: DeviceRates,
+    device: DeviceSpec,
     run: Run,
-    scheme: Callable[[DeviceRates, int], Roofline],
+    scheme: Float8Config,
     bf16_tps: float,
     float8_tps: float,
     predicted: float,
     error: int,
 ) -> None:
-    speedup = predict(scheme(device, run.tokens), run.linears, run.rest).step_speedup
+    speedup = run.predict(device, scheme).step_speedup
     assert speedup == pytest.approx(predicted, abs=0.006)
     assert 100 * (speedup / (float8_tps / bf16_tps) - 1) == pytest.approx(error, abs=0.6)
 
 
 def test_a_bf16_step_takes_less_than_the_measured_one_but_not_by_much() -> None:
-    linears, rest, tokens = LLAMA_8B
-    seconds = step_time(GATHERED(H100_500W, tokens), linears, rest, float8=False).seconds
+    seconds = LLAMA_8B.step(H100_500W, GATHERED, float8=False).microbatch_s
     assert seconds == pytest.approx(
         1.09, abs=0.005
     )  # measured: 8192 tokens at 6,150 to 6,667 a second, 1.23 to 1.33 s
@@ -182,7 +213,7 @@ def test_linears_beside_published_ones(
     predicted_ms: float,
     predicted: float,
 ) -> None:
-    linear, roofline = one_linear(n, k), Roofline(H100_500W, m, recipe, compiled=True)
+    linear, roofline = one_linear(n, k), roofline_of(H100_500W, scheme_of(recipe), m)
     bf16 = roofline.bf16(linear).seconds * 1e3
     assert bf16 == pytest.approx(predicted_ms, rel=0.01)
     assert 1 / roofline.ratio(linear, [linear]) == pytest.approx(predicted, abs=0.005)
@@ -205,7 +236,7 @@ def test_linears_beside_published_ones(
 def test_wk_and_wv_are_slower_in_rowwise_under_tensor_parallelism(
     flavor: str, tp: int, tokens: int, predicted: float
 ) -> None:
-    linears, roofline = linears_of(FLAVORS[flavor], tp=tp), ROWWISE(H100, tokens)
+    linears, roofline = linears_of(FLAVORS[flavor], tp=tp), roofline_of(H100, ROWWISE, tokens)
     ratios = {linear.kind: roofline.ratio(linear, linears) for linear in linears}
     assert ratios[WK] == ratios[WV] == pytest.approx(predicted, abs=0.005)
 
@@ -213,15 +244,17 @@ def test_wk_and_wv_are_slower_in_rowwise_under_tensor_parallelism(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("seq_len", [256, 2048])
 def test_nothing_of_the_debug_model_is_chosen(recipe: Any, seq_len: int) -> None:
-    roofline = Roofline(H100, 8 * seq_len, recipe, compiled=True)
+    roofline = roofline_of(H100, scheme_of(recipe), 8 * seq_len)
     assert roofline.choose(linears_of(DEBUG)) == []
 
 
 @pytest.mark.parametrize("scheme", [TENSORWISE, ROWWISE, GATHERED])
 @pytest.mark.parametrize("device", [H100, H100_500W])
-def test_all_seven_of_8b_are_chosen_under_fsdp_alone(device: DeviceRates, scheme: Any) -> None:
+def test_all_seven_of_8b_are_chosen_under_fsdp_alone(
+    device: DeviceSpec, scheme: Float8Config
+) -> None:
     linears = linears_of(FLAVORS["8B"])
-    assert set(scheme(device, 8192).choose(linears)) == set(linears)
+    assert set(roofline_of(device, scheme, 8192).choose(linears)) == set(linears)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +270,12 @@ def test_all_seven_of_8b_are_chosen_under_fsdp_alone(device: DeviceRates, scheme
 def test_what_is_kept_in_rowwise_under_tensor_parallelism(
     flavor: str, tp: int, tokens: int, kept: set[str]
 ) -> None:
-    chosen = ROWWISE(H100, tokens).choose(linears_of(FLAVORS[flavor], tp=tp))
+    chosen = roofline_of(H100, ROWWISE, tokens).choose(linears_of(FLAVORS[flavor], tp=tp))
     assert {linear.kind for linear in chosen} == set(BLOCK_LINEARS) - kept
 
 
 def test_nothing_pays_where_the_casts_are_not_compiled() -> None:
-    roofline = Roofline(H100, 8192, "tensorwise", compiled=False)
+    roofline = roofline_of(H100, TENSORWISE, 8192, compiled=False)
     assert roofline.choose(linears_of(FLAVORS["8B"])) == []
 
 
@@ -255,7 +288,7 @@ def test_nothing_pays_where_the_casts_are_not_compiled() -> None:
 def test_the_choice_is_the_fastest_of_all(tp: int, tokens: int, recipe: Any, flavor: str) -> None:
     linears, roofline = (
         linears_of(FLAVORS[flavor], tp=tp),
-        Roofline(H100, tokens, recipe, compiled=True),
+        roofline_of(H100, scheme_of(recipe), tokens),
     )
     chosen = roofline.choose(linears)
 
@@ -273,7 +306,7 @@ def test_the_choice_is_the_fastest_of_all(tp: int, tokens: int, recipe: Any, fla
 def test_a_linear_beside_others_pays_for_its_own_casts_only() -> None:
     wq, wk, *_ = linears_of(FLAVORS["8B"])
     assert (wq.reads, wq.kind, wk.kind) == (wk.reads, WQ, WK)
-    roofline = TENSORWISE(H100, 8192)
+    roofline = roofline_of(H100, TENSORWISE, 8192)
     alone = roofline.ratio(wk, [])
     assert alone == pytest.approx(roofline.ratio(wk, [wk]))
     assert roofline.ratio(wk, [wq]) < roofline.ratio(wk, [wq, wk]) < alone
@@ -284,8 +317,8 @@ def test_bf16_matmuls_take_what_torchaos_roofline_says_and_three_launches(
     shape: tuple[int, int, int],
 ) -> None:
     m, k, n = shape
-    device = replace(H100, bandwidth=2.4e12)  # torchao's H100
-    seconds = TENSORWISE(device, m).bf16(one_linear(n, k)).seconds
+    device = replace(H100, bandwidth_tb_s=2.4)  # torchao's H100
+    seconds = roofline_of(device, TENSORWISE, m).bf16(one_linear(n, k)).seconds
     theirs = float(get_gemm_time_sympy(m, k, n, torch.bfloat16, None, None, "NVIDIA H100"))
     assert seconds == pytest.approx(theirs + 3 * 2e-6, rel=1e-6)
 
@@ -293,9 +326,9 @@ def test_bf16_matmuls_take_what_torchaos_roofline_says_and_three_launches(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_casts_take_about_what_torchaos_roofline_says(recipe: Any) -> None:
     m = k = n = 16384
-    device = replace(H100, bandwidth=2.4e12)
+    device = replace(H100, bandwidth_tb_s=2.4)
     slow_matmuls = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1, "mxfp8": 0}[recipe]
-    seconds = Roofline(device, m, recipe, compiled=True).float8(one_linear(n, k)).seconds
+    seconds = roofline_of(device, scheme_of(recipe), m).float8(one_linear(n, k)).seconds
     fp8 = 2 * m * k * n / (1979e12 * 0.78)
     bf16 = 2 * m * k * n / (989e12 * 0.78)
     fast_matmuls = 3 if recipe == "mxfp8" else 1
@@ -382,83 +415,74 @@ def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway
 ) -> None:
     # What is not compiled shares no casts: small linears then no longer pay for those of their
     # input.
-    chosen = Roofline(B200, 8192, "mxfp8", compiled).choose(linears_of(FLAVORS["8B"]))
+    roofline = roofline_of(B200, scheme_of("mxfp8"), 8192, compiled=compiled)
+    chosen = roofline.choose(linears_of(FLAVORS["8B"]))
     assert {linear.kind for linear in chosen} == set(BLOCK_LINEARS) - kept
 
 
 def test_recomputation_runs_the_forward_part_again() -> None:
-    linear, roofline = one_linear(4096, 4096, count=10), ROWWISE(H100, 8192)
-    once, half, all_again = (replace(linear, recomputed=n) for n in (0, 5, 10))
-    bf16 = roofline.bf16(half).seconds - roofline.bf16(once).seconds
-    assert bf16 == pytest.approx(roofline.bf16(once).seconds / 6)
-    float8 = [roofline.float8(each).seconds for each in (once, half, all_again)]
+    linear = replace(one_linear(4096, 4096), names=tuple("abcdefghij"))
+    once, half, all_again = (
+        roofline_of(H100, ROWWISE, 8192, recomputed=linear.names[:n]) for n in (0, 5, 10)
+    )
+    bf16 = half.bf16(linear).seconds - once.bf16(linear).seconds
+    assert bf16 == pytest.approx(once.bf16(linear).seconds / 6)
+    float8 = [roofline.float8(linear).seconds for roofline in (once, half, all_again)]
     assert float8[2] - float8[1] == pytest.approx(float8[1] - float8[0])
     assert float8[1] > float8[0]
 
 
 def test_a_step_without_float8_does_not_depend_on_the_recipe() -> None:
-    linears, rest, tokens = LLAMA_8B
     gathered, rowwise = (
-        step_time(scheme(H100, tokens), linears, rest, float8=False)
-        for scheme in (GATHERED, ROWWISE)
+        LLAMA_8B.step(H100, scheme, float8=False) for scheme in (GATHERED, ROWWISE)
     )
     assert gathered == rowwise
 
 
 def test_a_small_step_waits_for_the_host_and_a_large_one_for_the_device() -> None:
-    for (linears, rest, tokens), waits_for_host in ((DEBUG_RUN, True), (LLAMA_8B, False)):
-        time = step_time(TENSORWISE(H100, tokens), linears, rest, float8=True)
-        assert (time.host > sum(time.parts.values())) == waits_for_host
-        assert time.seconds == max(time.host, sum(time.parts.values()))
+    for run, waits_for_host in ((DEBUG_RUN, True), (LLAMA_8B, False)):
+        time = run.step(H100, TENSORWISE, float8=True)
+        device_s = sum(time.device_parts_s.values())
+        assert (time.host_s > device_s) == waits_for_host
+        assert time.microbatch_s == max(time.host_s, device_s)
 
 
 @pytest.mark.parametrize(
-    ("bf16", "float8", "converted", "better_kept", "verdict"),
+    ("speedup", "converted", "better_kept", "verdict"),
     [
         (
             1.25,
-            1.0,
-            ("wq",),
-            (),
+            ["wq"],
+            [],
             "float8 helps: a step runs at 1.25x the speed of bf16; no linear is better kept in "
             "bf16.",
         ),
         (
             1.0,
-            1.0,
-            ("wq", "wk"),
-            ("wk",),
+            ["wq", "wk"],
+            ["wk"],
             "float8 is neutral: a step runs at 1.00x the speed of bf16; keep wk in bf16.",
         ),
         (
             0.5,
-            1.0,
-            ("wk", "wv"),
-            ("wk", "wv"),
+            ["wk", "wv"],
+            ["wk", "wv"],
             "float8 hurts: a step runs at 0.50x the speed of bf16; keep wk, wv in bf16.",
         ),
-        (1.0, 1.0, (), (), "float8 gains nothing: no linear would be faster in it."),
+        (1.0, [], [], "float8 gains nothing: no linear would be faster in it."),
     ],
 )
 def test_verdicts(
-    bf16: float,
-    float8: float,
-    converted: tuple[str, ...],
-    better_kept: tuple[str, ...],
-    verdict: str,
+    speedup: float, converted: list[str], better_kept: list[str], verdict: str
 ) -> None:
-    times = (StepTime({"linears": seconds}, host=0.0) for seconds in (bf16, float8))
-    assert Prediction(*times, converted, better_kept).verdict == verdict
+    assert format_verdict(speedup, converted, better_kept) == verdict
 
 
 def test_a_prediction_names_what_had_better_be_kept() -> None:
     kept = {WQ, WK, WV, WO}
     with_them, without = (
-        predict(ROWWISE(H100, tokens), linears, rest)
-        for linears, rest, tokens in (
-            run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, tp=8, kept=names)
-            for names in ((), kept)
-        )
+        run_of(FLAVORS["8B"], tokens=8192, seq_len=8192, tp=8, kept=names).predict(H100, ROWWISE)
+        for names in ((), kept)
     )
-    assert (set(with_them.better_kept), without.better_kept) == (kept, ())
+    assert (set(with_them.better_kept), without.better_kept) == (kept, [])
     assert without.step_speedup > with_them.step_speedup

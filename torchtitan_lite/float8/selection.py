@@ -30,7 +30,6 @@ class LinearChoice:
     shape: tuple[int, int]
     local_shape: tuple[int, int]  # on each rank under tensor parallelism
     kept_because: str = ""  # why they stay in high precision; "" if they train in float8
-    recomputed: int = 0  # how many of them the backward pass runs forward again
 
     @property
     def converted(self) -> bool:

@@ -1,7 +1,9 @@
 """Data sheets of GPUs: dense peaks, memory and bandwidth."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.config import MetricsConfig
 
 
 @dataclass(frozen=True)
@@ -9,19 +11,21 @@ class DeviceSpec:
     """A row of a vendor's data sheet."""
 
     name: str
-    bf16_tflops: float
-    """Dense, as fp8_tflops: a sparse peak is twice as high."""
-    fp8_tflops: float | None
-    """None if the device has no float8 matrix units."""
+    bf16_tflops: float  # dense, as fp8_tflops: a sparse peak is twice as high
+    fp8_tflops: float | None  # None if the device has no float8 matrix units
     memory_gib: float
     """GiB, which data sheets call GB. The driver keeps 1 to 2 %. ECC, on by default with GDDR6,
     takes a sixteenth: 48 and 24 GB are listed as 45 and 22.5."""
-    bandwidth_tb_s: float
-    """Memory bandwidth, 10^12 bytes per second."""
-    aliases: tuple[str, ...] = ()
-    """Other names of the device, from torch or its vendor."""
-    mxfp8: bool = False
-    """Whether torchao trains in MXFP8 on it: data centre Blackwell, compute capability 10.x."""
+    bandwidth_tb_s: float  # of the memory, 10^12 bytes per second
+    aliases: tuple[str, ...] = ()  # other names of the device, from torch or its vendor
+    mxfp8: bool = False  # whether torchao trains in MXFP8 on it: compute capability 10.x
+
+    def with_given(self, metrics: MetricsConfig) -> "DeviceSpec":
+        """Return the data sheet with the peaks that the config gives instead of its own."""
+        bf16, fp8 = metrics.peak_tflops_bf16, metrics.peak_tflops_fp8
+        return replace(
+            self, bf16_tflops=bf16 or self.bf16_tflops, fp8_tflops=fp8 or self.fp8_tflops
+        )
 
 
 DEVICES = (

@@ -8,8 +8,8 @@ Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import astuple, dataclass
+from functools import cached_property
 
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
@@ -17,8 +17,7 @@ from torchtitan_lite.models.flavors import BLOCK_LINEARS, block_linear_shapes
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 
 FLOAT32 = 4
-WIDTHS = {"bfloat16": 2, "float32": FLOAT32}
-"""Bytes of an element."""
+WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
 MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 128, "float8": 1 + 4 / 128}
 """Bytes per weight of each of AdamW's moments, with its share of the scales."""
 RESERVED_RATIO = 1.26
@@ -27,15 +26,46 @@ readings that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. Memo
 FSDP's streams cannot be used by the others."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """Weights that FSDP gathers and scatters together, and their modules' activations in bytes."""
+
+    name: str
+    weights: int  # elements once gathered: this rank's share under tensor parallelism
+    gathered: int  # bytes of the weights gathered for the loss or the backward
+    saved: int  # kept from the forward to the backward
+    working: int  # held at the height of the backward, including what was saved
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory of a rank at one moment of a step, in bytes by part."""
+
+    name: str
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0  # FSDP's gathered weights and gradients to scatter; the optimizer's copies
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        _, *parts = astuple(self)
+        return sum(parts)
+
+
 class Rank:
     """What decides a rank's memory, and the sizes that recur in it. All ranks are alike."""
 
     def __init__(self, job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> None:
-        """`float8_linears` names the linears of a block in float8, such as attention.wq."""
+        """`float8_linears` are kinds of linears, such as attention.wq. The group of `output` is
+        estimated in high precision, which is slightly more than in float8."""
         config, model, tp = job.config, job.model_args, job.degrees.tp
         self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
         self.accum_steps = job.batch.grad_accum_steps
-        self.float8_linears = frozenset(float8_linears)
+        self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
 
         # Bytes of an element of the compute type, and of a gradient that is being reduced.
         self.width = WIDTHS[config.training.mixed_precision_param]
@@ -60,51 +90,52 @@ class Rank:
         several = self.on_cpu and not compiled
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
+    def only_cast(self, tensor: str) -> bool:
+        """Whether all linears of a block that read `tensor` are in float8."""
+        readers = {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
+        return readers <= self.float8_linears
+
     def gathers_float8(self, tensor: str) -> bool:
         """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
-        possible = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
-        return possible and _readers(tensor) <= self.float8_linears
+        gathers = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
+        return gathers and self.only_cast(tensor)
 
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
+        # FSDP does not gather the embedding again for its backward.
+        never = self.config.parallelism.fsdp_reshard_after_forward == "never"
+        weights = self.output_weights
+        gathered = self.width * weights if never else 0
+        embedding = Group("tok_embeddings", weights, gathered, saved=0, working=self.hidden)
 
-def _readers(tensor: str) -> set[str]:
-    """The linears of a block that read `tensor`."""
-    return {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
+        # The projection saves its input or, if the loss is fused, both gradients.
+        saved = self.norm_input(compiled=False) + self.hidden
+        saved += self.width * weights if self.fuses_loss else 0
+        weights += self.model.dim
+        head = Group("output", weights, self.width * weights, saved, saved + self.hidden)
+        return [embedding, *(_block(self, i) for i in range(self.model.n_layers)), head]
 
+    def sharded(self, groups: Sequence[Group]) -> int:
+        """Bytes of this rank's float32 shards of the groups' weights."""
+        if self.config.training.enable_cpu_offload:
+            return 0
+        return FLOAT32 * sum(group.weights for group in groups) // self.degrees.dp_shard
 
-@dataclass(frozen=True)
-class Group:
-    """Weights that FSDP gathers and scatters together, and their modules' activations in bytes."""
-
-    name: str
-    weights: int
-    """Elements once gathered: this rank's share under tensor parallelism."""
-    gathered: int
-    """Bytes of the weights gathered for the loss or the backward."""
-    saved: int
-    """Kept from the forward to the backward."""
-    working: int
-    """Held at the height of the backward, including what was saved."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Memory of a rank at one moment of a step, in bytes by part."""
-
-    name: str
-    parameters: int
-    gradients: int
-    optimizer_states: int
-    activations: int = 0
-    logits: int = 0
-    buffers: int = 0
-    """Weights that FSDP has gathered, gradients that it is about to scatter, and copies that the
-    optimizer makes."""
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        kept = self.parameters + self.gradients + self.optimizer_states
-        return kept + self.activations + self.logits + self.buffers
+    def moment(self, name: str, *, left: int, **parts: int) -> Moment:
+        """Return the moment when the first `left` groups have yet to scatter their gradients."""
+        # Gradients of earlier microbatches add up unsharded: only the last backward scatters them.
+        width = self.reduce_width if self.accum_steps > 1 else 0
+        accumulated = width * sum(group.weights for group in self.groups[:left])
+        parameters = self.sharded(self.groups)
+        moment_width = MOMENT_WIDTHS[self.config.optimizer.state_dtype]
+        return Moment(
+            name,
+            parameters,
+            gradients=self.sharded(self.groups[left:]) + accumulated,
+            optimizer_states=round(2 * parameters * moment_width / FLOAT32),
+            **parts,
+        )
 
 
 def reserved_bytes(moments: Iterable[Moment]) -> float:
@@ -118,119 +149,68 @@ def step_memory(rank: Rank) -> list[Moment]:
     update. The peak is the one with the largest total.
 
     The step is not the first, so the optimizer has its states; its microbatch is the last one."""
-    groups = _groups(rank)
-    last = len(groups) - 1
+    groups, last = rank.groups, len(rank.groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
 
-    # In the loss all activations are kept. FSDP holds the buffer that it copied the head's weights
-    # from until it gathers others.
-    kept = sum(group.saved for group in groups)
-    buffers = sum(group.gathered for group in groups[kept_from:])
-    if rank.fuses_loss and rank.degrees.dp_shard > 1:
-        buffers += groups[-1].gathered
-    working = _loss_working(rank)
-    moment = partial(_moment, rank, groups)
-    moments = [moment("loss", left=len(groups), activations=kept, logits=working, buffers=buffers)]
-
+    moments, kept = [_loss(rank, kept_from)], sum(group.saved for group in groups)
     for i in range(last, -1, -1):
-        kept -= groups[i].saved
-        moments += _backward_moments(rank, groups, i, kept=kept, kept_from=kept_from)
+        group, left = groups[i], i + 1
+        kept -= group.saved
+        # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of
+        # the group after this one, whose backward was before.
+        next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
+        ahead = sum(each.gathered for each in groups[min(kept_from, next_up) : i])
+        scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
+        unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
+        height = rank.moment(
+            f"backward of {group.name}",
+            left=left,
+            activations=kept + group.working,
+            logits=unfused,
+            buffers=ahead + group.gathered + scattering,
+        )
+
+        # At the end, the buffer to scatter from replaces the group's weights and the one before.
+        replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
+        end = rank.moment(
+            f"gradients of {group.name}",
+            left=left,
+            activations=kept + rank.residual,
+            buffers=ahead + rank.width * group.weights + replaced,
+        )
+        moments += [height, end]
 
     # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
-    copies = _sharded(rank, groups) if foreach else 0
-    return [*moments, moment("optimizer step", left=0, buffers=copies)]
+    copies = rank.sharded(groups) if foreach else 0
+    return [*moments, rank.moment("optimizer step", left=0, buffers=copies)]
 
 
-def _backward_moments(
-    rank: Rank, groups: Sequence[Group], i: int, *, kept: int, kept_from: int
-) -> tuple[Moment, Moment]:
-    """The height and the end of the backward of group `i`, with `kept` for the groups before it."""
-    group, is_head = groups[i], i == len(groups) - 1
-    # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of the
-    # group after this one, whose backward was before.
-    next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
-    ahead = sum(group.gathered for group in groups[min(kept_from, next_up) : i])
-    scattering = rank.reduce_width * sum(group.weights for group in groups[i + 1 : i + 2])
-    # At the end, the buffer to scatter from replaces the group's weights and the buffer before.
-    replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
+def _loss(rank: Rank, kept_from: int) -> Moment:
+    """The loss, in which all activations are kept."""
+    # FSDP holds the buffer that it copied the head's weights from until it gathers others.
+    buffers = sum(group.gathered for group in rank.groups[kept_from:])
+    if rank.fuses_loss and rank.degrees.dp_shard > 1:
+        buffers += rank.groups[-1].gathered
 
-    moment = partial(_moment, rank, groups, left=i + 1)
-    height = moment(
-        name=f"backward of {group.name}",
-        activations=kept + group.working,
-        logits=rank.width * rank.logits if is_head and not rank.fuses_loss else 0,
-        buffers=ahead + group.gathered + scattering,
-    )
-    end = moment(
-        name=f"gradients of {group.name}",
-        activations=kept + rank.residual,
-        buffers=ahead + rank.width * group.weights + replaced,
-    )
-    return height, end
-
-
-def _moment(rank: Rank, groups: Sequence[Group], name: str, *, left: int, **parts: int) -> Moment:
-    """A moment when the first `left` groups have yet to scatter their gradients."""
-    # Gradients of earlier microbatches add up unsharded: only the last backward scatters them.
-    accumulated_width = rank.reduce_width if rank.accum_steps > 1 else 0
-    accumulated = accumulated_width * sum(group.weights for group in groups[:left])
-    moment_width = MOMENT_WIDTHS[rank.config.optimizer.state_dtype]
-    return Moment(
-        name,
-        parameters=_sharded(rank, groups),
-        gradients=_sharded(rank, groups[left:]) + accumulated,
-        optimizer_states=round(2 * _sharded(rank, groups) * moment_width / FLOAT32),
-        **parts,
-    )
-
-
-def _sharded(rank: Rank, groups: Sequence[Group]) -> int:
-    """Bytes of this rank's float32 shards of the groups' weights."""
-    if rank.config.training.enable_cpu_offload:
-        return 0
-    return FLOAT32 * sum(group.weights for group in groups) // rank.degrees.dp_shard
-
-
-def _loss_working(rank: Rank) -> int:
-    """Bytes held at the height of the loss, including what is saved for the backward. The gradient
-    replaces the logits; eager, a piece of them is in float32 meanwhile."""
+    # The gradient replaces the logits; eager, a piece of them is in float32 meanwhile.
     eager = not rank.config.compile.covers("loss")
     in_float32 = FLOAT32 * min(loss.PIECE_LOGITS, rank.logits) if eager else 0
-    if not rank.fuses_loss:
-        return 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
+    if rank.fuses_loss:
+        # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy.
+        # Until then its memory serves the float32 piece.
+        several = rank.logits > loss.CHUNK_LOGITS
+        added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
+        logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
+        piece = max(0, in_float32 - rank.width * rank.output_weights)
+        working = rank.hidden + logits + added_up + piece
+    else:
+        working = 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
 
-    # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy. Until
-    # then its memory serves the float32 piece.
-    several = rank.logits > loss.CHUNK_LOGITS
-    added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
-    logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
-    piece = max(0, in_float32 - rank.width * rank.output_weights)
-    return rank.hidden + logits + added_up + piece
-
-
-def _groups(rank: Rank) -> list[Group]:
-    """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
-    # FSDP does not gather the embedding again for its backward.
-    never = rank.config.parallelism.fsdp_reshard_after_forward == "never"
-    weights = rank.output_weights
-    gathered = rank.width * weights if never else 0
-    embedding = Group("tok_embeddings", weights, gathered, saved=0, working=rank.hidden)
-
-    # The projection saves its input or, if the loss is fused, the gradients of input and weight.
-    saved = rank.norm_input(compiled=False) + rank.hidden
-    saved += rank.width * weights if rank.fuses_loss else 0
-    head_weights = weights + rank.model.dim
-    head = Group(
-        "output",
-        head_weights,
-        gathered=rank.width * head_weights,
-        saved=saved,
-        working=saved + rank.hidden,
-    )
-    return [embedding, *(_block(rank, index) for index in range(rank.model.n_layers)), head]
+    kept, left = sum(group.saved for group in rank.groups), len(rank.groups)
+    return rank.moment("loss", left=left, activations=kept, logits=working, buffers=buffers)
 
 
 def _block(rank: Rank, index: int) -> Group:
@@ -304,7 +284,7 @@ def _recomputed_by_compiler(rank: Rank) -> set[str]:
     if rank.degrees.tp > 1:
         return cheap
     inputs = ("attention_norm", "ffn_norm", "gated")
-    return cheap | {name for name in inputs if _readers(name) <= rank.float8_linears}
+    return cheap | {name for name in inputs if rank.only_cast(name)}
 
 
 def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:

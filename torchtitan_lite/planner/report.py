@@ -3,22 +3,22 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchtitan_lite.metrics.flops import MATMULS
 from torchtitan_lite.tables import format_columns
 
 GIB = 2**30
+FLOPS_PARTS = ("block_linears", "output", "attention")
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
 
 
 def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`, section by section."""
-    linears_title = "Float8, linear by linear"
-    if plan["request"]["float8_recipe"] is None:
-        linears_title += ", if it were on"
+    if_on = "" if plan["request"]["float8_recipe"] else ", if it were on"
     sections = {
         "Run": _run(plan["request"], plan["peaks"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
-        linears_title: _linears(plan["linears"]),
+        f"Float8, linear by linear{if_on}": _linears(plan["linears"]),
         "Prediction": _prediction(plan["prediction"]),
         "Memory of a rank": _memory(plan["memory"]),
         "What to expect": _schedule(plan["schedule"], plan["peaks"]),
@@ -54,15 +54,9 @@ def _run(request: Plan, peaks: Plan) -> str:
 
 def _model(model: Plan, flops: Plan) -> str:
     total = flops["total"]
-    parts = {
-        "block linears": flops["block_linears"],
-        "output": flops["output"],
-        "attention": flops["attention"],
-        "in fp8": flops["fp8"],
-        "in bf16": flops["bf16"],
-        "in fp32": flops["fp32"],
-        "recomputed, on top": flops["recompute"],
-    }
+    parts = {name.replace("_", " "): flops[name] for name in FLOPS_PARTS}
+    parts |= {f"in {name}": flops[name] for name in ("fp8", "bf16", "fp32")}
+    parts["recomputed, on top"] = flops["recompute"]
     rows = [(name, f"{count:,}", f"{count / total:.2%}") for name, count in parts.items() if count]
     without = f"{model['parameters_without_embedding']:,} without the input embedding"
     table = _table(("FLOPs per token", f"{total:,}", "share"), rows)
@@ -70,15 +64,13 @@ def _model(model: Plan, flops: Plan) -> str:
 
 
 def _linears(linears: Sequence[Plan]) -> str:
-    matmuls = ("output", "grad_input", "grad_weight")
-    shape = "M x N x K per rank"
-    header = ("linear", "count", shape, *matmuls, "/16", "fp8/bf16", "trained in")
+    header = ("linear", "count", "M x N x K per rank", *MATMULS, "/16", "fp8/bf16", "trained in")
     rows = [
         (
             row["kind"],
             str(row["count"]),
             "{m} x {n} x {k}".format_map(row["gemms"]["output"]),
-            *(row["gemms"][name]["precision"] for name in matmuls),
+            *(row["gemms"][name]["precision"] for name in MATMULS),
             "yes" if row["divisible_by_16"] else "no",
             _number(row["time_ratio"]),
             "float8" if row["converted"] else f"kept: {row['kept_because']}",
@@ -93,17 +85,16 @@ def _prediction(prediction: Plan) -> str:
     if prediction["step_speedup"] is None:
         return str(prediction["verdict"])
     steps = prediction["bf16"], prediction["float8"]
-
-    def row(name: str, seconds: Iterable[float], note: str = "") -> tuple[str, ...]:
-        return name, *(f"{1e3 * each:,.2f}" for each in seconds), note
-
-    rows = [
-        row(part, (step["device_parts_s"][part] for step in steps))
+    times = {
+        part: [step["device_parts_s"][part] for step in steps]
         for part in steps[0]["device_parts_s"]
+    }
+    times["the host, meanwhile"] = [step["host_s"] for step in steps]
+    times["microbatch"] = [step["microbatch_s"] for step in steps]
+    rows = [
+        [name, *(f"{1e3 * each:,.2f}" for each in seconds), ""] for name, seconds in times.items()
     ]
-    rows.append(row("the host, meanwhile", (step["host_s"] for step in steps)))
-    longer = "the longer of device and host"
-    rows.append(row("microbatch", (step["microbatch_s"] for step in steps), longer))
+    rows[-1][-1] = "the longer of device and host"
     return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
 
 

@@ -17,42 +17,23 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from torchtitan_lite.float8.recipes import RECIPES, Traffic
+from torchtitan_lite.float8.recipes import Traffic
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import OUTPUT, ModelArgs
+from torchtitan_lite.job import Job
+from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.models.flavors import OUTPUT
 
-GEMM_FRACTION = 0.78
-"""Fraction of the data sheet's matmul rate that large matmuls reach (torchao's roofline_utils.py,
-for an H100 and others)."""
-BANDWIDTH_FRACTION = 0.92
-"""Fraction of the data sheet's memory bandwidth that large pointwise kernels reach (the same)."""
-KERNEL_SECONDS = 2e-6
-"""Device time of a kernel on one element (the same)."""
-SLOW_ACCUMULATION = 1.15
-"""Slowdown of a float8 matmul that accumulates in float32, as both gradients do: fast accumulation
-is 1.1 to 1.2 times as fast (pytorch/ao#2377)."""
-ATTENTION_FRACTION = 0.34
-"""Fraction of the bf16 matmul rate that fused attention reaches: 335 of 989 TFLOPS on an H100,
-forward and backward (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
-HOST_SECONDS_PER_KERNEL = 8e-6
-"""Host time to issue a kernel: 6.8 to 9.1 us under torch.compile (meta-pytorch/tritonbench#1017),
-7.3 us eager, by the CPU time that casts add to a step of the debug model on few tokens."""
-HOST_SECONDS_PER_BLOCK = 2e-3
-"""Host time per block and step for hooks, autograd, clipping and the optimizer (the rest)."""
-RESOLUTION = 0.05
-"""Predictions are no better than this: a smaller relative difference is reported as none."""
-
+# Each with its source.
+GEMM_FRACTION = 0.78  # of the matmul peak that large matmuls reach: torchao's roofline_utils.py
+BANDWIDTH_FRACTION = 0.92  # of the memory bandwidth that large pointwise kernels reach: the same
+KERNEL_SECONDS = 2e-6  # device time of a kernel on one element: the same
+SLOW_ACCUMULATION = 1.15  # in float32, as in both gradients; fast is 1.1 to 1.2x: pytorch/ao#2377
+ATTENTION_FRACTION = 0.34  # 335 of 989 TFLOPS: FlashAttention-2 on H100, arXiv 2307.08691, 4.1
+HOST_SECONDS_PER_KERNEL = 8e-6  # 6.8 to 9.1 us compiled: meta-pytorch/tritonbench#1017; 7.3 eager
+HOST_SECONDS_PER_BLOCK = 2e-3  # hooks, autograd, clipping and AdamW in a step: measured on CPU
+RESOLUTION = 0.05  # a smaller relative difference is reported as none
 GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
-
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """A device's dense rates from its data sheet, in FLOP/s and in bytes/s of its memory."""
-
-    bf16_flops: float
-    fp8_flops: float
-    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -70,43 +51,82 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Roofline:
-    """Costs of kernels on one device, and of linears as a config trains them."""
+class StepTime:
+    """Seconds of a microbatch."""
 
-    rates: DeviceRates
-    tokens: int
-    """Tokens of a microbatch."""
-    recipe: str
-    compiled: bool
-    """Whether the blocks are compiled, which fuses the casts."""
-    float8_all_gather: bool = False
-    """Whether FSDP gathers the weights in float8."""
+    microbatch_s: float  # the slower of device and host
+    host_s: float
+    device_parts_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What float8 gains over bf16."""
+
+    step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
+    verdict: str
+    converted: list[str]  # kinds of linears in float8
+    better_kept: list[str]  # those of them that bf16 would make faster
+    bf16: StepTime
+    float8: StepTime
+
+
+def format_verdict(
+    step_speedup: float, converted: Sequence[str], better_kept: Sequence[str]
+) -> str:
+    """Return the prediction in one sentence."""
+    if not converted:
+        return "float8 gains nothing: no linear would be faster in it."
+    gain = step_speedup - 1
+    effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
+    keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
+    return f"float8 {effect}: a step runs at {step_speedup:.2f}x the speed of bf16; {keep} in bf16."
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Costs of kernels on one device, and of a job's linears and steps there."""
+
+    device: DeviceSpec
+    job: Job
+    recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.job.config.training.microbatch_tokens
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the blocks are compiled, which fuses the casts."""
+        return self.job.config.compile.covers("model")
 
     def move(self, nbytes: float, kernels: float) -> Cost:
         """Cost of kernels that read and write `nbytes` in total and compute next to nothing."""
-        seconds = nbytes / (self.rates.bandwidth * BANDWIDTH_FRACTION) + kernels * KERNEL_SECONDS
-        return Cost(seconds, kernels)
+        bandwidth = self.device.bandwidth_tb_s * 1e12 * BANDWIDTH_FRACTION
+        return Cost(nbytes / bandwidth + kernels * KERNEL_SECONDS, kernels)
 
     def gemm(
         self, rows: int, columns: int, inner: int, *, fp8: bool = False, slow: bool = False
     ) -> Cost:
         """Cost of a matmul [rows, inner] @ [inner, columns] with a bf16 result."""
-        rate = (self.rates.fp8_flops if fp8 else self.rates.bf16_flops) * GEMM_FRACTION
+        tflops = self.device.fp8_tflops if fp8 else self.device.bf16_tflops
+        assert tflops is not None, "float8 is planned only where its peak is known"
+        rate = tflops * 1e12 * GEMM_FRACTION
         arithmetic = (SLOW_ACCUMULATION if slow else 1.0) * 2 * rows * columns * inner / rate
         nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
         return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + KERNEL_SECONDS, 1)
 
     def bf16(self, linear: LinearChoice) -> Cost:
         """Cost of all linears of a kind in bf16: forward, recomputed and backward."""
-        m, (n, k), count = self.tokens, linear.local_shape, len(linear.names)
-        backward = self.gemm(m, k, n) + self.gemm(n, k, m)
-        return self.gemm(m, n, k) * (count + linear.recomputed) + backward * count
+        m, (n, k) = self.tokens, linear.local_shape
+        return self._passes(linear, self.gemm(m, n, k), self.gemm(m, k, n) + self.gemm(n, k, m))
 
     def float8(self, linear: LinearChoice, readers: int = 1) -> Cost:
         """Cost of the same in float8. Compiled, `readers` linears share the casts of an input."""
-        m, (n, k), recipe = self.tokens, linear.local_shape, RECIPES[self.recipe]
-        casts = recipe.compiled_casts if self.compiled else recipe.eager_casts
-        weight = GATHERED_WEIGHT if self.float8_all_gather else casts.weight
+        m, (n, k), float8 = self.tokens, linear.local_shape, self.job.config.float8
+        casts = float8.recipe.compiled_casts if self.compiled else float8.recipe.eager_casts
+        weight = GATHERED_WEIGHT if float8.enable_fsdp_float8_all_gather else casts.weight
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
@@ -116,12 +136,15 @@ class Roofline:
         forward += self.gemm(m, n, k, fp8=True)
 
         # grad_input [M, K] over N, then grad_weight [N, K] over M
-        slow, fp8 = recipe.slow_accumulation, recipe.divides_tokens
+        slow, fp8 = float8.recipe.slow_accumulation, float8.recipe.divides_tokens
         backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])
         backward += cast(m * n, casts.grad_output) + self.gemm(m, k, n, fp8=True, slow=slow)
         backward += self.gemm(n, k, m, fp8=fp8, slow=slow and fp8)
-        count = len(linear.names)
-        return forward * (count + linear.recomputed) + backward * count
+        return self._passes(linear, forward, backward)
+
+    def _passes(self, linear: LinearChoice, forward: Cost, backward: Cost) -> Cost:
+        count, again = len(linear.names), sum(name in self.recomputed for name in linear.names)
+        return forward * (count + again) + backward * count
 
     def linears(
         self, linears: Iterable[LinearChoice], converted: Collection[LinearChoice]
@@ -161,126 +184,71 @@ class Roofline:
     ) -> float:
         return sum(cost.seconds for cost in self.linears(linears, converted))
 
+    def step(self, linears: Sequence[LinearChoice], parameters: int, *, float8: bool) -> StepTime:
+        """Time a microbatch of a model with that many `parameters`, with the converted ones of its
+        `linears` in float8, or with all in bf16.
 
-@dataclass(frozen=True, kw_only=True)
-class Rest:
-    """What determines a rank's work in a step besides its linears."""
+        The projection to the vocabulary, unless converted, is a part of its own."""
+        args, degrees, tokens = self.job.model_args, self.job.degrees, self.tokens
+        converted = [linear for linear in linears if linear.converted]
+        kept = [linear for linear in linears if not linear.converted and linear.kind != OUTPUT]
+        output = [linear for linear in linears if not linear.converted and linear.kind == OUTPUT]
+        in_float8 = converted if float8 else []
 
-    args: ModelArgs
-    tp: int
-    gathered_parameters: int
-    """Parameters that FSDP gathers for this rank."""
-    sharded_parameters: int
-    """Parameters that this rank's optimizer updates in a microbatch, on average."""
-    recomputed_layers: int = 0
-    """Layers whose pointwise operators run again in the backward pass."""
-    recomputed_attention: int = 0
-    """Layers whose attention runs again in the backward pass."""
+        # FSDP copies what it gathered, before the forward and the backward pass, and casts
+        # gradients to float32 to reduce them. The optimizer runs once a step.
+        gathered = parameters // degrees.tp
+        updated = gathered // (degrees.dp_shard * self.job.batch.grad_accum_steps)
+        copied = 14 * gathered
+        if self.job.config.float8.enable_fsdp_float8_all_gather:
+            copied -= 4 * sum(len(each.names) * math.prod(each.local_shape) for each in in_float8)
 
+        costs = {
+            "attention": self._attention(),
+            "output": sum(map(self.bf16, output), Cost()),
+            "pointwise": self._pointwise(),
+            # The logits in float32, their log-softmax, its gradient, and that in bf16.
+            "loss": self.move(28 * tokens * (args.vocab_size // degrees.tp), 6),
+            # AdamW reads weight, gradient and two moments in float32 and writes three of them;
+            # clipping takes another 12 bytes.
+            "optimizer": self.move(40 * updated, 8),
+            "linears": sum(self.linears([*converted, *kept], in_float8), Cost()),
+            "fsdp copies": self.move(copied, 10 * args.n_layers),
+        }
+        host_s = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
+        host_s += args.n_layers * HOST_SECONDS_PER_BLOCK
+        device_parts_s = {part: cost.seconds for part, cost in costs.items()}
+        return StepTime(max(sum(device_parts_s.values()), host_s), host_s, device_parts_s)
 
-@dataclass(frozen=True)
-class StepTime:
-    """A step's device seconds by part, and the host's seconds."""
+    def _attention(self) -> Cost:
+        """Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which
+        recomputes the scores."""
+        args = self.job.model_args
+        again = sum(name.endswith(".attention") for name in self.recomputed)
+        matmuls = 7 * args.n_layers + 2 * again
+        flops = self.tokens * args.max_seq_len * (args.q_dim // self.job.degrees.tp) * matmuls
+        rate = self.device.bf16_tflops * 1e12 * ATTENTION_FRACTION
+        return Cost(flops / rate, 4 * args.n_layers)
 
-    parts: Mapping[str, float]
-    host: float
+    def _pointwise(self) -> Cost:
+        """Fused norms, rotary embeddings, SwiGLU and residuals, in bf16. Tensor parallelism splits
+        norms and residuals along the sequence."""
+        args, tp, n_layers = self.job.model_args, self.job.degrees.tp, self.job.model_args.n_layers
+        rotated, ffn_dim = args.q_dim // tp + args.kv_dim // tp, args.ffn_dim // tp
+        forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
+        backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
+        again = len(self.job.config.activation_checkpoint.checkpointed_layers(n_layers))
+        elements = forward * (n_layers + again) + backward * n_layers
+        # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
+        return self.move(2 * self.tokens * elements, n_layers * (34 if self.compiled else 130))
 
-    @property
-    def seconds(self) -> float:
-        """Duration of the step: the slower of device and host."""
-        return max(sum(self.parts.values()), self.host)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A step in bf16 and in float8; kinds of linears converted, and better kept in bf16."""
-
-    bf16: StepTime
-    float8: StepTime
-    converted: tuple[str, ...]
-    better_kept: tuple[str, ...]
-
-    @property
-    def step_speedup(self) -> float:
-        """Time in bf16 over time in float8: above 1 float8 pays."""
-        return self.bf16.seconds / self.float8.seconds
-
-    @property
-    def verdict(self) -> str:
-        """The prediction in one sentence."""
-        if not self.converted:
-            return "float8 gains nothing: no linear would be faster in it."
-        gain = self.step_speedup - 1
-        effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
-        kept = ", ".join(self.better_kept)
-        keep = f"keep {kept} in bf16" if kept else "no linear is better kept in bf16"
-        return (
-            f"float8 {effect}: a step runs at {self.step_speedup:.2f}x the speed of bf16; {keep}."
-        )
-
-
-def _rest_costs(roofline: Roofline, rest: Rest, *, with_output: bool) -> dict[str, Cost]:
-    """Costs of a step besides its linears, by part; `with_output` with the last projection."""
-    args, tp, tokens, n_layers = rest.args, rest.tp, roofline.tokens, rest.args.n_layers
-    q_dim, ffn_dim, vocab_size = args.q_dim // tp, args.ffn_dim // tp, args.vocab_size // tp
-
-    # Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which recomputes
-    # the scores.
-    flops = tokens * args.max_seq_len * q_dim * (7 * n_layers + 2 * rest.recomputed_attention)
-    attention_seconds = flops / (roofline.rates.bf16_flops * ATTENTION_FRACTION)
-
-    # Elements that fused norms, rotary embeddings, SwiGLU and residuals read and write, in bf16.
-    # Tensor parallelism splits norms and residuals along the sequence.
-    rotated = q_dim + args.kv_dim // tp
-    forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
-    backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
-    elements = forward * (n_layers + rest.recomputed_layers) + backward * n_layers
-    # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
-    kernels = 34 if roofline.compiled else 130
-
-    output = LinearChoice(OUTPUT, (OUTPUT,), (0, 0), local_shape=(vocab_size, args.dim))
-    return {
-        "attention": Cost(attention_seconds, 4 * n_layers),
-        "output": roofline.bf16(output) if with_output else Cost(),
-        "pointwise": roofline.move(2 * tokens * elements, n_layers * kernels),
-        # The logits in float32, their log-softmax, its gradient, and that in bf16.
-        "loss": roofline.move(28 * tokens * vocab_size, 6),
-        # AdamW reads weight, gradient and two moments in float32 and writes three of them; clipping
-        # takes another 12 bytes.
-        "optimizer": roofline.move(40 * rest.sharded_parameters, 8),
-    }
-
-
-def step_time(
-    roofline: Roofline, linears: Sequence[LinearChoice], rest: Rest, *, float8: bool
-) -> StepTime:
-    """Time a step, with the converted ones of `linears` in float8, or with all in bf16.
-
-    The projection to the vocabulary, unless it is among them, is in bf16 and a part of its own."""
-    converted = [linear for linear in linears if linear.converted and float8]
-    with_output = all(linear.kind != OUTPUT for linear in linears)
-    costs = _rest_costs(roofline, rest, with_output=with_output)
-    costs["linears"] = sum(roofline.linears(linears, converted), Cost())
-
-    # FSDP copies what it gathered, before the forward and the backward pass, and casts gradients to
-    # float32 to reduce them.
-    sizes = [len(linear.names) * math.prod(linear.local_shape) for linear in converted]
-    in_float8 = sum(sizes) if roofline.float8_all_gather else 0
-    copied = 14 * rest.gathered_parameters - 4 * in_float8
-    costs["fsdp copies"] = roofline.move(copied, 10 * rest.args.n_layers)
-
-    host = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
-    host += rest.args.n_layers * HOST_SECONDS_PER_BLOCK
-    return StepTime({part: cost.seconds for part, cost in costs.items()}, host)
-
-
-def predict(roofline: Roofline, linears: Sequence[LinearChoice], rest: Rest) -> Prediction:
-    """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
-    converted = [linear for linear in linears if linear.converted]
-    chosen = roofline.choose(converted)
-    return Prediction(
-        bf16=step_time(roofline, linears, rest, float8=False),
-        float8=step_time(roofline, linears, rest, float8=True),
-        converted=tuple(linear.kind for linear in converted),
-        better_kept=tuple(linear.kind for linear in converted if linear not in chosen),
-    )
+    def predict(self, linears: Sequence[LinearChoice], parameters: int) -> Prediction:
+        """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
+        linears_in_float8 = [linear for linear in linears if linear.converted]
+        chosen = self.choose(linears_in_float8)
+        converted = [linear.kind for linear in linears_in_float8]
+        better_kept = [linear.kind for linear in linears_in_float8 if linear not in chosen]
+        bf16, float8 = (self.step(linears, parameters, float8=on) for on in (False, True))
+        speedup = bf16.microbatch_s / float8.microbatch_s
+        verdict = format_verdict(speedup, converted, better_kept)
+        return Prediction(speedup, verdict, converted, better_kept, bf16, float8)
