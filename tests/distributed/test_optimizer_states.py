@@ -16,10 +16,10 @@ pytestmark = pytest.mark.timeout(300)
 def test_low_bit_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
     common = ["--lr_scheduler.total_steps=8", "--checkpoint.enable"]
     runs = {}
-    for dtype in ("int8", "float8", "bfloat16"):
+    for dtype in ("int8", "bfloat16"):
         settings = [
             *common,
-            *(GATHERED if dtype == "float8" else []),
+            *(GATHERED if dtype == "bfloat16" else []),
             f"--optimizer.state_dtype={dtype}",
         ]
         runs[f"{dtype} whole"] = [*settings, f"{STEPS}=8"]
@@ -34,10 +34,12 @@ def test_low_bit_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
         "float32 gathered": [*common, *GATHERED, f"{STEPS}=8"],
     }
     train_together(tmp_path, references | runs, processes=2)
-    for dtype in ("int8", "float8", "bfloat16"):
+    for dtype in ("int8", "bfloat16"):
         whole = read_losses(tmp_path / f"{dtype} whole")
         assert read_losses(tmp_path / f"{dtype} in parts") == whole
-        expected = read_losses(tmp_path / ("float32 gathered" if dtype == "float8" else "float32"))
+        expected = read_losses(
+            tmp_path / ("float32 gathered" if dtype == "bfloat16" else "float32")
+        )
         assert whole == pytest.approx(expected, rel=5e-3) and whole != expected
 
     # On one rank, from what two had saved.

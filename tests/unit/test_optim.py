@@ -38,7 +38,7 @@ def test_implementations_make_the_same_update(implementation: str) -> None:
     torch.testing.assert_close(updated(implementation=implementation), reference.weight.detach())
 
 
-LOW_BIT = ["bfloat16", "int8", "float8"]
+LOW_BIT = ["bfloat16", "int8"]
 SETTINGS = [
     *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),
     *({"state_dtype": dtype} for dtype in LOW_BIT),
@@ -114,9 +114,7 @@ def updates(
     return weight.detach(), optimizer.state[weight]
 
 
-@pytest.mark.parametrize(
-    ("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.03), ("float8", 0.1)]
-)
+@pytest.mark.parametrize(("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.03)])
 def test_moments_in_fewer_bits_update_nearly_as_float32_does(
     state_dtype: str, error: float
 ) -> None:
@@ -127,53 +125,38 @@ def test_moments_in_fewer_bits_update_nearly_as_float32_does(
     torch.testing.assert_close(first, updates("float32", steps=1)[0])
 
 
-@pytest.mark.parametrize(
-    ("state_dtype", "beta2", "steps"), [("bfloat16", 0.999, 700), ("float8", 0.95, 150)]
-)
-def test_a_second_moment_falls_with_its_gradients(
-    state_dtype: str, beta2: float, steps: int
-) -> None:
+def test_a_second_moment_falls_with_its_gradients() -> None:
     def second_moment(state_dtype: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.zeros(8, 256))
-        optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, beta2=beta2))
-        for step in range(20 + steps):
+        optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, beta2=0.999))
+        for step in range(720):
             weight.grad = torch.randn(8, 256, generator=generator)
             if step >= 20:
                 weight.grad[:, ::2] /= 100  # of each block a half
             step_unless(optimizer, torch.tensor(0.0))
         return optim._decode("exp_avg_sq", optimizer.state[weight], {})
 
-    expected, found = second_moment("float32"), second_moment(state_dtype)
+    expected, found = second_moment("float32"), second_moment("bfloat16")
     assert found[:, ::2].mean() == pytest.approx(expected[:, ::2].mean().item(), rel=0.1)
     assert found[:, 1::2].mean() == pytest.approx(expected[:, 1::2].mean().item(), rel=0.05)
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    x = torch.logspace(-4, 4, 1000)
-    for dtype in (torch.bfloat16, torch.float8_e5m2):
-        rounded = torch.stack(
-            [
-                optim._round_stochastically(x, dtype, torch.tensor(float(step))).float()
-                for step in range(512)
-            ]
-        )
-        assert (rounded.mean(0) / x - 1).abs().max() < torch.finfo(
-            dtype
-        ).eps / 8  # 5 standard errors at most
-        assert abs((rounded.mean(0) / x - 1).mean()) < torch.finfo(dtype).eps / 500
-        assert (
-            (rounded / x - 1).abs() < torch.finfo(dtype).eps
-        ).all()  # a neighbour, never one further
-        exact = x.to(dtype)
-        assert (
-            optim._round_stochastically(exact.float(), dtype, torch.tensor(3.0)).float()
-            == exact.float()
-        ).all()
+    def rounded(x: torch.Tensor, step: int) -> torch.Tensor:
+        return optim._round_stochastically(x, torch.tensor(float(step))).float()
+
+    x, eps = torch.logspace(-4, 4, 1000), torch.finfo(torch.bfloat16).eps
+    errors = torch.stack([rounded(x, step) for step in range(512)]) / x - 1
+    assert errors.mean(0).abs().max() < eps / 8  # 5 standard errors at most
+    assert abs(errors.mean()) < eps / 500
+    assert (errors.abs() < eps).all()  # a neighbour, never one further
+    exact = x.to(torch.bfloat16).float()
+    assert torch.equal(rounded(exact, 3), exact)
 
 
 def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
-    graph = make_fx(lambda x, step: optim._round_stochastically(x, torch.bfloat16, step))(
+    graph = make_fx(lambda x, step: optim._round_stochastically(x, step))(
         torch.ones(8), torch.ones(())
     )
     constants = [value for node in graph.graph.nodes for value in node.args if type(value) is int]
@@ -185,15 +168,9 @@ def test_what_the_moments_take() -> None:
     assert {
         name: tensor.dtype for name, tensor in state.items() if name != "step"
     } == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
-    for dtype, types in (
-        ("int8", [torch.uint8] * 2),
-        ("float8", [torch.float8_e4m3fn, torch.float8_e5m2]),
-    ):
-        _, state = updates(dtype, steps=1)
-        assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == types
-        assert [tuple(state[f"{name}_scale"].shape) for name in ("exp_avg", "exp_avg_sq")] == [
-            (64, 2)
-        ] * 2
+    _, state = updates("int8", steps=1)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert state[name].dtype is torch.uint8 and state[f"{name}_scale"].shape == (64, 2)
     for shape in ((256,), (64, 100)):  # a norm; rows that are not whole blocks
         _, state = updates("int8", steps=1, shape=shape)
         assert (
