@@ -2,6 +2,9 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp8", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)

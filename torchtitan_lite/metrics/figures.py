@@ -214,6 +214,9 @@ def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[st
 class Writer:
     """Base of the writers. Each overrides the methods for what it writes."""
 
+    spare = ""
+    """Name of a writer that a run leaves out, with a warning, once it fails."""
+
     def write(self, record: StepRecord) -> None:
         """Write the record of a step; by default the figures that are known."""
         self.write_scalars(record.step, record.known())

@@ -15,9 +15,8 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
-from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
-from torchtitan_lite.metrics.rates import compute_rates, effective_peak
 
 from .memory import MOMENT_WIDTHS, reserved_bytes
 from .meta_model import (
