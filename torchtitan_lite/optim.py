@@ -26,8 +26,8 @@ def build_optimizer(
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }
-    if optimizer.state_dtype != "float32":
-        return LowBitAdamW(parameters, state_dtype=optimizer.state_dtype, **settings)
+    if optimizer.state_dtype == "bfloat16":
+        return BFloat16AdamW(parameters, **settings)
 
     implementation = optimizer.implementation
     if implementation != "fused":
@@ -39,40 +39,22 @@ def build_optimizer(
     return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
 
 
-# ----- AdamW with moments in 16 or 8 bits -----
+# ----- AdamW with moments in bfloat16 -----
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # names in the state, and whether each is signed
-BLOCK = 128  # neighbours in a row of a weight whose 8-bit moments share a scale
 DROPPED_BITS = 16  # of a float32 that is stored as bfloat16
 
 
-class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW that computes in float32 and stores the two moments in 16 or 8 bits.
+class BFloat16AdamW(torch.optim.Optimizer):
+    """AdamW that computes in float32 and stores the two moments in bfloat16, the second rounded
+    stochastically.
 
-    `state_dtype` is "bfloat16", with stochastic rounding of second moments, or "int8" (codes of a
-    dynamic map, as in 8-bit Adam, arXiv 2110.02861). In 8 bits each `BLOCK` neighbours in a row
-    share a float32 scale, and moments of parameters whose rows on this rank are not whole blocks
-    stay float32.
+    Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
+    a GPU the update is compiled, to 2 kernels a parameter."""
 
-    Like torch's fused AdamW and unlike torchao's low-bit one, it reads `found_inf` on the device: a
-    step with 1 changes nothing. On a GPU the update is compiled, to 2 kernels a parameter in
-    bfloat16, 5 to 7 in 8 bits."""
-
-    def __init__(
-        self, parameters: Iterable[Parameter], *, state_dtype: str, **settings: Any
-    ) -> None:
-        # torchao is slow to import, and most runs have moments in float32.
-        from torchao.optim.quant_utils import create_dynamic_map
-
+    def __init__(self, parameters: Iterable[Parameter], **settings: Any) -> None:
         super().__init__(parameters, {**settings, "fused": True})
-        self._in_8_bits = state_dtype == "int8"
         self._device = self.param_groups[0]["params"][0].device
         self.found_inf = torch.zeros((), device=self._device)
-        # The value of each int8 code, as a share of the largest in its block.
-        self._maps = {
-            name: torch.tensor(create_dynamic_map(signed=signed), device=self._device)
-            for name, signed in MOMENTS.items()
-        }
         compiles = self._device.type == "cuda"
         self._update: Any = torch.compile(_update, dynamic=False) if compiles else _update
 
@@ -82,7 +64,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         assert closure is None, "the loss is computed once a step"
         for group in self.param_groups:
             # A tensor, since the compiler would compile the update again for each new number.
-            settings = group | {"lr": torch.full((), group["lr"], device=self._device)}
+            lr = torch.full((), group["lr"], device=self._device)
 
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -90,14 +72,17 @@ class LowBitAdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.zeros((), device=self._device)
-                    state |= _empty_moments(parameter, in_8_bits=self._in_8_bits)
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 self._update(
                     _local(parameter.detach()),
                     _local(parameter.grad),
                     {name: _local(tensor) for name, tensor in state.items()},
-                    self._maps,
                     skip=self.found_inf,
-                    **{name: settings[name] for name in ("lr", "betas", "eps", "weight_decay")},
+                    lr=lr,
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
                 )
 
 
@@ -107,54 +92,34 @@ def _local(tensor: Tensor) -> Tensor:
     return local._tensor if is_gathered_in_float8(local) else local
 
 
-def _empty_moments(parameter: Tensor, *, in_8_bits: bool) -> dict[str, Tensor]:
-    """Return zero moments, with scales for each block if in 8 bits, sharded like `parameter`."""
-    local = _local(parameter)
-    if not in_8_bits or parameter.ndim != 2 or local.shape[-1] % BLOCK:
-        dtype = torch.float32 if in_8_bits else torch.bfloat16
-        return {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    *,
+    skip: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Make AdamW's step (arXiv 1711.05101, algorithm 2) in place, unless `skip` is 1."""
+    gradient = gradient.float()
+    step = state["step"] + 1
+    mean = torch.lerp(gradient, state["exp_avg"].float(), betas[0])
+    square = torch.lerp(gradient.square(), state["exp_avg_sq"].float(), betas[1])
+    root = (square / (1 - betas[1] ** step)).sqrt()
+    change = lr * (mean / (1 - betas[0] ** step)) / (root + eps)
+    updated = parameter * (1 - lr * weight_decay) - change
 
-    moments = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in MOMENTS}
-    shape = torch.Size((len(parameter), parameter.shape[1] // BLOCK))
-    for name in MOMENTS:
-        scales = torch.zeros(len(local), local.shape[1] // BLOCK, device=local.device)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            scales = DTensor.from_local(
-                scales, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
-            )
-        moments[f"{name}_scale"] = scales
-    return moments
-
-
-def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Tensor:
-    """Return a moment in float32."""
-    if state[name].dtype is not torch.uint8:
-        return state[name].float()
-    # Imported here for the reason given in LowBitAdamW.
-    from torchao.optim.quant_utils import dequant_with_qmap
-
-    return dequant_with_qmap(state[name], maps[name], state[f"{name}_scale"].flatten())
-
-
-def _encode(
-    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor], *, step: Tensor
-) -> dict[str, Tensor]:
-    """Return the tensors of `state` that store `moment`, and its scales if it has any."""
-    if state[name].dtype is not torch.uint8:
-        rounds = name == "exp_avg_sq" and state[name].dtype is torch.bfloat16
-        return {
-            name: _round_stochastically(moment, step) if rounds else moment.to(state[name].dtype)
-        }
-    # Imported here for the reason given in LowBitAdamW.
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
-
-    scaled, scale = scale_tensor(moment, BLOCK)  # to at most 1
-    scales = f"{name}_scale"
-    return {
-        name: quantize_8bit_with_qmap(scaled, maps[name]),
-        scales: scale.view(state[scales].shape),
-    }
+    # Store everything, or what was there before.
+    for old, new in (
+        (parameter, updated),
+        (state["step"], step),
+        (state["exp_avg"], mean.to(torch.bfloat16)),
+        (state["exp_avg_sq"], _round_stochastically(square, step)),
+    ):
+        old.copy_(torch.where(skip == 0, new, old))
 
 
 def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
@@ -173,39 +138,6 @@ def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
     threshold = (bits >> (31 - DROPPED_BITS)).int()
     rounded = (x.view(torch.int32) + threshold) & -(1 << DROPPED_BITS)
     return rounded.view(torch.float32).to(torch.bfloat16)
-
-
-def _update(
-    parameter: Tensor,
-    gradient: Tensor,
-    state: dict[str, Tensor],
-    maps: dict[str, Tensor],
-    *,
-    skip: Tensor,
-    lr: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Make AdamW's step (arXiv 1711.05101, algorithm 2) in place, unless `skip` is 1."""
-    gradient = gradient.float()
-    step = state["step"] + 1
-    inputs = {"exp_avg": gradient, "exp_avg_sq": gradient.square()}
-    moments = {
-        name: torch.lerp(inputs[name], _decode(name, state, maps), beta)
-        for name, beta in zip(MOMENTS, betas, strict=True)
-    }
-    mean, square = (
-        moments[name] / (1 - beta**step) for name, beta in zip(MOMENTS, betas, strict=True)
-    )
-    updated = parameter * (1 - lr * weight_decay) - lr * mean / (square.sqrt() + eps)
-
-    # Store everything, or what was there before.
-    new = {"step": step}
-    for name, moment in moments.items():
-        new |= _encode(name, moment, state, maps, step=step)
-    for old, value in [(parameter, updated), *((state[name], new[name]) for name in new)]:
-        old.copy_(torch.where(skip == 0, value, old))
 
 
 # ----- Steps without an update -----

@@ -1,4 +1,4 @@
-"""Runs beside each other at equal tokens: figures by hand, the table, what a run folder may lack."""
+"""Runs beside each other at equal tokens: figures by hand, the table, what a folder may lack."""
 
 import json
 import re
