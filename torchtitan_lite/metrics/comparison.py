@@ -101,7 +101,8 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
     """Return each run's values of COLUMNS; NaN if unknown. A final loss is the mean of the `last`
     steps at equal tokens, speeds are medians without the first step, and differences are from the
     first run, in percent."""
-    equal, rows = equal_tokens(runs), []
+    equal = equal_tokens(runs)
+    rows: list[dict[str, Any]] = []
     for name, figures in runs.items():
         is_equal = np.isin(figures["tokens"], equal)
         curves = {key: figures[key][is_equal] for key in ("loss", "grad_norm")}
@@ -109,7 +110,7 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
         steady = {key: figures[key][1:] for key in ("tps", "mfu")}
         tps, mfu = (np.median(x) if x.size else math.nan for x in steady.values())
 
-        if not rows:
+        if not rows:  # the run that all are compared with
             first, first_loss, first_tps = curves, final_loss, tps
         off = {key: 100 * np.max(np.abs(curves[key] / first[key] - 1)) for key in curves}
         values = (

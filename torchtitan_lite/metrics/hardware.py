@@ -35,7 +35,6 @@ _GPU_MATMULS = (8192, 10)
 _CPU_MATMULS = {"bf16": (384, 1), "fp32": (256, 1)}
 """Size of the matmuls to measure, and how many are timed together. One keeps all of a GPU busy for
 about a millisecond, and takes half a millisecond on a fast core."""
-_CPU = torch.device("cpu")
 _GIB = 2**30
 
 
@@ -162,9 +161,9 @@ def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[
         return kept
 
     # All ranks measure at the same time, as they train, each on one thread.
-    used = torch.get_num_threads()
+    used, device = torch.get_num_threads(), torch.device("cpu")
     torch.set_num_threads(1)
-    ranks = on_all_ranks(lambda: {name: threads * measure_peak(name, _CPU) for name in missing})
+    ranks = on_all_ranks(lambda: {name: threads * measure_peak(name, device) for name in missing})
     torch.set_num_threads(used)
     kept |= {name: max(peaks[name] for peaks in ranks) for name in missing}
     content = _KeptPeaks(cpu=cpu, threads=threads, tflops=kept).model_dump_json(indent=1)

@@ -68,12 +68,17 @@ def build_writers(
     if numerics or numerics_file.exists():
         writers.append(JsonlWriter(numerics_file, resume_step=resume_step, numerics=True))
 
-    run = {"config_toml": config_toml, "hparams": hparams}
     if metrics.enable_tensorboard:
-        folder = dump_folder / metrics.save_tb_folder
-        writers.append(TensorBoardWriter(folder, resume_step=resume_step, numerics=numerics, **run))
+        tensorboard = TensorBoardWriter(
+            dump_folder / metrics.save_tb_folder,
+            resume_step=resume_step,
+            config_toml=config_toml,
+            hparams=hparams,
+            numerics=numerics,
+        )
+        writers.append(tensorboard)
     if metrics.enable_wandb:
-        writers.append(WandbWriter(dump_folder, **run))
+        writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
     return writers
 
 
