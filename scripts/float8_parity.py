@@ -3,8 +3,8 @@
 python scripts/float8_parity.py [--out DIR] [--page FILE] [--jobs N]
 
 Trains train_configs/float8_parity.toml with each recipe and seed, and two recipes compiled, each
-run in a process of its own. Then writes the page docs/float8_parity.md and its pictures, which
-needs the plots extra. Runs that are done are not repeated.
+run in a process of its own. Then writes the page docs/float8_parity.md. Runs that are done are not
+repeated.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -22,13 +21,7 @@ import torch
 
 from torchtitan_lite.errors import ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.comparison import (
-    LoggedRun,
-    compare,
-    draw,
-    format_runs,
-    read_runs,
-)
+from torchtitan_lite.metrics.comparison import compare, format_runs, read_runs
 from torchtitan_lite.run_folder import read_status
 from torchtitan_lite.tables import format_columns
 
@@ -80,7 +73,7 @@ determines the weights and the order of the data: the bf16 row shows what the se
 
 {first_seed}
 
-`scripts/compare_runs.py` draws such pictures of any runs. On a CPU float8 is emulated, and these
+`scripts/compare_runs.py` prints such a table of any runs. On a CPU float8 is emulated, and these
 runs shared the machine with others, so their speeds cannot be compared.
 
 ## Compiled runs
@@ -149,15 +142,12 @@ def summarize(out: Path) -> str:
     return f"{table}\n\nThe farthest from bf16 is {farthest['run']}: {farthest['to first']:+.2f} %."
 
 
-def show(runs: Sequence[LoggedRun], picture: Path) -> str:
-    """Draw the curves of `runs` into the file `picture`. Return their table and a link to it."""
-    draw(runs, picture, last=LAST)
-    curves = f"![Curves of {runs[0].name} and others]({picture.name})"
-    return f"{format_runs(runs, last=LAST, columns=COLUMNS)}\n\n{curves}"
-
-
 def write_page(out: Path, page: Path) -> None:
-    """Write the page and the pictures of the runs in `out`."""
+    """Write the page about the runs in `out`."""
+
+    def table(names: list[str]) -> str:
+        return format_runs(read_runs([out / name for name in names]), last=LAST, columns=COLUMNS)
+
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     )
@@ -168,15 +158,9 @@ def write_page(out: Path, page: Path) -> None:
         made=f"{time.strftime('%Y-%m-%d')}, with {device}, {versions}",
         last=LAST,
         summary=summarize(out),
-        first_seed=show(
-            read_runs([out / f"{recipe}-{SEEDS[0]}" for recipe in RECIPES]),
-            page.with_suffix(".png"),
-        ),
+        first_seed=table([f"{recipe}-{SEEDS[0]}" for recipe in RECIPES]),
         compiled="\n\n".join(
-            show(
-                read_runs([out / f"{recipe}-{part}" for part in (SEEDS[0], *COMPILED)]),
-                page.with_name(f"{page.stem}_compiled_{recipe}.png"),
-            )
+            table([f"{recipe}-{part}" for part in (SEEDS[0], *COMPILED)])
             for recipe in COMPILED_RECIPES
         ),
     )

@@ -26,8 +26,8 @@ def build_optimizer(
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }
-    if optimizer.state_dtype != "float32":
-        return LowBitAdamW(parameters, state_dtype=optimizer.state_dtype, **settings)
+    if optimizer.state_dtype == "bfloat16":
+        return BFloat16AdamW(parameters, **settings)
 
     implementation = optimizer.implementation
     if implementation != "fused":
@@ -39,41 +39,22 @@ def build_optimizer(
     return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
 
 
-# ----- AdamW with moments in 16 or 8 bits -----
+# ----- AdamW with moments in bfloat16 -----
 
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # names in the state, and whether each is signed
-# In float8 the second moment needs the larger range (arXiv 2409.12517).
-FLOAT8 = {"exp_avg": torch.float8_e4m3fn, "exp_avg_sq": torch.float8_e5m2}
-MANTISSA_BITS = {torch.bfloat16: 7, torch.float8_e5m2: 2}  # of types rounded to stochastically
-BLOCK = 128  # neighbours in a row of a weight whose 8-bit moments share a scale
+DROPPED_BITS = 16  # of a float32 that is stored as bfloat16
 
 
-class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW that computes in float32 and stores the two moments in 16 or 8 bits.
-
-    `state_dtype` is "bfloat16", "int8" (codes of a dynamic map, as in 8-bit Adam, arXiv 2110.02861)
-    or "float8" (e4m3 and e5m2). In 8 bits each `BLOCK` neighbours in a row share a float32 scale,
-    and moments of parameters whose rows on this rank are not whole blocks stay float32. A second
-    moment that is stored as a floating-point number is rounded stochastically.
+class BFloat16AdamW(torch.optim.Optimizer):
+    """AdamW that computes in float32 and stores the two moments in bfloat16, the second rounded
+    stochastically.
 
     Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
-    a GPU the update is compiled, to 2 kernels a parameter in bfloat16, 5 to 7 in 8 bits."""
+    a GPU the update is compiled, to 2 kernels a parameter."""
 
-    def __init__(
-        self, parameters: Iterable[Parameter], *, state_dtype: str, **settings: Any
-    ) -> None:
-        # torchao is slow to import, and most runs have moments in float32.
-        from torchao.optim.quant_utils import create_dynamic_map
-
+    def __init__(self, parameters: Iterable[Parameter], **settings: Any) -> None:
         super().__init__(parameters, {**settings, "fused": True})
-        self._state_dtype = state_dtype
         self._device = self.param_groups[0]["params"][0].device
         self.found_inf = torch.zeros((), device=self._device)
-        # The value of each int8 code, as a share of the largest in its block.
-        self._maps = {
-            name: torch.tensor(create_dynamic_map(signed=signed), device=self._device)
-            for name, signed in MOMENTS.items()
-        }
         compiles = self._device.type == "cuda"
         self._update: Any = torch.compile(_update, dynamic=False) if compiles else _update
 
@@ -91,12 +72,12 @@ class LowBitAdamW(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.zeros((), device=self._device)
-                    state |= _empty_moments(parameter, self._state_dtype)
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 self._update(
                     _local(parameter.detach()),
                     _local(parameter.grad),
                     {name: _local(tensor) for name, tensor in state.items()},
-                    self._maps,
                     skip=self.found_inf,
                     lr=lr,
                     betas=group["betas"],
@@ -111,87 +92,10 @@ def _local(tensor: Tensor) -> Tensor:
     return local._tensor if is_gathered_in_float8(local) else local
 
 
-def _empty_moments(parameter: Tensor, state_dtype: str) -> dict[str, Tensor]:
-    """Return zero moments, with scales for each block if in 8 bits, sharded like `parameter`."""
-    if state_dtype == "bfloat16":
-        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
-    if parameter.ndim != 2 or _local(parameter).shape[-1] % BLOCK:
-        return {name: torch.zeros_like(parameter) for name in MOMENTS}
-
-    dtypes = FLOAT8 if state_dtype == "float8" else dict.fromkeys(MOMENTS, torch.uint8)
-    moments = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
-    local, shape = _local(parameter), torch.Size((len(parameter), parameter.shape[1] // BLOCK))
-    for name in MOMENTS:
-        scales = torch.zeros(len(local), local.shape[1] // BLOCK, device=local.device)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            scales = DTensor.from_local(
-                scales, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
-            )
-        moments[f"{name}_scale"] = scales
-    return moments
-
-
-def _decode(name: str, state: dict[str, Tensor], maps: dict[str, Tensor]) -> Tensor:
-    """Return a moment in float32."""
-    stored, scale = state[name], state.get(f"{name}_scale")
-    if scale is None:
-        return stored.float()
-    if stored.dtype is torch.uint8:
-        # Imported here for the reason given in LowBitAdamW.
-        from torchao.optim.quant_utils import dequant_with_qmap
-
-        return dequant_with_qmap(stored, maps[name], scale.flatten())
-    return (stored.float().view(-1, BLOCK) * scale.view(-1, 1)).view(stored.shape)
-
-
-def _encode(
-    name: str, moment: Tensor, state: dict[str, Tensor], maps: dict[str, Tensor], *, step: Tensor
-) -> dict[str, Tensor]:
-    """Return the tensors of `state` that store `moment`, and its scales if it has any."""
-    dtype, scale_name = state[name].dtype, f"{name}_scale"
-    rounds = name == "exp_avg_sq" and dtype in MANTISSA_BITS
-
-    def cast(x: Tensor) -> Tensor:
-        return _round_stochastically(x, dtype, step) if rounds else x.to(dtype)
-
-    if scale_name not in state:
-        return {name: cast(moment)}
-
-    # Imported here for the reason given in LowBitAdamW.
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
-
-    scaled, scale = scale_tensor(moment, BLOCK)  # to at most 1
-    if dtype is torch.uint8:
-        codes = quantize_8bit_with_qmap(scaled, maps[name])
-    else:
-        largest = torch.finfo(dtype).max
-        codes, scale = cast(scaled * largest), scale / largest
-    return {name: codes, scale_name: scale.view(state[scale_name].shape)}
-
-
-def _round_stochastically(x: Tensor, dtype: torch.dtype, step: Tensor) -> Tensor:
-    """Round `x`, float32 and not negative, to a neighbour in `dtype`, so that the mean is exact.
-
-    Rounded to the nearest, a second moment hardly falls if 1 - beta2 is less than half a rounding
-    step: 0.05 in e5m2, 0.001 in bfloat16. The random bits are a hash of the step and of the
-    element's position. They need no state and are equal on all ranks that hold the same elements.
-    """
-    dropped, mask = 23 - MANTISSA_BITS[dtype], 2**31 - 1
-    place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    # Odd factors modulo 2^32, negative so that they fit in int32: Triton refuses larger constants.
-    bits = (place * -0x61C8864F + step.long() * -0x7A143589) & mask
-    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product exceeds 2^63
-        bits = ((bits >> shift) ^ bits) * factor & mask
-    threshold = (bits >> (31 - dropped)).int()
-    return ((x.view(torch.int32) + threshold) & -(1 << dropped)).view(torch.float32).to(dtype)
-
-
 def _update(
     parameter: Tensor,
     gradient: Tensor,
     state: dict[str, Tensor],
-    maps: dict[str, Tensor],
     *,
     skip: Tensor,
     lr: Tensor,
@@ -202,24 +106,38 @@ def _update(
     """Make AdamW's step (arXiv 1711.05101, algorithm 2) in place, unless `skip` is 1."""
     gradient = gradient.float()
     step = state["step"] + 1
-    inputs = {"exp_avg": gradient, "exp_avg_sq": gradient.square()}
-    moments = {
-        name: torch.lerp(inputs[name], _decode(name, state, maps), beta)
-        for name, beta in zip(MOMENTS, betas, strict=True)
-    }
-    mean, square = (
-        moments[name] / (1 - beta**step) for name, beta in zip(MOMENTS, betas, strict=True)
-    )
-    updated = parameter * (1 - lr * weight_decay) - lr * mean / (square.sqrt() + eps)
+    mean = torch.lerp(gradient, state["exp_avg"].float(), betas[0])
+    square = torch.lerp(gradient.square(), state["exp_avg_sq"].float(), betas[1])
+    root = (square / (1 - betas[1] ** step)).sqrt()
+    change = lr * (mean / (1 - betas[0] ** step)) / (root + eps)
+    updated = parameter * (1 - lr * weight_decay) - change
 
     # Store everything, or what was there before.
-    new = {"step": step}
-    for name, moment in moments.items():
-        new |= _encode(name, moment, state, maps, step=step)
-    for old, value in [(parameter, updated), *((state[name], new[name]) for name in new)]:
-        if old.dtype.itemsize == 1:  # the compiler cannot select float8 values
-            old, value = old.view(torch.uint8), value.view(torch.uint8)
-        old.copy_(torch.where(skip == 0, value, old))
+    for old, new in (
+        (parameter, updated),
+        (state["step"], step),
+        (state["exp_avg"], mean.to(torch.bfloat16)),
+        (state["exp_avg_sq"], _round_stochastically(square, step)),
+    ):
+        old.copy_(torch.where(skip == 0, new, old))
+
+
+def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
+    """Round `x`, float32 and not negative, to a neighbour in bfloat16, so that the mean is exact.
+
+    Rounded to the nearest, a second moment hardly falls if 1 - beta2 is less than half a rounding
+    step, 0.001. The random bits are a hash of the step and of the element's position. They need no
+    state and are equal on all ranks that hold the same elements.
+    """
+    mask = 2**31 - 1
+    place = torch.arange(x.numel(), device=x.device).view(x.shape)
+    # Odd factors modulo 2^32, negative so that they fit in int32: Triton refuses larger constants.
+    bits = (place * -0x61C8864F + step.long() * -0x7A143589) & mask
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product exceeds 2^63
+        bits = ((bits >> shift) ^ bits) * factor & mask
+    threshold = (bits >> (31 - DROPPED_BITS)).int()
+    rounded = (x.view(torch.int32) + threshold) & -(1 << DROPPED_BITS)
+    return rounded.view(torch.float32).to(torch.bfloat16)
 
 
 # ----- Steps without an update -----

@@ -35,7 +35,6 @@ from torchtitan_lite.files import hash_sources
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
-from torchtitan_lite.metrics.hardware import report_moved_peaks
 from torchtitan_lite.parallel.agreement import check_started_alike
 from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
 from torchtitan_lite.parallel.signals import StopSignal
@@ -194,8 +193,6 @@ def finish(trainer: Trainer, run_folder: RunFolder | None, *, stopped_by: str | 
 
     Raises the error of the last save if it failed.
     """
-    if stopped_by is None and trainer.metrics.peaks.approximate:
-        report_moved_peaks(trainer.metrics.peaks.measured)
     if run_folder is not None:
         log_outcome(trainer, stopped_by=stopped_by)
     if trainer.checkpointer.last_failure is not None:

@@ -28,7 +28,7 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.metrics.processor import Skips, StepValues
-from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
+from torchtitan_lite.metrics.writers import check_wandb_installed
 from torchtitan_lite.optim import step_unless
 from torchtitan_lite.parallel.distributed import set_determinism, set_timeouts
 from torchtitan_lite.parallel.watchdog import Watchdog

@@ -17,7 +17,6 @@ from torchtitan_lite.config import OptimizerConfig
 from torchtitan_lite.optim import build_optimizer, step_unless
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-LOW_BIT = ("bfloat16", "int8", "float8")
 
 
 def test_the_loss_takes_at_most_a_quarter_of_the_memory_of_the_plain_path() -> None:
@@ -28,12 +27,12 @@ def test_the_loss_takes_at_most_a_quarter_of_the_memory_of_the_plain_path() -> N
         assert cost.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
 
 
-def updated(state_dtype: str, device: str) -> torch.Tensor:
+def updated(device: str) -> torch.Tensor:
     """What three steps add to a weight."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.zeros(64, 256, device=device))
     optimizer = build_optimizer(
-        [weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0)
+        [weight], OptimizerConfig(state_dtype="bfloat16", lr=1e-2, weight_decay=0.0)
     )
     for _ in range(3):
         weight.grad = torch.randn(64, 256, generator=generator).to(device)
@@ -41,22 +40,18 @@ def updated(state_dtype: str, device: str) -> torch.Tensor:
     return weight.detach().cpu()
 
 
-@pytest.mark.parametrize("state_dtype", LOW_BIT)
-def test_moments_in_fewer_bits_are_updated_as_on_a_cpu(state_dtype: str) -> None:
-    expected = updated(state_dtype, "cpu")
-    found = updated(state_dtype, "cuda")  # compiled
+def test_moments_in_bfloat16_are_updated_as_on_a_cpu() -> None:
+    expected = updated("cpu")
+    found = updated("cuda")  # compiled
     assert (found - expected).norm() / expected.norm() < 1e-3
 
 
-@pytest.mark.parametrize("state_dtype", LOW_BIT)
-def test_moments_in_fewer_bits_train_nearly_as_float32_does(
-    state_dtype: str, tmp_path: Path
-) -> None:
+def test_moments_in_bfloat16_train_nearly_as_float32_does(tmp_path: Path) -> None:
     expected = losses(tmp_path / "float32", "--training.steps=10", processes=1)
     found = losses(
         tmp_path / "low",
         "--training.steps=10",
-        f"--optimizer.state_dtype={state_dtype}",
+        "--optimizer.state_dtype=bfloat16",
         processes=1,
     )
     assert found == pytest.approx(expected, rel=5e-3) and found != expected

@@ -130,7 +130,7 @@ def test_tokens_of_a_step_are_a_processs() -> None:
         ("--parallelism.tensor_parallel_degree=2", "degree = 2 is not the same in other; set it"),
         ("--parallelism.data_parallel_replicate_degree=2", "replicate_degree = 2 is not the same"),
         ("--activation_checkpoint.mode=auto", '"auto" is not .* set it to "none" or "selective"'),
-        ("--optimizer.state_dtype=int8", 'state_dtype = "int8" is not the same'),
+        ("--optimizer.state_dtype=bfloat16", 'state_dtype = "bfloat16" is not the same'),
         ("--training.enable_cpu_offload", "enable_cpu_offload = true is not the same"),
     ],
 )

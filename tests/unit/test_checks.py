@@ -265,9 +265,9 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
-            {"optimizer": {"state_dtype": "int8", "implementation": "foreach"}},
+            {"optimizer": {"state_dtype": "bfloat16", "implementation": "foreach"}},
             '[optimizer] implementation = "foreach" keeps its moments in float32, and state_dtype '
-            '= "int8"; set '
+            '= "bfloat16"; set '
             'implementation to "fused", or state_dtype to "float32"',
         ),
         (

@@ -1,5 +1,4 @@
-"""Runs beside each other at equal tokens: figures by hand, what a run folder may lack, the table
-and the picture."""
+"""Runs beside each other at equal tokens: figures by hand, the table, what a folder may lack."""
 
 import json
 import re
@@ -13,7 +12,7 @@ import pytest
 from sample_records import RECORD
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.comparison import compare, draw, format_runs, read_runs
+from torchtitan_lite.metrics.comparison import compare, format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,20 +114,15 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [
         make_run(tmp_path / name, [1.0]) for name in ("a/seed-0", "b/seed-0", "b/previous/seed-0")
     ]
-    assert [run.name for run in read_runs(paths)] == ["a/seed-0", "b/seed-0", "b/previous/seed-0"]
-    assert [
-        run.name
-        for run in read_runs([paths[0] / "metrics.jsonl", make_run(tmp_path / "a/x", [1.0])])
-    ] == [
-        "seed-0",
-        "x",
-    ]
+    assert list(read_runs(paths)) == ["a/seed-0", "b/seed-0", "b/previous/seed-0"]
+    beside = make_run(tmp_path / "a/x", [1.0])
+    assert list(read_runs([paths[0] / "metrics.jsonl", beside])) == ["seed-0", "x"]
 
 
 def test_the_torn_line_of_a_live_run_is_left_out(runs: list[Path]) -> None:
     file = runs[1] / "metrics.jsonl"
     file.write_text(file.read_text()[:-30])
-    assert read_runs(runs)[1].figures["tokens"].tolist() == [1000, 2000, 3000, 4000, 5000]
+    assert read_runs(runs)["float8"]["tokens"].tolist() == [1000, 2000, 3000, 4000, 5000]
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1, "tok'], ids=["empty", "torn"])
@@ -173,61 +167,6 @@ def test_runs_without_equal_tokens_are_refused(runs: list[Path], tmp_path: Path)
         ConfigError, match="at which all runs logged: bf16 1,000 to 4,000, other 1,500 to 2,500"
     ):
         compare(read_runs([runs[0], other]), last=20)
-
-
-def texts(picture: Path) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
-
-
-def test_the_picture_says_what_it_shows(runs: list[Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(read_runs(runs), tmp_path / "runs.svg", last=2)
-    shown = texts(tmp_path / "runs.svg")
-    assert {
-        "bf16",
-        "float8",
-        "Loss",
-        "nat",
-        "Norm of the gradient",
-        "MFU",
-        "percent",
-        "tokens trained on",
-    } <= set(shown)
-    assert "Loss, mean of 2 steps, above bf16's at equal tokens" in shown
-    assert "n/a" not in shown
-
-
-def test_the_same_runs_make_the_same_picture(runs: list[Path], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for ending in ("png", "svg"):
-        pictures = [tmp_path / f"{name}.{ending}" for name in ("once", "again")]
-        for picture in pictures:
-            draw(read_runs(runs), picture, last=20)
-        assert pictures[0].read_bytes() == pictures[1].read_bytes()
-
-
-def test_the_picture_says_that_no_mfu_is_known(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    paths = [make_run(tmp_path / name, [5, 4], mfu=[None, None]) for name in "ab"]
-    draw(read_runs(paths), tmp_path / "runs.svg", last=20)
-    assert "n/a" in texts(tmp_path / "runs.svg")
-
-
-def test_a_picture_that_cannot_be_written_is_refused(
-    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = read_runs(runs)
-    with pytest.raises(
-        ConfigError, match=r"runs\.pdf: the picture's name must end in \.png or \.svg"
-    ):
-        draw(found, tmp_path / "runs.pdf", last=20)
-    with pytest.raises(ConfigError, match=r"there is no folder \S+/typo; make it first"):
-        draw(found, tmp_path / "typo/runs.png", last=20)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(
-        ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""
-    ):
-        draw(found, tmp_path / "runs.png", last=20)
 
 
 def script(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,4 @@
-"""The CPU's peaks: how they are measured, kept in the run folder, and compared at the end of a
-run."""
+"""The CPU's peaks: how they are measured, and kept in the run folder."""
 
 import itertools
 import json
@@ -13,12 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.metrics import hardware
-from torchtitan_lite.metrics.hardware import (
-    cpu_name,
-    measure_peak,
-    report_moved_peaks,
-    resolve_cpu_peaks,
-)
+from torchtitan_lite.metrics.hardware import cpu_name, measure_peak, resolve_cpu_peaks
 
 CPU = torch.device("cpu")
 MEASURED = {"bf16": 0.2, "fp32": 0.1}
@@ -63,10 +57,10 @@ def test_the_peak_is_the_best_of_many_matmuls(monkeypatch):
     assert measure_peak("fp32", CPU) == pytest.approx(2 * 256**3 / 0.002 / 1e12)
 
 
-def test_ranks_measure_on_one_thread(monkeypatch, calls):
+def test_ranks_measure_on_one_thread(tmp_path, monkeypatch, calls):
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    report_moved_peaks(MEASURED)
+    resolve_cpu_peaks(MEASURED, file=tmp_path / "peaks.json")
     assert (calls, threads) == (["bf16", "fp32"], [1, 1])
 
 
@@ -172,15 +166,6 @@ def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(
     for part in (str(file), f"{cpu or here}, {threads} threads", f"{here}, 1 threads"):
         assert part in message
     assert json.loads(file.read_text()) == {"cpu": here, "threads": 1, "tflops": {"bf16": 0.2}}
-
-
-def test_a_peak_that_moved_by_a_fifth_is_reported_at_the_end(calls, log):
-    report_moved_peaks({"bf16": 0.2 / 1.19, "fp32": 0.1 / 0.81})
-    assert log.messages == []
-    report_moved_peaks({"bf16": 0.16, "fp32": 0.126})
-    (message,) = log.messages
-    assert "bf16 from 0.16 to 0.2 TFLOPS (+25%)" in message
-    assert "fp32 from 0.126 to 0.1 TFLOPS (-21%)" in message
 
 
 def test_the_cpu_is_named_by_its_model_else_by_its_architecture(monkeypatch):

@@ -112,8 +112,7 @@ def test_a_run_that_fails_ends_the_script_and_names_its_log(
     assert len(list(tmp_path.iterdir())) <= 3  # two at a time, and what followed was not begun
 
 
-def test_all_runs_end_in_a_page_and_pictures(launched: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_all_runs_end_in_a_page(launched: list[str], tmp_path: Path) -> None:
     SCRIPT.main(
         ["--out", str(tmp_path / "runs"), "--page", str(tmp_path / "page.md"), "--jobs", "3"]
     )
@@ -124,9 +123,6 @@ def test_all_runs_end_in_a_page_and_pictures(launched: list[str], tmp_path: Path
     )
     assert "The farthest from bf16 is rowwise-0: +0.50 %." in page
     assert "| tensorwise_all_gather-compile_full_ac |" in page
-    shown = ["page.png", "page_compiled_bf16.png", "page_compiled_tensorwise_all_gather.png"]
-    assert re.findall(r"!\[Curves of \S+ and others\]\((.*)\)", page) == shown
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in shown)
 
 
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,4 +145,3 @@ def test_on_the_page_every_recipe_trains_within_a_percent_of_bf16() -> None:
     assert percents["bf16"] == [0, 0, 0]
     compiled = re.findall(r"^\| (\w+-compile\w*) ", rest, re.MULTILINE)
     assert compiled == [name for name in RUNS if "compile" in name]
-    assert len(re.findall(r"\]\((\S+\.png)\)", rest)) == 3

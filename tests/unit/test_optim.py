@@ -38,10 +38,9 @@ def test_implementations_make_the_same_update(implementation: str) -> None:
     torch.testing.assert_close(updated(implementation=implementation), reference.weight.detach())
 
 
-LOW_BIT = ["bfloat16", "int8", "float8"]
 SETTINGS = [
     *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),
-    *({"state_dtype": dtype} for dtype in LOW_BIT),
+    {"state_dtype": "bfloat16"},
 ]
 
 
@@ -68,7 +67,7 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: dict[str, str]) -> 
     [
         ({"implementation": "fused"}, 0),
         ({"implementation": "foreach"}, 1),
-        ({"state_dtype": "int8"}, 0),
+        ({"state_dtype": "bfloat16"}, 0),
     ],
 )
 def test_what_decides_on_the_device(
@@ -97,83 +96,61 @@ def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFi
     assert 'implementation = "foreach" waits for the device in every step' in caplog.text
 
 
-def updates(
-    state_dtype: str, *, steps: int, shape: tuple[int, ...] = (64, 256)
-) -> tuple[torch.Tensor, Any]:
+def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
     """Return the change of a weight after `steps` steps, and its optimizer state. The gradients are
     random, of very different magnitudes in different rows."""
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.zeros(shape))
+    weight = nn.Parameter(torch.zeros(64, 256))
     optimizer = build_optimizer(
         [weight], OptimizerConfig(state_dtype=state_dtype, lr=1e-2, weight_decay=0.0)
     )
-    sizes = torch.logspace(-6, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    sizes = torch.logspace(-6, 0, 64).view(-1, 1)
     for _ in range(steps):
-        weight.grad = torch.randn(shape) * sizes
+        weight.grad = torch.randn(64, 256) * sizes
         step_unless(optimizer, torch.tensor(0.0))
     return weight.detach(), optimizer.state[weight]
 
 
-@pytest.mark.parametrize(
-    ("state_dtype", "error"), [("bfloat16", 0.01), ("int8", 0.03), ("float8", 0.1)]
-)
-def test_moments_in_fewer_bits_update_nearly_as_float32_does(
-    state_dtype: str, error: float
-) -> None:
+def test_moments_in_bfloat16_update_nearly_as_float32_does() -> None:
     expected, _ = updates("float32", steps=20)
-    found, _ = updates(state_dtype, steps=20)
-    assert (found - expected).norm() / expected.norm() < error
-    first, _ = updates(state_dtype, steps=1)  # computed before anything is rounded
+    found, _ = updates("bfloat16", steps=20)
+    assert (found - expected).norm() / expected.norm() < 0.01
+    first, _ = updates("bfloat16", steps=1)  # computed before anything is rounded
     torch.testing.assert_close(first, updates("float32", steps=1)[0])
 
 
-@pytest.mark.parametrize(
-    ("state_dtype", "beta2", "steps"), [("bfloat16", 0.999, 700), ("float8", 0.95, 150)]
-)
-def test_a_second_moment_falls_with_its_gradients(
-    state_dtype: str, beta2: float, steps: int
-) -> None:
+def test_a_second_moment_falls_with_its_gradients() -> None:
     def second_moment(state_dtype: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         weight = nn.Parameter(torch.zeros(8, 256))
-        optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, beta2=beta2))
-        for step in range(20 + steps):
+        optimizer = build_optimizer([weight], OptimizerConfig(state_dtype=state_dtype, beta2=0.999))
+        for step in range(720):
             weight.grad = torch.randn(8, 256, generator=generator)
             if step >= 20:
                 weight.grad[:, ::2] /= 100  # of each block a half
             step_unless(optimizer, torch.tensor(0.0))
-        return optim._decode("exp_avg_sq", optimizer.state[weight], {})
+        return optimizer.state[weight]["exp_avg_sq"].float()
 
-    expected, found = second_moment("float32"), second_moment(state_dtype)
+    expected, found = second_moment("float32"), second_moment("bfloat16")
     assert found[:, ::2].mean() == pytest.approx(expected[:, ::2].mean().item(), rel=0.1)
     assert found[:, 1::2].mean() == pytest.approx(expected[:, 1::2].mean().item(), rel=0.05)
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    x = torch.logspace(-4, 4, 1000)
-    for dtype in (torch.bfloat16, torch.float8_e5m2):
-        rounded = torch.stack(
-            [
-                optim._round_stochastically(x, dtype, torch.tensor(float(step))).float()
-                for step in range(512)
-            ]
-        )
-        assert (rounded.mean(0) / x - 1).abs().max() < torch.finfo(
-            dtype
-        ).eps / 8  # 5 standard errors at most
-        assert abs((rounded.mean(0) / x - 1).mean()) < torch.finfo(dtype).eps / 500
-        assert (
-            (rounded / x - 1).abs() < torch.finfo(dtype).eps
-        ).all()  # a neighbour, never one further
-        exact = x.to(dtype)
-        assert (
-            optim._round_stochastically(exact.float(), dtype, torch.tensor(3.0)).float()
-            == exact.float()
-        ).all()
+    def rounded(x: torch.Tensor, step: int) -> torch.Tensor:
+        return optim._round_stochastically(x, torch.tensor(float(step))).float()
+
+    x, eps = torch.logspace(-4, 4, 1000), torch.finfo(torch.bfloat16).eps
+    errors = torch.stack([rounded(x, step) for step in range(512)]) / x - 1
+    assert errors.mean(0).abs().max() < eps / 8  # 5 standard errors at most
+    assert abs(errors.mean()) < eps / 500
+    assert (errors.abs() < eps).all()  # a neighbour, never one further
+    exact = x.to(torch.bfloat16).float()
+    assert torch.equal(rounded(exact, 3), exact)
 
 
 def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
-    graph = make_fx(lambda x, step: optim._round_stochastically(x, torch.bfloat16, step))(
+    graph = make_fx(lambda x, step: optim._round_stochastically(x, step))(
         torch.ones(8), torch.ones(())
     )
     constants = [value for node in graph.graph.nodes for value in node.args if type(value) is int]
@@ -182,38 +159,17 @@ def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
 
 def test_what_the_moments_take() -> None:
     _, state = updates("bfloat16", steps=1)
-    assert {
-        name: tensor.dtype for name, tensor in state.items() if name != "step"
-    } == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
-    for dtype, types in (
-        ("int8", [torch.uint8] * 2),
-        ("float8", [torch.float8_e4m3fn, torch.float8_e5m2]),
-    ):
-        _, state = updates(dtype, steps=1)
-        assert [state[name].dtype for name in ("exp_avg", "exp_avg_sq")] == types
-        assert [tuple(state[f"{name}_scale"].shape) for name in ("exp_avg", "exp_avg_sq")] == [
-            (64, 2)
-        ] * 2
-    for shape in ((256,), (64, 100)):  # a norm; rows that are not whole blocks
-        _, state = updates("int8", steps=1, shape=shape)
-        assert (
-            set(state) == {"step", "exp_avg", "exp_avg_sq"}
-            and state["exp_avg"].dtype is torch.float32
-        )
+    types = {name: tensor.dtype for name, tensor in state.items() if name != "step"}
+    assert types == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
 
 
-@pytest.mark.parametrize("state_dtype", LOW_BIT)
-def test_the_compiled_update_is_the_eager_one(
-    state_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, _ = updates(state_dtype, steps=3)
-    monkeypatch.setattr(
-        optim, "_update", torch.compile(optim._update, dynamic=False, fullgraph=True)
-    )
-    found, _ = updates(state_dtype, steps=3)
-    assert (
-        found - expected
-    ).norm() / expected.norm() < 1e-3  # a moment near the middle may be rounded otherwise
+def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = updates("bfloat16", steps=3)
+    compiled = torch.compile(optim._update, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(optim, "_update", compiled)
+    found, _ = updates("bfloat16", steps=3)
+    # A moment near the middle may be rounded otherwise.
+    assert (found - expected).norm() / expected.norm() < 1e-3
 
 
 def guarded(

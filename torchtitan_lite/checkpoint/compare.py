@@ -70,11 +70,7 @@ def check_tensors(
         return
     part, fix = "model", "Train the model that was saved"
     if all(each.startswith("optimizer.") for each in differing):
-        part = "optimizer"
-        fix = (
-            "Set [optimizer] state_dtype to the saved run's and, with moments in 8 bits, "
-            "[parallelism] tensor_parallel_degree too, which decides how rows are split over ranks"
-        )
+        part, fix = "optimizer", "Set [optimizer] state_dtype to the saved run's"
     raise CheckpointError(
         f"[checkpoint] {path} is of another {part}: {len(differing)} tensors differ from this "
         f"run's: {listed(differing)}. {fix}, or name another checkpoint or another [job] "

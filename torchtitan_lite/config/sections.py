@@ -77,8 +77,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, on every parameter."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
-    state_dtype: Literal["float32", "bfloat16", "int8", "float8"] = "float32"
-    """Data type of both moments; 8-bit types have a scale per 128 values. The update is float32."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of both moments. The update is float32."""
 
 
 class LRSchedulerConfig(Section):

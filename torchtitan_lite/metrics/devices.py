@@ -2,8 +2,11 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torchtitan_lite.config import MetricsConfig
+
+Precision = Literal["fp8", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)

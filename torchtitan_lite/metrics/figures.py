@@ -194,9 +194,8 @@ def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[st
     loss = f"final loss {last.loss:.2f} nat"
     if unigram_entropy is not None:
         gain = unigram_entropy - last.loss
-        side = "below" if gain >= 0 else "above"
-        loss += f", {abs(gain):.2f} {side} the unigram entropy {unigram_entropy:.2f}"
-        loss += " of the training tokens"
+        loss += f", {abs(gain):.2f} {'below' if gain >= 0 else 'above'} the unigram entropy "
+        loss += f"{unigram_entropy:.2f} of the training tokens"
 
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
     mfu = format_mfu(summary.mfu, approximate=last.approximate_mfu)
@@ -213,6 +212,9 @@ def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[st
 
 class Writer:
     """Base of the writers. Each overrides the methods for what it writes."""
+
+    spare = ""
+    """Name of a writer that a run leaves out, with a warning, once it fails."""
 
     def write(self, record: StepRecord) -> None:
         """Write the record of a step; by default the figures that are known."""

@@ -1,4 +1,4 @@
-"""Count the FLOPs of training one token, matmul by matmul.
+"""Count the FLOPs of training one token, matmul by matmul, and rate a device's throughput by them.
 
 The count has the three matmuls of every linear and the two of attention with their gradients, but
 not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recomputation by
@@ -13,7 +13,9 @@ from torch import nn
 
 from torchtitan_lite.models.flavors import ModelArgs
 
-Precision = Literal["fp8", "bf16", "fp32"]
+from .devices import Precision
+from .hardware import Peaks
+
 FlopsConvention = Literal["palm", "causal"]
 
 MATMULS = ("output", "grad_input", "grad_weight")
@@ -56,7 +58,7 @@ def count_flops(
     *,
     seq_len: int,
     high_precision: Precision,
-    float8_matmuls: Mapping[str, Collection[str]] | None = None,
+    float8_matmuls: Mapping[str, Collection[str]],
     fp8_runs_in: Precision = "fp8",
     convention: FlopsConvention = "palm",
     recomputed: Collection[str] = (),
@@ -72,19 +74,18 @@ def count_flops(
     layer_matmul = 2 * args.n_heads * args.head_dim * seq_len
     if convention == "causal":
         layer_matmul //= 2
-    attention = 6 * args.n_layers * layer_matmul
+    attention, output = 6 * args.n_layers * layer_matmul, 0
     recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
     flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
     recompute = flops | {high_precision: 2 * layer_matmul * recomputed_layers}
     flops[high_precision] = attention
 
     # Linears.
-    output = 0
     precisions: dict[str, dict[str, Precision]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             count = 2 * module.in_features * module.out_features
-            in_float8 = (float8_matmuls or {}).get(name, ())
+            in_float8 = float8_matmuls.get(name, ())
             precisions[name] = {m: "fp8" if m in in_float8 else high_precision for m in MATMULS}
             runs_in = [fp8_runs_in if p == "fp8" else p for p in precisions[name].values()]
             for precision in runs_in:
@@ -92,11 +93,66 @@ def count_flops(
             recompute[runs_in[0]] += count if name in recomputed else 0
             output = 3 * count if name == "output" else output
     return FlopsLedger(
-        by_precision=flops,
-        recompute=recompute,
-        output=output,
-        attention=attention,
-        precisions=precisions,
-        recompute_is_known=recompute_is_known,
-        fp8_runs_in=fp8_runs_in,
+        flops, recompute, output, attention, precisions, recompute_is_known, fp8_runs_in
     )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast each device trained, in the figures that `figures.StepRecord` describes.
+
+    A utilisation is None if it needs an unknown peak, and above 100 % of an approximate peak, which
+    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, and `hfu` if the compiler
+    decides what is recomputed.
+    """
+
+    tps: float
+    tflops: float
+    mfu: float | None
+    mfu_bf16_peak: float | None
+    mfu_fp8_peak: float | None
+    mfu_achievable: float | None
+    hfu: float | None
+
+
+def compute_rates(tps: float, *, ledger: FlopsLedger, peaks: Peaks) -> Rates:
+    """Return the rates of a device that trained on `tps` tokens per second."""
+    known, flops = peaks.tflops, ledger.by_precision
+    with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
+
+    def utilisation(
+        flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+    ) -> float | None:
+        if (ideal := _ideal_seconds(flops, tflops)) is None:
+            return None
+        percent = 100 * tps * ideal
+        return None if percent > 100 and peaks.approximate else percent
+
+    return Rates(
+        tps=tps,
+        tflops=ledger.total * tps / 1e12,
+        mfu=utilisation(flops, known),
+        mfu_bf16_peak=utilisation({"bf16": ledger.total}, known),
+        mfu_fp8_peak=None if ledger.emulated else utilisation({"fp8": ledger.total}, known),
+        mfu_achievable=utilisation(flops, peaks.measured),
+        hfu=utilisation(with_recompute, known) if ledger.recompute_is_known else None,
+    )
+
+
+def effective_peak(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """Return the peak of a mix of precisions in TFLOPS: the harmonic mean of `tflops`, weighted by
+    `flops`. None if a precision that is used has no known peak."""
+    ideal = _ideal_seconds(flops, tflops)
+    return None if ideal is None else sum(flops.values()) / ideal / 1e12
+
+
+def _ideal_seconds(
+    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+) -> float | None:
+    """Return the seconds for `flops`, with each precision at its own peak of `tflops`."""
+    used = {precision: count for precision, count in flops.items() if count}
+    if not used.keys() <= tflops.keys():
+        return None
+    return sum(count / tflops[name] for name, count in used.items()) / 1e12

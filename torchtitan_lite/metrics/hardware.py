@@ -1,10 +1,10 @@
 """The device's peak FLOPS, given, published or measured, and the memory that the run takes of it.
 
 A CPU has no data sheet of matmul peaks, and other processes may use its cores at any time. So its
-peak is measured by all ranks at once, kept in the run folder, and measured again at the end of the
-run. A rank's peak is the best of many short matmuls on one thread, times the threads that the rank
-can run: a matmul of a millisecond ends between two interruptions, even on a busy machine, while on
-several threads it would wait for the slowest of them.
+peak is measured by all ranks at once, and kept in the run folder. A rank's peak is the best of many
+short matmuls on one thread, times the threads that the rank can run: a matmul of a millisecond ends
+between two interruptions, even on a busy machine, while on several threads it would wait for the
+slowest of them.
 """
 
 import os
@@ -28,17 +28,13 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
 
-from .devices import DeviceSpec, lookup_device
-from .flops import Precision
+from .devices import DeviceSpec, Precision, lookup_device
 
-MOVED = 0.2
-"""Relative change of a CPU's peak during a run from which on it is reported."""
 _MEASURE_SECONDS = 0.25
 _GPU_MATMULS = (8192, 10)
 _CPU_MATMULS = {"bf16": (384, 1), "fp32": (256, 1)}
 """Size of the matmuls to measure, and how many are timed together. One keeps all of a GPU busy for
 about a millisecond, and takes half a millisecond on a fast core."""
-_CPU = torch.device("cpu")
 _GIB = 2**30
 
 
@@ -151,9 +147,6 @@ class _KeptPeaks(BaseModel):
     threads: float
     tflops: dict[Precision, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
 
-    def origin(self) -> str:
-        return f"{self.cpu}, {self.threads:g} threads a rank"
-
 
 def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
     """Return the peaks of the fastest rank in TFLOPS. A collective call.
@@ -161,58 +154,41 @@ def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[
     Peaks kept in `file` are used if they are of the same CPU and number of threads. The others are
     measured, and kept there.
     """
-    here = _KeptPeaks(cpu=cpu_name(), threads=_rank_threads(), tflops={})
-    kept = on_rank0(lambda: _read_kept(file, here))
+    cpu, threads = cpu_name(), _rank_threads()
+    kept = on_rank0(lambda: _read_kept(file, cpu=cpu, threads=threads))
     missing = sorted(set(precisions) - kept.keys())
-    if missing:
-        here.tflops = kept = kept | _measure(missing, threads=here.threads)
-        on_rank0(lambda: replace_file(file, here.model_dump_json(indent=1) + "\n"))
+    if not missing:
+        return kept
+
+    # All ranks measure at the same time, as they train, each on one thread.
+    used, device = torch.get_num_threads(), torch.device("cpu")
+    torch.set_num_threads(1)
+    ranks = on_all_ranks(lambda: {name: threads * measure_peak(name, device) for name in missing})
+    torch.set_num_threads(used)
+    kept |= {name: max(peaks[name] for peaks in ranks) for name in missing}
+    content = _KeptPeaks(cpu=cpu, threads=threads, tflops=kept).model_dump_json(indent=1)
+    on_rank0(lambda: replace_file(file, content + "\n"))
     return kept
 
 
-def _read_kept(file: Path, here: _KeptPeaks) -> dict[Precision, float]:
+def _read_kept(file: Path, *, cpu: str, threads: float) -> dict[Precision, float]:
     """Return the peaks kept in `file`, or none if it does not exist, is damaged, or was written on
     another CPU or with another number of threads."""
     if not file.is_file():  # opening a pipe would block
         return {}
     try:
         kept = _KeptPeaks.model_validate_json(file.read_bytes())
-        same = kept.origin() == here.origin()
-        problem = "" if same else f"is of {kept.origin()}, and this is {here.origin()}"
     except (OSError, ValueError):
-        problem = "is damaged"
-    if problem:
-        logger.info(f"{file} {problem}: the CPU's peaks are measured again")
+        logger.info(f"{file} is damaged: the CPU's peaks are measured again")
+        return {}
+    if (kept.cpu, kept.threads) != (cpu, threads):
+        logger.info(
+            f"{file} is of {kept.cpu}, {kept.threads:g} threads a rank, and this is {cpu}, "
+            f"{threads:g} threads: the CPU's peaks are measured again"
+        )
         return {}
     logger.info(f"the CPU's peaks were read from {file}")
     return kept.tflops
-
-
-def report_moved_peaks(before: Mapping[Precision, float]) -> None:
-    """Measure the peaks `before` again, and log those that changed by MOVED or more. A collective
-    call."""
-    now = _measure(before, threads=_rank_threads())
-    changes = {name: tflops / before[name] - 1 for name, tflops in now.items()}
-    moved = [
-        f"{name} from {before[name]:.4g} to {now[name]:.4g} TFLOPS ({change:+.0%})"
-        for name, change in changes.items()
-        if abs(change) >= MOVED
-    ]
-    if moved:
-        logger.info(
-            f"the CPU's peak has changed since the start: {', '.join(moved)}; "
-            "mfu is computed with the first"
-        )
-
-
-def _measure(precisions: Collection[Precision], *, threads: float) -> dict[Precision, float]:
-    """Return the peaks of the fastest rank: of one thread, times `threads` of this rank. All ranks
-    measure at the same time, as they train."""
-    used = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ranks = on_all_ranks(lambda: {name: threads * measure_peak(name, _CPU) for name in precisions})
-    torch.set_num_threads(used)
-    return {name: max(peaks[name] for peaks in ranks) for name in precisions}
 
 
 def _rank_threads() -> float:

@@ -9,7 +9,7 @@ import statistics
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,9 +20,8 @@ from torch import Tensor
 from torchtitan_lite.logger import logger
 
 from .figures import BETWEEN_STEPS, CastErrors, StepRecord, Summary, Writer
-from .flops import FlopsLedger
+from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
-from .rates import Rates, compute_rates, effective_peak
 
 StepValues = dict[str, Any]
 """Figures that a step computed, by their names in StepRecord, and `consecutive_skips`: the steps
@@ -54,28 +53,23 @@ def record_cuda_event() -> torch.cuda.Event:
     return event
 
 
-Spans = defaultdict[str, list[tuple[Any, Any]]]
-"""Events of begin and end: of a step, and within it of its waits for `data` and of `compile`."""
+Span = tuple[str, Any, Any]
+"""Name and the events of begin and end: of a `step`, or of its waits for `data` and `compile`."""
 
 
 @dataclass(frozen=True)
 class _EndedStep:
     """A step whose values are on their way to the host."""
 
-    step: int
-    logged: bool
-    time: float
-    spans: Spans
-    computed: StepValues
-    copy: Tensor
-    """The tensors in `computed`, on the host."""
+    spans: list[Span]
+    copied: StepValues
+    """Also step and time. The tensors are on the host, and complete after the event `arrives`."""
     arrives: Any
-    """The event after which the copy is complete."""
 
     def values(self) -> StepValues:
         """Return the step's values as numbers, once they have arrived."""
-        tensors = [name for name, value in self.computed.items() if isinstance(value, Tensor)]
-        return self.computed | dict(zip(tensors, self.copy.tolist(), strict=True))
+        copied = self.copied.items()
+        return {name: v.item() if isinstance(v, Tensor) else v for name, v in copied}
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class MetricsProcessor:
         peaks: Peaks,
         device: torch.device,
         n_devices: int,
-        writers: Sequence[Writer],
+        writers: list[Writer],
         start_tokens: int,
     ) -> None:
         """`start_tokens` is the number of tokens trained on before this process, 0 in a new run.
@@ -116,7 +110,7 @@ class MetricsProcessor:
         # The steps that the host has not read yet, and the time of the one that runs.
         self.record_event: Any = record_cuda_event if device.type == "cuda" else HostEvent
         self._began = self._compile_began = self.record_event()
-        self._spans: Spans = defaultdict(list)
+        self._spans: list[Span] = []
         self._pending: deque[_EndedStep] = deque()
         self._last_ended: _EndedStep | None = None
 
@@ -126,14 +120,15 @@ class MetricsProcessor:
         self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds
         self._steady_tps = array("d")  # of each record but the first; 8 bytes a record
         self._times = {"training": 0.0, "data": 0.0, "compile": 0.0}
-        self._warned_of_peak = False
+
+    # ----- The clock -----
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
         """Count the time as the step's wait for data, unless within `outside_step`."""
         began = self.record_event()
         yield
-        self._spans["data"].append((began, self.record_event()))
+        self._spans.append(("data", began, self.record_event()))
 
     def compile_began(self) -> None:
         """Count the time until `compile_ended` as compilation, unless within `outside_step`."""
@@ -141,25 +136,27 @@ class MetricsProcessor:
 
     def compile_ended(self) -> None:
         """End what `compile_began` began."""
-        self._spans["compile"].append((self._compile_began, self.record_event()))
+        self._spans.append(("compile", self._compile_began, self.record_event()))
 
     @contextmanager
     def outside_step(self, name: str, *, step: int) -> Iterator[None]:
         """Leave the time after `step` out of every step, and write it as the figure NAME_s."""
         # What the steps have queued on the device is their time, so wait for it.
         began = self.record_event()
-        self._spans["step"].append((self._began, began))
+        self._spans.append(("step", self._began, began))
         began.synchronize()
         self._take_arrived()
 
         # Waits for data and compilation in here are not the step's.
-        spans, self._spans = self._spans, defaultdict(list)
+        spans, self._spans = self._spans, []
         yield
         self._spans = spans
 
         self._began = self.record_event()
         self._began.synchronize()
         self._write_time(step, name, began.elapsed_time(self._began) / 1000)
+
+    # ----- Steps -----
 
     def end_step(self, step: int, values: StepValues) -> bool:
         """Take what `step` computed. Return whether records were made, of this or earlier steps.
@@ -168,23 +165,19 @@ class MetricsProcessor:
         includes warm-up.
         """
         # The copy is queued behind the step's work, and the event behind the copy.
-        on_device = [value for value in values.values() if isinstance(value, Tensor)]
-        copy = torch.stack(on_device).to("cpu", non_blocking=True)
+        on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        copies = torch.stack([*on_device.values()]).to("cpu", non_blocking=True)
         ended = self.record_event()
 
-        self._spans["step"].append((self._began, ended))
-        logged = self._last_ended is None or step % self.log_freq == 0
         self._last_ended = _EndedStep(
-            step=step,
-            logged=logged,
-            time=time.time(),
-            spans=self._spans,
-            computed=values,
-            copy=copy,
+            spans=[*self._spans, ("step", self._began, ended)],
+            copied=values
+            | {"step": step, "time": time.time()}
+            | dict(zip(on_device, copies, strict=True)),
             arrives=ended,
         )
         self._pending.append(self._last_ended)
-        self._began, self._spans = ended, defaultdict(list)
+        self._began, self._spans = ended, []
         return self._take_arrived()
 
     def settle(self) -> None:
@@ -194,10 +187,9 @@ class MetricsProcessor:
             return
         last.arrives.synchronize()
         self._take_arrived()
-        if self._last_record is None or self._last_record.step < last.step:
-            self._write_record(last, last.values())
-        for writer in self.writers:
-            writer.flush()
+        if self._last_record is None or self._last_record.step < last.copied["step"]:
+            self._write_record(last.values())
+        self._tell(lambda writer: writer.flush())
 
     def _take_arrived(self) -> bool:
         """Take the steps that the device has finished, in order. Return whether one was logged."""
@@ -205,18 +197,20 @@ class MetricsProcessor:
         while self._pending and self._pending[0].arrives.query():
             ended = self._pending.popleft()
             self._since_record["steps"] += 1
-            for name, spans in ended.spans.items():
-                milliseconds = sum(began.elapsed_time(end) for began, end in spans)
-                self._since_record[name] += milliseconds / 1000
+            for name, began, end in ended.spans:
+                self._since_record[name] += began.elapsed_time(end) / 1000
 
             values = ended.values()
             if (consecutive := int(values["consecutive_skips"])) > self.skips.consecutive:
-                self.skips = Skips(consecutive, ended.step, values["loss"], values["grad_norm"])
-            if ended.logged:
-                self._write_record(ended, values)
+                figures = {name: values[name] for name in ("step", "loss", "grad_norm")}
+                self.skips = Skips(consecutive, **figures)
+            if self._last_record is None or values["step"] % self.log_freq == 0:
+                self._write_record(values)
         return self._last_record is not previous
 
-    def _write_record(self, ended: _EndedStep, values: StepValues) -> None:
+    # ----- Records -----
+
+    def _write_record(self, values: StepValues) -> None:
         """Make the record of the steps since the last one, and pass it to the writers."""
         # Only training counts for rates.
         since, self._since_record = self._since_record, defaultdict(float)
@@ -227,8 +221,6 @@ class MetricsProcessor:
 
         tokens, self._tokens = values["tokens"] - self._tokens, values["tokens"]
         tps = tokens / training_s / self.n_devices
-        rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks)
-        self._warn_of_peak(ended.step, rates)
         if self._last_record is not None:
             self._steady_tps.append(tps)
 
@@ -237,45 +229,31 @@ class MetricsProcessor:
         computed = {name: value for name, value in values.items() if name != "consecutive_skips"}
         computed["skipped_steps"] = int(values["skipped_steps"])
         self._last_record = StepRecord(
-            step=ended.step,
             **computed,
-            **asdict(rates),
+            **asdict(compute_rates(tps, ledger=self.ledger, peaks=self.peaks)),
             step_time_s=step_time_s,
             data_time_s=data_time_s,
             data_time_pct=100 * data_time_s / step_time_s,
             memory_gib=memory_gib,
             memory_pct=None if total_gib is None else 100 * memory_gib / total_gib,
-            time=ended.time,
             approximate_mfu=self.peaks.approximate,
         )
 
-        for writer in self.writers:
-            writer.write(self._last_record)
+        record = self._last_record
+        self._tell(lambda writer: writer.write(record))
         if compile_s:
-            self._write_time(ended.step, "compile", compile_s)
-
-    def _warn_of_peak(self, step: int, rates: Rates) -> None:
-        """Log once that utilisations above 100 % of an approximate peak are left out."""
-        peak = effective_peak(self.ledger.by_precision, self.peaks.tflops)
-        if peak and rates.mfu is None and not self._warned_of_peak:
-            self._warned_of_peak = True
-            logger.info(
-                f"step {step}: mfu would be {rates.tflops / peak:.0%}, so the CPU's peak was "
-                "measured too low; a utilisation above 100% is n/a"
-            )
+            self._write_time(values["step"], "compile", compile_s)
 
     def log_numerics(self, step: int, casts: CastErrors) -> None:
         """Write the errors of the casts of `step`, the last that ended. Waits for the device."""
         assert self._last_ended is not None, "a step has ended"
         self._last_ended.arrives.synchronize()
         self._take_arrived()
-        for writer in self.writers:
-            writer.write_numerics(step, casts)
+        self._tell(lambda writer: writer.write_numerics(step, casts))
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write figures that belong to no step's record, such as a validation loss."""
-        for writer in self.writers:
-            writer.write_scalars(step, scalars)
+        self._tell(lambda writer: writer.write_scalars(step, scalars))
 
     def _write_time(self, step: int, name: str, seconds: float) -> None:
         assert f"{name}_s" in BETWEEN_STEPS, f"{name}_s is missing in figures.BETWEEN_STEPS"
@@ -286,13 +264,26 @@ class MetricsProcessor:
         """Return the outcome so far, or None if no step was trained."""
         if self._last_record is None:
             return None
-        if not self._steady_tps:
-            return Summary(self._last_record, tps=None, mfu=None, times_s=dict(self._times))
-        tps = statistics.median(self._steady_tps)
-        mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
+        tps = statistics.median(self._steady_tps) if self._steady_tps else None
+        mfu = None
+        if tps is not None:
+            mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
         return Summary(self._last_record, tps, mfu, times_s=dict(self._times))
 
     def close(self) -> None:
         """Close the writers."""
-        for writer in self.writers:
-            writer.close(self.summary())
+        self._tell(lambda writer: writer.close(self.summary()))
+
+    def _tell(self, action: Callable[[Writer], None]) -> None:
+        """Let every writer act. A spare one that fails is left out for the rest of the run."""
+        for writer in list(self.writers):
+            try:
+                action(writer)
+            except Exception as error:
+                if not writer.spare:
+                    raise
+                self.writers.remove(writer)
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    f"{writer.spare} failed and is left out for the rest of the run: {reason}"
+                )

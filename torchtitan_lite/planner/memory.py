@@ -18,8 +18,8 @@ from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
-MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 128, "float8": 1 + 4 / 128}
-"""Bytes per weight of each of AdamW's moments, with its share of the scales."""
+MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2}
+"""Bytes per weight of each of AdamW's moments."""
 RESERVED_RATIO = 1.26
 """Upper bound of the memory that a GPU reserves over the peak counted here: 1.18 to 1.26 in eight
 readings that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. Memory freed by one of

@@ -12,8 +12,8 @@ from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.devices import DeviceSpec
-from torchtitan_lite.metrics.flops import FlopsLedger, Precision, count_flops
+from torchtitan_lite.metrics.devices import DeviceSpec, Precision
+from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules

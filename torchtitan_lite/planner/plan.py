@@ -14,9 +14,8 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.job import build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
-from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
-from torchtitan_lite.metrics.rates import compute_rates, effective_peak
 
 from .memory import MOMENT_WIDTHS, reserved_bytes
 from .meta_model import MetaModel, build_meta_model, resolve_auto
