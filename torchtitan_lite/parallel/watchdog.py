@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, RankLostError
 from torchtitan_lite.logger import logger
 
-from .distributed import connect_store
+from .distributed import connect_store, read_rank
 from .signals import StopSignal
 
 TICK_SECONDS = 1.0
@@ -80,22 +80,17 @@ class Watchdog:
     """The thread, and the main thread's way to ask about other ranks and to report to them.
 
     Made once a process, on the main thread, before or after the process group is joined. Before the
-    thread ends the process it calls `report` with the cause. Raises RankLostError if torchrun's
-    store does not answer.
+    thread ends the process it calls `report` with the cause. Raises ConfigError outside torchrun,
+    RankLostError if torchrun's store does not answer.
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        stop_signal: StopSignal,
-        report: Callable[[str], None],
-        timeout_s: float = math.inf,
+        self, *, report: Callable[[RankLostError], None], timeout_s: float = math.inf
     ) -> None:
-        self._rank, self._world_size = rank, world_size
-        self.stop_signal, self._report = stop_signal, report
+        self._rank, self._world_size = read_rank()
+        self._report = report
         self.timeout_s = timeout_s  # current time-out of collectives
+        self.stop_signal = StopSignal()
         self.step, self._phase = 0, "start"
         self._torchrun, self._main_thread = os.getppid(), threading.get_ident()
         self._failed_in: tuple[str, bool] | None = None
@@ -207,7 +202,7 @@ class Watchdog:
         threading.Timer(5, os._exit, (exit_code,)).start()
         try:
             logger.warning(f"error:\n{cause}")
-            self._report(cause)
+            self._report(RankLostError(cause))
         finally:
             os._exit(exit_code)
 
