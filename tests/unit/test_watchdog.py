@@ -199,9 +199,7 @@ def explain_here(
         dog.close()
 
 
-BEAT = Heartbeat(
-    pid=5, host="elsewhere", time=0, step=7, phase="forward", place="all_reduce", waits=True
-)
+BEAT = Heartbeat(pid=5, host="elsewhere", time=0, step=7, phase="forward", place="in all_reduce")
 
 
 def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +229,9 @@ def test_places_in_collectives_and_in_code() -> None:
     def code(file: str, function: str) -> CodeType:
         return cast(CodeType, SimpleNamespace(co_filename=file, co_name=function))
 
-    assert describe_place(
-        code(f"{Path(dist.__file__).parent}/distributed_c10d.py", "all_reduce"), 9
-    ) == (
-        "all_reduce",
-        True,
-    )
-    assert describe_place(code("/home/me/train.py", "loss"), 9) == ("train.py:9 in loss", False)
+    collective = code(f"{Path(dist.__file__).parent}/distributed_c10d.py", "all_reduce")
+    assert describe_place(collective, 9) == "in all_reduce"
+    assert describe_place(code("/home/me/train.py", "loss"), 9) == "at train.py:9 in loss"
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,18 @@
 """The thread that ends this process when torchrun, its store or other ranks are gone.
 
-"Torchrun" is the parent: torchrun itself, or the agent of torchtitan_lite.launch. Once a second the
-thread of each rank posts a heartbeat, which says where the main thread is, to torchrun's store, and
+"Torchrun" is the parent: torchrun itself, or the agent of torchtitan_lite.launch. Once a second
+each rank's thread posts a heartbeat, which says where the main thread is, to torchrun's store, and
 looks at the others:
 
-- Torchrun is gone (seen within 1 s), or its store, on the host of rank 0, does not answer 3 times
-  in a row (within about 10 s): the thread ends the process with exit code 6.
+- Torchrun is gone, or its store, on the host of rank 0, does not answer 3 times in a row (within
+  about 10 s): the thread ends the process with exit code 6.
 - A rank is killed or hangs while others are in a collective with it: the collective fails, at once
-  or by its time-out. `explain` finds within 3 s which rank it is, and kills it if it is silent and
-  on the same host: a stopped process acts on no other signal, and torchrun would wait for it. The
-  caller reports the explanation and calls `fail`.
+  or by its time-out. `explain` finds which rank it is, and kills it if it is silent and on the same
+  host: a stopped process acts on no other signal, and torchrun would wait for it.
 - A rank is silent for longer than a collective may take, while others wait for it outside of
   collectives, as in a save: the thread of the rank before it calls `fail`.
-- A rank has called `fail` (seen within 1 s): the process, which may hang, has 10 s to end by
-  itself. Then the thread ends it with exit code 6.
+- A rank has called `fail`: the process, which may hang, has 10 s to end by itself. Then the thread
+  ends it with exit code 6.
 - A signal asks to stop before the ranks have joined: there is nothing to save, and the rank that
   this one waits for may be gone. The thread ends the process with exit code 75.
 
@@ -60,20 +59,18 @@ FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank's main thread is. If it `waits`, `place` is the collective that it is in, else a
-    line of source code."""
+    """Where a rank's main thread is."""
 
     pid: int
     host: str
     time: float
     step: int
     phase: str
-    place: str
-    waits: bool
+    place: str  # "in COLLECTIVE", or "at FILE:LINE in FUNCTION"
 
     def __str__(self) -> str:
-        where = f"{'in' if self.waits else 'at'} {self.place}"
-        return f"at step {self.step}, {self.phase}, {where} (process {self.pid} on {self.host})"
+        where = f"at step {self.step}, {self.phase}, {self.place}"
+        return f"{where} (process {self.pid} on {self.host})"
 
 
 class Watchdog:
@@ -93,7 +90,7 @@ class Watchdog:
         self.stop_signal = StopSignal()
         self.step, self._phase = 0, "start"
         self._torchrun, self._main_thread = os.getppid(), threading.get_ident()
-        self._failed_in: tuple[str, bool] | None = None
+        self._failed_in = ""  # place of the collective that has failed
         try:
             store = connect_store(START_SECONDS)
             store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -101,9 +98,7 @@ class Watchdog:
             raise RankLostError(f"torchrun's store does not answer: {error}") from error
 
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, args=(store,), name="watchdog", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, args=(store,), daemon=True)
         self._thread.start()
         # A thread that is in C++ while the interpreter is torn down aborts the process.
         atexit.register(self.close)
@@ -126,8 +121,9 @@ class Watchdog:
             others = {rank: read_heartbeat(store, rank) for rank in other_ranks}
             failure = read(store, FAILURE_KEY)
         except RuntimeError:
-            gone = f"torchrun's store does not answer any more, and {self._failed_in[0]} failed"
-            return RankLostError(f"{gone}: {error}")
+            return RankLostError(
+                f"torchrun's store does not answer any more, {self._failed_in}: {error}"
+            )
         if failure:
             return RankLostError(failure)
 
@@ -138,7 +134,7 @@ class Watchdog:
             if beat == before[rank]
         }
         if not verdicts:
-            busy = [rank for rank, beat in others.items() if beat and not beat.waits]
+            busy = [rank for rank, beat in others.items() if beat and beat.place.startswith("at ")]
             verdicts = dict.fromkeys(busy, "is in no collective, but")
         named = verdicts or dict.fromkeys(others, "waits too,")
 
@@ -207,12 +203,11 @@ class Watchdog:
             os._exit(exit_code)
 
     def _heartbeat(self) -> Heartbeat:
-        place, waits = "the end of the process", False
+        place = "at the end of the process"
         if frame := sys._current_frames().get(self._main_thread):
-            place, waits = describe_place(frame.f_code, frame.f_lineno)
-        place, waits = self._failed_in or (place, waits)
+            place = self._failed_in or describe_place(frame.f_code, frame.f_lineno)
         pid, host = os.getpid(), socket.gethostname()
-        return Heartbeat(pid, host, time.time(), self.step, self._phase, place, waits)
+        return Heartbeat(pid, host, time.time(), self.step, self._phase, place)
 
 
 def is_rank_loss(error: BaseException) -> bool:
@@ -236,12 +231,12 @@ def read_heartbeat(store: dist.Store, rank: int) -> Heartbeat | None:
     return Heartbeat(**json.loads(beat)) if beat else None
 
 
-def describe_place(code: CodeType, line: int) -> tuple[str, bool]:
-    """Return where a thread is whose innermost Python frame is in `code`, and whether that is a
-    collective: code that waits for other ranks waits within torch.distributed, in C++."""
+def describe_place(code: CodeType, line: int) -> str:
+    """Return the place of a thread whose innermost Python frame is in `code`: code that waits for
+    other ranks waits within torch.distributed, in C++."""
     if Path(code.co_filename).is_relative_to(Path(dist.__file__).parent):
-        return code.co_name, True
-    return f"{Path(code.co_filename).name}:{line} in {code.co_name}", False
+        return f"in {code.co_name}"
+    return f"at {Path(code.co_filename).name}:{line} in {code.co_name}"
 
 
 def end_silent(beat: Heartbeat | None) -> str:
