@@ -19,16 +19,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchtitan_lite.config import format_help, load_config
-from torchtitan_lite.errors import (
-    STOPPED_EXIT_CODE,
-    ConfigError,
-    RankLostError,
-    RunError,
-    run_script,
-)
+from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
+from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
 from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
 
 USAGE = """\
@@ -58,6 +53,7 @@ exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or tim
 DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+PREFIX = "[rank${rank}] "
 DUPLICATE_SECONDS = 3.0
 """A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
 NEXT = {
@@ -93,7 +89,7 @@ class Launch:
             "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
             SHUTDOWN: str(read_count(env, SHUTDOWN, 600, minimum=0)),
             "PYTHONUNBUFFERED": "1",
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX,
         }
 
         # Spinning threads take the cores from working ones where others load the machine too.
@@ -115,7 +111,7 @@ class Launch:
             )
         if ":" not in self.endpoint:
             raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
-        self.elastic = {
+        self.elastic: dict[str, Any] = {
             "min_nodes": self.nnodes,
             "max_nodes": self.nnodes,
             "nproc_per_node": self.ngpu,
@@ -123,6 +119,7 @@ class Launch:
             "rdzv_backend": rendezvous,
             "rdzv_endpoint": self.endpoint,
             "rdzv_configs": {"rank": self.node_rank},
+            "log_line_prefix_template": PREFIX,
         }
 
     def command(self) -> str:
@@ -248,7 +245,7 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
     if end.rank_code > 0:
         return f"rank {end.rank} ended with exit code {end.rank_code}", end.rank_code, end.rank
     if end.signalled and status is None:
-        return "stopped by a signal before the first step", STOPPED_EXIT_CODE, None
+        return "stopped by a signal before the first step", STOPPED, None
     if end.signalled:
         return "killed before it could stop at a step's end", lost, None
     if end.exit_code < 0:

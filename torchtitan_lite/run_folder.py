@@ -58,12 +58,12 @@ class RunFolder:
         self._inode: int | None = None  # of the lock file, which identifies this run
 
     def lock(self) -> bool:
-        """Create the folder if it is missing, lock it until `close` or the end of this process, and
-        return whether torchrun has started this run again.
+        """Lock the folder, new if need be, until `close` or the end of this process. Return whether
+        torchrun has started this run again.
 
         Raises ConfigError if it cannot be a run folder, or if a live run still holds it after
-        LOCK_SECONDS; StorageError if the disk fails; after a restart the error of the attempt
-        before, if it was final."""
+        LOCK_SECONDS; StorageError if the disk fails; the error of the attempt before if that was
+        final."""
         with _explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _take_lock(self.path)
@@ -107,11 +107,16 @@ class RunFolder:
 
     def join(self) -> None:
         """Note that status.json is this run's now."""
-        self._inode = lock_inode(self.path)
+        self._inode = self._lock_inode()
+
+    def _lock_inode(self) -> int | None:
+        with suppress(OSError):
+            return (self.path / LOCK_FILE).stat().st_ino
+        return None
 
     def check_is_ours(self, *, step: int) -> None:
         """Raise StorageError unless the folder is still the one that rank 0 locked."""
-        if self._inode is None or self._inode != lock_inode(self.path):
+        if self._inode is None or self._inode != self._lock_inode():
             raise StorageError(
                 f'[job] dump_folder = "{self.path}" was moved or deleted, or another run has it; '
                 f"this one ends at step {step}. Leave the folder and its {LOCK_FILE} alone until a "
@@ -169,14 +174,6 @@ def make_log_folder(path: Path) -> Path:
     return folder
 
 
-def lock_inode(path: Path) -> int | None:
-    """Return the inode of the lock file in the folder; None without one."""
-    try:
-        return (path / LOCK_FILE).stat().st_ino
-    except OSError:
-        return None
-
-
 def job_name(agent: int) -> str:
     """Return the name of the job whose workers are children of process `agent` on this host."""
     return f"process {agent} on {socket.gethostname()}"
@@ -208,14 +205,15 @@ def read_end(
     this node. `owner`: rank 0 is one of them. Workers that outlive a killed agent write how they
     ended and then release the lock, so this waits for it."""
     status = read_status(path)
-    if status is not None and status.state == "running" and status.started >= since:
-        with suppress(RunError, OSError):
-            os.close(_take_lock(path))
-        status = read_status(path)
     if status is None or status.started < since:
         return status, None
+    if status.state == "running":
+        with suppress(RunError, OSError):
+            os.close(_take_lock(path))
+        status = read_status(path) or status
 
-    is_own = not owner or status.job in (None, job_name(agent))  # else another run has begun since
+    # Another run may have begun since.
+    is_own = not owner or status.job in (None, job_name(agent))
     return status, status if is_own else None
 
 

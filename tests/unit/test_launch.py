@@ -281,6 +281,7 @@ def test_one_node_and_several() -> None:
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",
         "rdzv_configs": {"rank": 0},
+        "log_line_prefix_template": "[rank${rank}] ",
     }
     assert asked(**NODES).elastic == {
         "min_nodes": 2,
@@ -290,6 +291,7 @@ def test_one_node_and_several() -> None:
         "rdzv_backend": "static",
         "rdzv_endpoint": "head:29500",
         "rdzv_configs": {"rank": 1},
+        "log_line_prefix_template": "[rank${rank}] ",
     }
 
 

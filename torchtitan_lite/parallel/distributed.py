@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -73,32 +73,29 @@ def check_started_alike(
     Ranks that differ in the config, in library versions or in this package's sources would train
     garbage, or hang in a collective that not all of them enter. Nothing in torch compares them."""
     store = dist.PrefixStore("agreement", store)
-    store.set(f"host {rank}", socket.gethostname())
-    store.set(f"facts {rank}", json.dumps(facts))
-    ranks = range(world_size)
+    store.set(f"rank {rank}", json.dumps([f"{rank} on {socket.gethostname()}", facts]))
 
     # Rank 0 compares, and posts the verdict.
     if rank == 0:
-        answers = [json.loads(store.get(f"facts {other}")) for other in ranks]
-        hosts = [store.get(f"host {other}").decode() for other in ranks]
-        store.set("verdict", describe_differences(answers, hosts))
+        answers = dict(json.loads(store.get(f"rank {other}")) for other in range(world_size))
+        store.set("verdict", describe_differences(answers))
     if verdict := store.get("verdict").decode():
         store.set(f"rank {rank} heard", "")
         if rank == 0:
             with suppress(RuntimeError):
-                heard = [f"rank {other} heard" for other in ranks]
+                heard = [f"rank {other} heard" for other in range(world_size)]
                 store.wait(heard, timedelta(seconds=HEARD_SECONDS))
         raise ConfigError(verdict)
 
 
-def describe_differences(answers: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """Return a line for each fact that differs: its values, and the ranks and hosts that have them;
-    "" if none differs. `answers` and `hosts` are in the order of ranks."""
+def describe_differences(answers: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a line for each fact that differs: its values, and the ranks that have them; "" if
+    none differs. `answers` has each rank's facts."""
     lines = []
-    for name in dict.fromkeys(name for facts in answers for name in facts):
+    for name in dict.fromkeys(name for facts in answers.values() for name in facts):
         holders = defaultdict(list)
-        for rank, (facts, host) in enumerate(zip(answers, hosts, strict=True)):
-            holders[facts.get(name, "none")].append(f"{rank} on {host}")
+        for rank, facts in answers.items():
+            holders[facts.get(name, "none")].append(rank)
         if len(holders) == 1:
             continue
 

@@ -44,7 +44,6 @@ from torchtitan_lite.errors import STOPPED_EXIT_CODE, RankLostError
 from torchtitan_lite.logger import logger
 
 from .distributed import connect_store, read_rank
-from .signals import StopSignal
 
 TICK_SECONDS = 1.0
 MAX_MISSES = 3  # ticks in a row without an answer of the store that end the process
@@ -54,6 +53,9 @@ LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this
 START_SECONDS = 30.0  # for the store to answer at first
 STORE_SECONDS = 2.0  # for it to answer later
 SHOWN_RANKS = 8
+DUPLICATE_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
+"""A second signal this soon after the first repeats the request: schedulers signal every process,
+and torchrun passes on the signals that it gets."""
 FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
 
 
@@ -252,3 +254,36 @@ def end_silent(beat: Heartbeat | None) -> str:
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGKILL)
     return f"was {'stopped' if state == 'T' else 'silent'} and is killed now"
+
+
+class StopSignal:
+    """The request of SIGTERM or SIGINT to stop the run before its next forward pass.
+
+    Made once a process, on the main thread. A second signal that is no duplicate kills this process
+    at once by SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the first signal that asked to stop; 0 if none has."""
+
+        # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
+        # a collective. The interpreter's own C handler writes each signal's number to this pipe at
+        # once, and a thread reads it there.
+        self._pipe, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in DUPLICATE_SECONDS:
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._read, name="signals", daemon=True).start()
+
+    def _read(self) -> None:
+        received_at = 0.0
+        while True:
+            (number,) = os.read(self._pipe, 1)
+            if number not in DUPLICATE_SECONDS:
+                continue
+            if not self.received:
+                self.received, received_at = number, time.monotonic()
+            elif time.monotonic() - received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
+                os.kill(os.getpid(), signal.SIGKILL)
