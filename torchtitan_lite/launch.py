@@ -112,6 +112,7 @@ class Launch:
         if ":" not in self.endpoint:
             raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
         self.elastic: dict[str, Any] = {
+            "run_id": "none",  # the same on all nodes
             "min_nodes": self.nnodes,
             "max_nodes": self.nnodes,
             "nproc_per_node": self.ngpu,
