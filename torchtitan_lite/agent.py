@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from contextlib import redirect_stderr
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,20 +21,12 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torchtitan_lite.patches import allow_long_saves
 
 
-def build_config(elastic: dict[str, Any], *, log_dir: str) -> LaunchConfig:
-    """Return the config of an agent that logs and shows both output streams of each worker."""
-    return LaunchConfig(
-        **elastic,
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir, tee=Std.ALL),
-        log_line_prefix_template=os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"],
-    )
-
-
 def main() -> None:
     """Run the workers until they are done. Exit code 1, with a traceback, if they are not."""
     spec, words = json.loads(sys.argv[1]), sys.argv[2:]
     allow_long_saves()
-    config = build_config(spec["elastic"], log_dir=spec["log_dir"])
+    logs = DefaultLogsSpecs(log_dir=spec["log_dir"], tee=Std.ALL)
+    config = LaunchConfig(**spec["elastic"], logs_specs=logs)
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # as under torchrun
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.

@@ -15,16 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lite.config import format_help, load_config
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError, run_script
-from torchtitan_lite.run_folder import Status, make_log_folder, overrule_status, read_end
+from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
+from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
+from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
 
 USAGE = """\
 usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
@@ -52,6 +52,8 @@ exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or tim
 """
 DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+PREFIX = "[rank${rank}] "
 DUPLICATE_SECONDS = 3.0
 """A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
 NEXT = {
@@ -67,39 +69,58 @@ NEXT = {
 """What to do before a run is started again, by its exit code."""
 
 
-@dataclass(frozen=True)
 class Launch:
-    """What the user asked for: the environment variables, checked, and the command line."""
+    """What the user asked for: the variables of `env`, checked, and the command line.
 
-    config_file: str
-    cuda_devices: int
-    ngpu: int
-    nnodes: int
-    node_rank: int
-    endpoint: str
-    max_restarts: int
-    shutdown_seconds: int
-    overrides: Sequence[str]
-    program: str  # shell command of the launcher
+    `worker_env` is what workers get on top of `env`, `elastic` the arguments of torch's
+    LaunchConfig. Raises ConfigError."""
 
-    @property
-    def words(self) -> list[str]:
-        """Arguments of `torchtitan_lite.train`."""
-        return ["--job.config_file", self.config_file, *self.overrides]
+    def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, color: bool) -> None:
+        gpus = count_cuda_devices(env)
+        self.config_file = env.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
+        self.overrides = overrides
+        self.words = ["--job.config_file", self.config_file, *overrides]
+        self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
+        script = env.get("LAUNCHED_AS")
+        self.program = shlex.quote(script) if script else "python -m torchtitan_lite.launch"
+        threads = max(1, len(os.sched_getaffinity(0)) // self.ngpu)
+        self.worker_env = {
+            "LOG_RANK": env.get("LOG_RANK") or "0",
+            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
+            SHUTDOWN: str(read_count(env, SHUTDOWN, 600, minimum=0)),
+            "PYTHONUNBUFFERED": "1",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX,
+        }
 
-    def elastic_config(self) -> dict[str, Any]:
-        """Return arguments of torch's LaunchConfig. c10d's rendezvous ignores node ranks, so
-        several nodes use the static one."""
-        alone = self.nnodes == 1
-        return {
+        # Spinning threads take the cores from working ones where others load the machine too.
+        if gpus == 0:
+            self.worker_env["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
+        if color and not env.get("NO_COLOR"):
+            self.worker_env["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
+
+        # c10d's rendezvous ignores node ranks, so several nodes use the static one.
+        self.nnodes = read_count(env, "NNODES", 1, minimum=1)
+        self.node_rank, self.endpoint, rendezvous = 0, "localhost:0", "c10d"
+        if self.nnodes > 1:
+            self.node_rank = read_count(env, "NODE_RANK", "", minimum=0)
+            self.endpoint, rendezvous = env.get("RDZV_ENDPOINT", ""), "static"
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(
+                f"NODE_RANK={self.node_rank} must be below NNODES={self.nnodes}; nodes count from "
+                "0."
+            )
+        if ":" not in self.endpoint:
+            raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
+        self.elastic: dict[str, Any] = {
+            "run_id": "none",  # the same on all nodes
             "min_nodes": self.nnodes,
             "max_nodes": self.nnodes,
             "nproc_per_node": self.ngpu,
-            "max_restarts": self.max_restarts,
-            "run_id": str(uuid.uuid4()) if alone else "none",
-            "rdzv_backend": "c10d" if alone else "static",
-            "rdzv_endpoint": "localhost:0" if alone else self.endpoint,
-            "rdzv_configs": {} if alone else {"rank": self.node_rank},
+            "max_restarts": read_count(env, "MAX_RESTARTS", 0, minimum=0),
+            "rdzv_backend": rendezvous,
+            "rdzv_endpoint": self.endpoint,
+            "rdzv_configs": {"rank": self.node_rank},
+            "log_line_prefix_template": PREFIX,
         }
 
     def command(self) -> str:
@@ -114,38 +135,9 @@ class Launch:
         return re.sub(r" --checkpoint\.load_step[= ]\S+", "", line)
 
 
-def read_launch(env: Mapping[str, str], overrides: Sequence[str]) -> Launch:
-    """Return the launch that the variables of `env` describe. Raises ConfigError."""
-    cuda_devices, script = count_cuda_devices(env), env.get("LAUNCHED_AS")
-    nnodes = read_count(env, "NNODES", default="1", minimum=1)
-    node_rank = read_count(env, "NODE_RANK", default="", minimum=0) if nnodes > 1 else 0
-    endpoint = env.get("RDZV_ENDPOINT", "")
-    if node_rank >= nnodes:
-        raise ConfigError(
-            f"NODE_RANK={node_rank} must be below NNODES={nnodes}; nodes count from 0."
-        )
-    if nnodes > 1 and ":" not in endpoint:
-        raise ConfigError(f"RDZV_ENDPOINT={endpoint} must be host:port of node 0.")
-
-    return Launch(
-        config_file=env.get("CONFIG_FILE") or str(DEFAULT_CONFIG),
-        cuda_devices=cuda_devices,
-        ngpu=read_count(env, "NGPU", default=str(cuda_devices or 2), minimum=1),
-        nnodes=nnodes,
-        node_rank=node_rank,
-        endpoint=endpoint,
-        max_restarts=read_count(env, "MAX_RESTARTS", default="0", minimum=0),
-        shutdown_seconds=read_count(
-            env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", default="600", minimum=0
-        ),
-        overrides=overrides,
-        program=shlex.quote(script) if script else "python -m torchtitan_lite.launch",
-    )
-
-
-def read_count(env: Mapping[str, str], name: str, *, default: str, minimum: int) -> int:
+def read_count(env: Mapping[str, str], name: str, default: int | str, *, minimum: int) -> int:
     """Return the whole number in a variable that may be unset or empty. Raises ConfigError."""
-    text = env.get(name) or default
+    text = env.get(name) or str(default)
     if not text.isdecimal() or int(text) < minimum:
         raise ConfigError(f"{name}={text} is not a whole number of {minimum} or more.")
     return int(text)
@@ -161,25 +153,6 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     except OSError:
         return 0
     return sum(line.startswith("GPU") for line in listed.splitlines())
-
-
-def worker_environment(launch: Launch, env: Mapping[str, str], *, color: bool) -> dict[str, str]:
-    """Return the variables that the workers get on top of `env`; the user's own values stay."""
-    threads = max(1, len(os.sched_getaffinity(0)) // launch.ngpu)
-    added = {
-        "LOG_RANK": env.get("LOG_RANK") or "0",
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.shutdown_seconds),
-        "PYTHONUNBUFFERED": "1",
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
-    }
-
-    # Spinning threads take the cores from working ones where others load the machine too.
-    if launch.cuda_devices == 0:
-        added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
-    if color and not env.get("NO_COLOR"):
-        added["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
-    return added
 
 
 @dataclass(frozen=True)
@@ -205,12 +178,12 @@ def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
 
     terminal = os.dup(2)
     reader, writer = os.pipe()
-    spec: dict[str, Any] = {"elastic": launch.elastic_config(), "log_dir": str(log_dir)}
-    spec |= {"terminal": terminal, "failure": writer}
+    logs = {"log_dir": str(log_dir), "terminal": terminal, "failure": writer}
+    spec = json.dumps({"elastic": launch.elastic, **logs})
     with (log_dir / "torchrun.log").open("wb") as log:
         agent = subprocess.Popen(
-            [*AGENT, json.dumps(spec), *launch.words],
-            env=os.environ | worker_environment(launch, os.environ, color=os.isatty(1)),
+            [*AGENT, spec, *launch.words],
+            env=os.environ | launch.worker_env,
             stdin=subprocess.DEVNULL,
             stderr=log,
             pass_fds=(terminal, writer),
@@ -273,7 +246,7 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
     if end.rank_code > 0:
         return f"rank {end.rank} ended with exit code {end.rank_code}", end.rank_code, end.rank
     if end.signalled and status is None:
-        return "stopped by a signal before the first step", STOPPED_EXIT_CODE, None
+        return "stopped by a signal before the first step", STOPPED, None
     if end.signalled:
         return "killed before it could stop at a step's end", lost, None
     if end.exit_code < 0:
@@ -287,7 +260,9 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
     on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
     cause, code, rank = find_outcome(status, end)
     if status is not None and status.exit_code != code:
-        overrule_status(path, status, cause=cause, exit_code=code, rank=rank)
+        ended = replace(status, state="failed", cause=cause, exit_code=code, rank=rank)
+        with suppress(RunError):  # a full disk: the lines below say the same
+            write_status(path, replace(ended, time=time.time()))
 
     # No worker could say what went wrong, but the agent may have.
     if status is None and code == 1:
@@ -330,7 +305,7 @@ def main(argv: list[str]) -> NoReturn:
         sys.exit()
 
     # Check everything that can be checked before any process starts.
-    launch = read_launch(os.environ, argv)
+    launch = Launch(os.environ, argv, color=os.isatty(1))
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)

@@ -5,10 +5,8 @@ status.json last. So a status.json proves that the other files with a run's name
 Without one, nothing in the folder is moved or replaced.
 """
 
-import dataclasses
 import errno
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -16,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,11 +28,14 @@ BLOCK_BYTES = 4096  # of most file systems; a full disk still takes a file of on
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # the last run that held it, or nothing yet
 LOCK_SECONDS = 10.0  # for a new run to wait: the workers of a killed agent need seconds to end
+FINAL_EXIT_CODES = {2, 3, 4, 5, STOPPED_EXIT_CODE}
+"""Exit codes (config, data, checkpoint, numeric, stopped) after which a restart by torchrun's
+--max-restarts ends at once: it would fail again, or the user stopped the run."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """Content of status.json. Times are Unix seconds."""
+    """Content of status.json. Times are Unix seconds. A new field needs a default."""
 
     state: Literal["running", "done", "stopped", "failed"]
     started: float
@@ -45,22 +46,39 @@ class Status:
     exit_code: int | None = None
     rank: int | None = None  # the rank that the cause is about, if any
     job: str | None = None  # the agent that started the run, and may start its processes again
-    before: dict[str, Any] | None = None  # the run before; its launcher may not have read it yet
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """A run folder that this process, rank 0, holds locked until `close` or its own end."""
+    """A run's folder, as one of its processes sees it. Rank 0 locks it and begins; other ranks join
+    then. From that on status.json is this run's."""
 
-    path: Path
-    _lock: int
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None  # descriptor, on rank 0
+        self._inode: int | None = None  # of the lock file, which identifies this run
 
-    def earlier_attempt(self) -> Status | None:
-        """Return the status that this job's attempt before left; None in the first attempt."""
+    def lock(self) -> bool:
+        """Lock the folder, new if need be, until `close` or the end of this process. Return whether
+        torchrun has started this run again.
+
+        Raises ConfigError if it cannot be a run folder, or if a live run still holds it after
+        LOCK_SECONDS; StorageError if the disk fails; the error of the attempt before if that was
+        final."""
+        with _explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _take_lock(self.path)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            return None
-        status = read_status(self.path)
-        return status if status is not None and status.job == job_name(os.getppid()) else None
+            return False
+        earlier = read_status(self.path)
+        if earlier is None or earlier.job != job_name(os.getppid()):
+            return False
+
+        if earlier.exit_code in FINAL_EXIT_CODES:
+            self.close()
+            error = RunError(earlier.cause)
+            error.exit_code = earlier.exit_code
+            raise error
+        return True
 
     def begin(self, *, resumed_config: str | None, entries: Iterable[str]) -> None:
         """Set the status to "running". `resumed_config` is the resumed checkpoint's, else None.
@@ -77,80 +95,83 @@ class RunFolder:
                 _check_nothing_foreign(self.path, names, resumed_config=resumed_config)
             elif resumed_config is None:
                 _move_to_previous(self.path, names, started=before.started)
-        self._begin(before, state="running", keeps_progress=resumed_config is not None)
+        self._begin(before, keeps_progress=resumed_config is not None)
 
-    def refuse(self, *, cause: str, exit_code: int) -> None:
-        """Write into status.json why the run did not begin; step and last checkpoint stay the
-        earlier run's. Without an earlier run write nothing: a status.json would mark foreign files
-        as a run's."""
-        if (before := read_status(self.path)) is not None:
-            ended = {"state": "failed", "cause": cause, "exit_code": exit_code}
-            self._begin(before, keeps_progress=True, **ended)
-
-    def _begin(self, before: Status | None, *, keeps_progress: bool, **fields: Any) -> None:
+    def _begin(self, before: Status | None, *, keeps_progress: bool) -> None:
         now = time.time()
-        if before is not None:
-            if keeps_progress:
-                fields |= {"step": before.step, "last_checkpoint": before.last_checkpoint}
-            fields["before"] = dataclasses.asdict(dataclasses.replace(before, before=None))
-        job = job_name(os.getppid())
-        _write_status(self.path, Status(started=now, time=now, job=job, **fields))
+        status = Status("running", started=now, time=now, job=job_name(os.getppid()))
+        if before is not None and keeps_progress:
+            status = replace(status, step=before.step, last_checkpoint=before.last_checkpoint)
+        write_status(self.path, status)
+        self.join()
 
-    def write_config(self, text: str) -> None:
-        """Replace config.toml by `text`."""
-        with _explained(self.path):
-            replace_file(self.path / CONFIG_FILE, text)
+    def join(self) -> None:
+        """Note that status.json is this run's now."""
+        self._inode = self._lock_inode()
+
+    def _lock_inode(self) -> int | None:
+        with suppress(OSError):
+            return (self.path / LOCK_FILE).stat().st_ino
+        return None
 
     def check_is_ours(self, *, step: int) -> None:
-        """Raise StorageError unless the folder is still the one that this process locked."""
-        if lock_inode(self.path) != os.fstat(self._lock).st_ino:
+        """Raise StorageError unless the folder is still the one that rank 0 locked."""
+        if self._inode is None or self._inode != self._lock_inode():
             raise StorageError(
                 f'[job] dump_folder = "{self.path}" was moved or deleted, or another run has it; '
                 f"this one ends at step {step}. Leave the folder and its {LOCK_FILE} alone until a "
                 "run has ended."
             )
 
-    def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write the progress into status.json. Raises StorageError if the folder is not ours."""
+    def write_config(self, text: str) -> None:
+        """Replace config.toml by `text`."""
+        with _explained(self.path):
+            replace_file(self.path / CONFIG_FILE, text)
+
+    def update(self, *, step: int, **changes: Any) -> None:
+        """Change status.json, unless it says how the run ended: the first cause stays. Processes
+        take turns. Raises StorageError if the folder is not ours or the disk fails."""
         self.check_is_ours(step=step)
-        _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
+        with _explained(self.path):
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                now = time.time()
+                status = read_status(self.path) or Status("running", started=now, time=now)
+                if status.state == "running":
+                    changes["step"] = step or status.step
+                    write_status(self.path, replace(status, time=now, **changes))
+            finally:
+                os.close(folder)
 
-    def done(self) -> None:
-        """Write into status.json that the run reached its last step."""
-        _update_status(self.path, state="done", exit_code=0)
+    def fail(self, error: RunError, *, step: int) -> None:
+        """Write into status.json that the run failed in `step` (0: before the first one), if the
+        folder is ours. For any rank.
 
-    def stopped(self, *, cause: str) -> None:
-        """Write into status.json that a signal ended the run at a step's end."""
-        _update_status(self.path, state="stopped", cause=cause, exit_code=STOPPED_EXIT_CODE)
+        If the run holds the lock and has not begun, step and last checkpoint stay the earlier
+        run's. Without an earlier run nothing is written: a status.json would mark foreign files as
+        a run's."""
+        with suppress(RunError):  # a full disk: the reported error matters more
+            before = read_status(self.path)
+            if self._inode is None and self._lock is not None and before is not None:
+                self._begin(before, keeps_progress=True)
+            ended = {"cause": str(error), "exit_code": error.exit_code, "rank": error.rank}
+            self.update(step=step, state="failed", **ended)
 
     def close(self) -> None:
         """Release the lock."""
+        assert self._lock is not None, "rank 0 has locked it"
         os.close(self._lock)
-
-
-def open_run_folder(path: Path) -> RunFolder:
-    """Create the folder if it is missing, and lock it. Raises ConfigError if it cannot be a run
-    folder, or if a live run still holds it after LOCK_SECONDS; StorageError if the disk fails."""
-    with _explained(path):
-        path.mkdir(parents=True, exist_ok=True)
-        return RunFolder(path, _take_lock(path))
+        self._lock = None
 
 
 def make_log_folder(path: Path) -> Path:
     """Create a folder for the logs of a run that starts now. Raises ConfigError, StorageError."""
-    folder = path / "logs" / f"{_time_name(time.time())}-{socket.gethostname()}"
     with _explained(path):
-        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{_time_name(time.time())}-{socket.gethostname()}"
+        folder = _new_folder(path / "logs", name)
         (folder / "torchrun.log").touch()
     return folder
-
-
-def lock_inode(path: Path) -> int | None:
-    """Return the inode of the lock file, which identifies the run that holds it; None without."""
-    try:
-        return (path / LOCK_FILE).stat().st_ino
-    except OSError:
-        return None
 
 
 def job_name(agent: int) -> str:
@@ -159,14 +180,17 @@ def job_name(agent: int) -> str:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the status on file in the run folder; None without a valid one."""
+    """Return the status on file in the run folder; None without a valid one. Unknown keys are
+    ignored."""
     file = path / STATUS_FILE
     if not file.is_file():  # reading a pipe would block
         return None
     try:
-        status = Status(**json.loads(file.read_text()))
+        content = json.loads(file.read_text())
+        known = content.keys() & Status.__dataclass_fields__.keys()
+        status = Status(**{key: content[key] for key in known})
         _time_name(status.started)
-    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
     return status
 
@@ -181,57 +205,21 @@ def read_end(
     this node. `owner`: rank 0 is one of them. Workers that outlive a killed agent write how they
     ended and then release the lock, so this waits for it."""
     status = read_status(path)
-    if status is not None and status.state == "running" and status.started >= since:
-        with suppress(RunError, OSError):
-            os.close(_take_lock(path))
-        status = read_status(path)
     if status is None or status.started < since:
         return status, None
+    if status.state == "running":
+        with suppress(RunError, OSError):
+            os.close(_take_lock(path))
+        status = read_status(path) or status
 
-    # Another run may have begun since. It keeps this run's status in `before`.
-    own = job_name(agent)
-    if owner and status.job not in (None, own):
-        before = status.before
-        status = Status(**before) if before is not None and before["job"] == own else None
-    return status, status
-
-
-def report_failure(path: Path, *, cause: str, exit_code: int, rank: int | None, step: int) -> None:
-    """Write into status.json that the run failed in `step` (0: before the first one), unless it
-    already says how the run ended: the first cause stays.
-
-    For any rank, once rank 0 has opened the folder. Before that, the status is another run's."""
-    ended: dict[str, Any] = {"cause": cause, "exit_code": exit_code, "rank": rank}
-    _update_status(path, state="failed", **ended, **({"step": step} if step else {}))
+    # Another run may have begun since.
+    is_own = not owner or status.job in (None, job_name(agent))
+    return status, status if is_own else None
 
 
-def overrule_status(path: Path, status: Status, **ended: Any) -> None:
-    """Replace the run's own `status` by how it failed according to its launcher.
-
-    A full disk is no error, because the launcher prints the same.
-    """
-    with suppress(RunError):
-        failed = dataclasses.replace(status, state="failed", time=time.time(), **ended)
-        _write_status(path, failed)
-
-
-def _update_status(path: Path, **changes: Any) -> None:
-    """Change status.json, unless it already says how the run ended. One process does at a time."""
-    with _explained(path):
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            now = time.time()
-            status = read_status(path) or Status("running", started=now, time=now)
-            if status.state == "running":
-                _write_status(path, dataclasses.replace(status, **changes, time=now))
-        finally:
-            os.close(folder)
-
-
-def _write_status(path: Path, status: Status) -> None:
+def write_status(path: Path, status: Status) -> None:
     """Replace status.json. On a full disk, write the end of a run over the old status: a file of at
-    most one block needs no new space."""
+    most one block needs no new space. Raises ConfigError or StorageError."""
     file = path / STATUS_FILE
     with _explained(path):
         try:
@@ -239,18 +227,17 @@ def _write_status(path: Path, status: Status) -> None:
         except OSError as error:
             if error.errno not in DISK_FULL or status.exit_code is None:
                 raise
-            short = dataclasses.replace(status, before=None)
-            while len(_to_json(short)) > BLOCK_BYTES:
-                if not short.cause:
+            while len(_to_json(status)) > BLOCK_BYTES:
+                if not status.cause:
                     raise
-                short = dataclasses.replace(short, cause=short.cause[: len(short.cause) // 2])
+                status = replace(status, cause=status.cause[: len(status.cause) // 2])
             with file.open("r+b") as stream:
-                stream.write(_to_json(short))
+                stream.write(_to_json(status))
                 stream.truncate()
 
 
 def _to_json(status: Status) -> bytes:
-    return (json.dumps(dataclasses.asdict(status), indent=1) + "\n").encode()
+    return (json.dumps(asdict(status), indent=1) + "\n").encode()
 
 
 def _take_lock(path: Path) -> int:
@@ -267,16 +254,15 @@ def _take_lock(path: Path) -> int:
 
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(lock)
-                raise ConfigError(
-                    f'[job] dump_folder = "{path}" belongs to a live run: {file.read_text()}; '
-                    "wait for it or stop it, or name another folder."
-                ) from None
+        if time.monotonic() > deadline:
+            os.close(lock)
+            raise ConfigError(
+                f'[job] dump_folder = "{path}" belongs to a live run: {file.read_text()}; '
+                "wait for it or stop it, or name another folder."
+            )
         time.sleep(0.2)
 
     os.truncate(lock, 0)
@@ -322,13 +308,21 @@ def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None
             "behind a link to previous/: link an empty folder, or name another dump_folder."
         )
 
-    name = _time_name(started)
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    target = next(folder for name in names if not (folder := path / "previous" / name).exists())
+    target = _new_folder(path / "previous", _time_name(started))
     for entry in found:
         (target / entry).parent.mkdir(parents=True, exist_ok=True)
         (path / entry).rename(target / entry)
     logger.info(f"moved the files of an earlier run in {path} to {target}: {', '.join(found)}")
+
+
+def _new_folder(parent: Path, name: str, number: int = 1) -> Path:
+    """Create a folder in `parent`, with a number after its name if there is one of that name."""
+    folder = parent / (name if number == 1 else f"{name}-{number}")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return _new_folder(parent, name, number + 1)
+    return folder
 
 
 def _time_name(seconds: float) -> str:

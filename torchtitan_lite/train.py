@@ -3,6 +3,7 @@
 torchrun starts it on every process: `torchrun -m torchtitan_lite.train --job.config_file FILE`.
 """
 
+import errno
 import gc
 
 if __name__ == "__main__":
@@ -10,7 +11,6 @@ if __name__ == "__main__":
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,57 +24,50 @@ from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import Config, format_help, load_config, shared_settings
 from torchtitan_lite.errors import (
     STOPPED_EXIT_CODE,
-    CheckpointError,
     ConfigError,
     DataError,
-    NumericError,
     RunError,
+    StorageError,
 )
-from torchtitan_lite.failures import FailureReport, explain, is_within
-from torchtitan_lite.files import hash_sources
-from torchtitan_lite.job import Job
+from torchtitan_lite.files import DISK_FULL, hash_sources
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
-from torchtitan_lite.parallel.agreement import check_started_alike
-from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
-from torchtitan_lite.parallel.signals import StopSignal
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.run_folder import RunFolder, open_run_folder, read_status
+from torchtitan_lite.parallel.distributed import (
+    check_started_alike,
+    connect_store,
+    end_process,
+    init_distributed,
+    local_world_size,
+    read_rank,
+)
+from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
+from torchtitan_lite.run_folder import RunFolder, read_status
 from torchtitan_lite.trainer import Trainer
 
-FINAL_EXIT_CODES = {
-    STOPPED_EXIT_CODE,
-    *(error.exit_code for error in (ConfigError, DataError, CheckpointError, NumericError)),
-}
-"""Exit codes after which a restart by torchrun's --max-restarts ends at once: it would fail again,
-or the user stopped the run."""
+DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
+CACHED_CODE = "torch._inductor.runtime.compile_tasks."
+"""Prefix of the names of modules that the compiler loads from its cache."""
 
 
 def run(config: Config) -> int:
     """Train as `config` says, on this process. Return the exit code."""
-    rank: int | None
-    rank, world_size = read_rank()
-    failure = FailureReport(Path(config.job.dump_folder))
+    folder = RunFolder(Path(config.job.dump_folder))
     watchdog = Watchdog(
-        rank=rank,
-        world_size=world_size,
-        stop_signal=StopSignal(),
-        report=lambda cause: failure.write(cause, step=watchdog.step),
+        report=lambda lost: folder.fail(lost, step=watchdog.step),
         timeout_s=config.comm.init_timeout_seconds,
     )
     try:
-        stopped_by = join_and_train(config, watchdog, failure)
+        stopped_by = join_and_train(config, watchdog, folder)
     except Exception as caught:
-        error = explain(caught, folder=failure.folder, watchdog=watchdog)
-        if error is None:
-            cause, exit_code = f"{type(caught).__name__}: {caught}", 1
-        else:
-            cause, exit_code, rank = str(error), error.exit_code, error.rank
-        failure.write(cause, step=watchdog.step, exit_code=exit_code, rank=rank)
-        watchdog.fail(cause)
-        if error is None or error is caught:
+        known = explain(caught, folder=folder.path, watchdog=watchdog)
+        error = known or RunError(f"{type(caught).__name__}: {caught}")
+        if known is None:
+            error.rank, _ = read_rank()
+        folder.fail(error, step=watchdog.step)
+        watchdog.fail(str(error))
+        if known is None or known is caught:
             raise
-        raise error from caught
+        raise known from caught
 
     dist.barrier()
     watchdog.close()
@@ -82,96 +75,81 @@ def run(config: Config) -> int:
     return STOPPED_EXIT_CODE if stopped_by else 0
 
 
-def join_and_train(config: Config, watchdog: Watchdog, failure: FailureReport) -> str | None:
+def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str | None:
     """Join the other processes and train. Return the signal that stopped the run, if one did."""
     # Join the other processes, which must have been started alike.
-    check_started_alike(start_facts(config), timeout_s=config.comm.init_timeout_seconds)
+    rank, world_size = read_rank()
+    store = connect_store(config.comm.init_timeout_seconds)
+    check_started_alike(start_facts(config), store=store, rank=rank, world_size=world_size)
     device = init_distributed(config.comm)
 
     # Lock the run folder, and find the checkpoint to continue from.
-    run_folder, resume = open_folder(config)
-    failure.begin()
-    logger.info(f"run folder: {failure.folder}")
+    resume = open_folder(config, folder)
+    logger.info(f"run folder: {folder.path}")
 
     # Derive the job: from here on it is the only truth about the run.
     job, tokenizer = prepare_job(config, device=device)
-    on_rank0(partial(write_config, run_folder, job))
+    on_rank0(lambda: folder.write_config(job.to_toml()))
     if config.job.description:
         logger.info(config.job.description)
     if config.job.print_config:
         logger.info(f"config:\n{job.to_toml()}")
 
     trainer = Trainer(
-        job, tokenizer, device=device, run_folder=run_folder, resume=resume, watchdog=watchdog
+        job,
+        tokenizer,
+        device=device,
+        run_folder=folder if rank == 0 else None,
+        resume=resume,
+        watchdog=watchdog,
     )
     stopped_by = trainer.train()
-    finish(trainer, run_folder, stopped_by=stopped_by)
+    finish(trainer, stopped_by=stopped_by)
     return stopped_by
 
 
-def write_config(run_folder: RunFolder | None, job: Job) -> None:
-    """Write the resolved config into the run folder. Rank 0 only."""
-    assert run_folder is not None, "rank 0 has opened it"
-    run_folder.write_config(job.to_toml())
-
-
 def start_facts(config: Config) -> dict[str, str]:
-    """Return the facts that must be the same on all ranks: config, versions and our sources."""
+    """Return the facts that must be the same on all ranks: config, versions, our sources, and the
+    numbers of nodes and of processes per node."""
     versions = {name: text for name, text in installed_versions().items() if name != "python"}
-    sources = hash_sources(Path(__file__).parent)
     return {
         **shared_settings(config),
         **versions,
-        "sources of torchtitan_lite (SHA-256)": sources[:16],
+        "sources of torchtitan_lite (SHA-256)": hash_sources(Path(__file__).parent)[:16],
+        "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"),
+        "NGPU": str(local_world_size()),
     }
 
 
-def open_folder(config: Config) -> tuple[RunFolder | None, CheckpointManifest | None]:
+def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
     """Lock the run folder, and move an earlier run aside if nothing is resumed. A collective call.
 
-    Returns the folder, on rank 0 only, and the manifest of the checkpoint to resume from, on all
-    ranks. Raises ConfigError, without changing anything, if the folder holds files of no run.
+    Returns the manifest of the checkpoint to resume from. Raises ConfigError, without changing
+    anything, if the folder holds files of no run.
     """
-    path, checkpoint = Path(config.job.dump_folder), config.checkpoint
-    folder: RunFolder | None = None
-
-    def lock() -> bool:
-        nonlocal folder
-        folder = open_run_folder(path)
-        earlier = folder.earlier_attempt()
-        if earlier is not None and earlier.exit_code in FINAL_EXIT_CODES:
-            error = RunError(earlier.cause)
-            error.exit_code = earlier.exit_code
-            raise error
-        return earlier is not None
+    checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     def begin() -> None:
-        assert folder is not None, "rank 0 has locked it"
         initial = checkpoint.initial_load_path
-        if resume is None and initial is not None and is_within(path / checkpoint.folder, initial):
+        if resume is None and initial is not None and is_within(checkpoints, initial):
             raise ConfigError(
-                f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = "{path}", '
-                "whose checkpoints move to previous/ when a new run starts; "
+                f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = '
+                f'"{folder.path}", whose checkpoints move to previous/ when a new run starts; '
                 "name another dump_folder."
             )
-        if checkpoint.enable and read_status(path) is not None:
+        if checkpoint.enable and read_status(folder.path) is not None:
             # Drafts of a killed save in a linked folder would stop the move to previous/.
-            remove_drafts(path / checkpoint.folder)
+            remove_drafts(checkpoints)
         resumed_config = None if resume is None else resume.config
         folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 
     # After a restart by torchrun, load_step has been obeyed by the first attempt.
-    if on_rank0(lock):
+    if on_rank0(folder.lock):
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
-    try:
-        resume = find_resume(checkpoint, folder=path / checkpoint.folder)
-        on_rank0(begin)
-    except RunError as error:
-        if folder is not None:
-            folder.refuse(cause=str(error), exit_code=error.exit_code)
-            folder.close()
-        raise
-    return folder, resume
+    resume = find_resume(checkpoint, folder=checkpoints)
+    on_rank0(begin)
+    folder.join()
+    return resume
 
 
 def run_entries(config: Config) -> list[str]:
@@ -188,20 +166,21 @@ def run_entries(config: Config) -> list[str]:
     ]
 
 
-def finish(trainer: Trainer, run_folder: RunFolder | None, *, stopped_by: str | None) -> None:
+def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
     """Log how the run went, and write into status.json how it ended.
 
     Raises the error of the last save if it failed.
     """
-    if run_folder is not None:
+    folder, step = trainer.run_folder, trainer.step
+    if folder is not None:
         log_outcome(trainer, stopped_by=stopped_by)
     if trainer.checkpointer.last_failure is not None:
         raise trainer.checkpointer.last_failure
-    if run_folder is not None:
-        if stopped_by is None:
-            run_folder.done()
-        else:
-            run_folder.stopped(cause=f"stopped by {stopped_by} after step {trainer.step}")
+    if folder is not None and stopped_by is None:
+        folder.update(step=step, state="done", exit_code=0)
+    elif folder is not None:
+        cause = f"stopped by {stopped_by} after step {step}"
+        folder.update(step=step, state="stopped", cause=cause, exit_code=STOPPED_EXIT_CODE)
 
 
 def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
@@ -225,6 +204,48 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         curves = trainer.job.folder / config.metrics.save_tb_folder
         logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")
     logger.info(f"run folder: {trainer.job.folder}")
+
+
+def explain(error: Exception, *, folder: Path, watchdog: Watchdog) -> RunError | None:
+    """Return the RunError that describes `error`; None for an unexpected one.
+
+    `folder` is the run folder: an OSError about a file in it is a storage error.
+    """
+    if isinstance(error, RunError):
+        return error
+    if (broken := explain_compiler(error)) is not None:
+        return broken
+    if isinstance(error, OSError) and (
+        error.errno in DISK_ERRORS or is_within(folder, error.filename)
+    ):
+        return StorageError(
+            f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.'
+        )
+    return watchdog.explain(error) if is_rank_loss(error) else None
+
+
+def explain_compiler(error: Exception) -> RunError | None:
+    """Return how to repair the compiler's cache if `error` is about a file in it, else None.
+
+    The cache outlives the run, and breaks when a machine crashes or a disk is full.
+    """
+    while isinstance(inner := getattr(error, "inner_exception", None), Exception):
+        error = inner  # the compiler wraps the exceptions it meets
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # the compiler sets it if the user has not
+    if folder is None or not any(name in str(error) for name in (folder, CACHED_CODE)):
+        return None
+    return RunError(
+        "torch.compile failed, and a broken file in its cache may be the reason: remove the folder "
+        f"{folder} and start again, or set TORCHINDUCTOR_CACHE_DIR to another. It said: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def is_within(folder: Path, file: str | bytes | int | None) -> bool:
+    """Return whether `file` is a path inside `folder`. Neither needs to exist."""
+    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).resolve().is_relative_to(
+        folder.resolve()
+    )
 
 
 @record

@@ -23,8 +23,7 @@ from torchtitan_lite.errors import RunError
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
-from torchtitan_lite.parallel.signals import StopSignal
+from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.trainer import Trainer
 
@@ -67,10 +66,7 @@ def forget_compiled() -> None:
 
 def main() -> None:
     init_logger()
-    rank, world_size = read_rank()
-    watchdog = Watchdog(
-        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
-    )
+    watchdog = Watchdog(report=logger.warning)
     device = init_distributed(CommConfig())
     hardware.measure_peak = lambda *_: 1.0  # the peak of float32, which no config gives
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -79,7 +75,7 @@ def main() -> None:
         run.mkdir(parents=True, exist_ok=True)
         arguments = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(run), *overrides]
         ended = train(arguments, device=device, watchdog=watchdog)
-        if rank == 0:
+        if dist.get_rank() == 0:
             (run / "ended.txt").write_text(ended)
         forget_compiled()
     end_process(0)

@@ -9,14 +9,14 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from torchtitan_lite.build import prepare_job
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.processor import HostEvent
-from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
-from torchtitan_lite.parallel.signals import StopSignal
+from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.trainer import Trainer
 
@@ -55,10 +55,7 @@ class Reads(TorchFunctionMode):
 def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    rank, world_size = read_rank()
-    watchdog = Watchdog(
-        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
-    )
+    watchdog = Watchdog(report=logger.warning)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     trainer = Trainer(
@@ -72,7 +69,7 @@ def main() -> None:
         with Reads() as reads:
             trainer.advance(step)
         steps.append(dict(reads.counts))
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(json.dumps(steps), flush=True)
     end_process(0)
 

@@ -9,8 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchtitan_lite.build import prepare_job
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.parallel.distributed import end_process, init_distributed, read_rank
-from torchtitan_lite.parallel.signals import StopSignal
+from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.trainer import Trainer
 
@@ -20,10 +19,7 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    rank, world_size = read_rank()
-    watchdog = Watchdog(
-        rank=rank, world_size=world_size, stop_signal=StopSignal(), report=logger.warning
-    )
+    watchdog = Watchdog(report=logger.warning)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     trainer = Trainer(

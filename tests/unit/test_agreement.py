@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel import agreement
-from torchtitan_lite.parallel.agreement import check_started_alike, compare_facts
+from torchtitan_lite.parallel.distributed import check_started_alike
 
 pytestmark = pytest.mark.timeout(30)
 HOST = socket.gethostname()
@@ -25,7 +24,7 @@ def messages(facts: Sequence[Mapping[str, str]]) -> list[str]:
 
     def message(rank: int) -> str:
         try:
-            compare_facts(store, facts[rank], rank=rank, world_size=len(facts))
+            check_started_alike(facts[rank], store=store, rank=rank, world_size=len(facts))
         except ConfigError as error:
             return str(error)
         return ""
@@ -68,24 +67,3 @@ def test_of_many_ranks_the_first_are_named() -> None:
         f"torch differs between ranks: 2.13.0 (rank 0 on {HOST}); 2.11.0 (rank 1 on {HOST}, 2 on"
     )
     assert f"4 on {HOST} and 5 more)" in message
-
-
-def test_numbers_of_nodes_and_processes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = dist.HashStore()
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "GROUP_WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(agreement, "connect_store", lambda timeout_s: stores)
-    with ThreadPoolExecutor(1) as other:
-        answer = other.submit(
-            compare_facts, stores, FACTS | {"NNODES": "2", "NGPU": "4"}, rank=1, world_size=2
-        )
-        with pytest.raises(
-            ConfigError, match=rf"NGPU differs between ranks: 1 \(rank 0 on {HOST}\); 4 \(rank 1"
-        ):
-            check_started_alike(FACTS, timeout_s=10)
-        assert isinstance(answer.exception(), ConfigError)

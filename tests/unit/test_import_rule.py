@@ -17,7 +17,7 @@ PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"agent", "bench", "launch", "train"},
-    {"failures", "trainer"},
+    {"trainer"},
     {"build"},
     {"build_model"},
     {"convert_hf", "planner"},

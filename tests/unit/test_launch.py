@@ -15,17 +15,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite import launch
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.launch import (
-    NEXT,
-    AgentEnd,
-    Launch,
-    find_outcome,
-    read_launch,
-    report_end,
-    worker_environment,
-)
-from torchtitan_lite.run_folder import RunFolder, Status, open_run_folder, report_failure
+from torchtitan_lite.errors import ConfigError, RunError
+from torchtitan_lite.launch import NEXT, AgentEnd, Launch, find_outcome, report_end
+from torchtitan_lite.run_folder import RunFolder, Status
 
 ROOT = Path(__file__).parents[2]
 PYTHON = f"""#!/bin/bash
@@ -191,7 +183,7 @@ def test_run_train_sets_up_and_hands_over_to_the_launcher(project: Project) -> N
 
 def asked(*overrides: str, **env: str) -> Launch:
     """The launch that some variables describe, on a machine without GPUs unless they name some."""
-    return read_launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides)
+    return Launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides, color=True)
 
 
 NODES = {"NNODES": "2", "NGPU": "8", "NODE_RANK": "1", "RDZV_ENDPOINT": "head:29500"}
@@ -241,9 +233,9 @@ def test_number_of_processes_is_the_number_of_gpus(
 ) -> None:
     executable(tmp_path / "nvidia-smi", f"#!/bin/sh\n{nvidia_smi}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert read_launch({}, []).ngpu == ngpu
+    assert Launch({}, [], color=False).ngpu == ngpu
     monkeypatch.setenv("PATH", "")
-    assert read_launch({}, []).ngpu == 2
+    assert Launch({}, [], color=False).ngpu == 2
 
 
 @pytest.mark.parametrize(
@@ -259,14 +251,12 @@ def test_number_of_processes_is_the_number_of_gpus(
 def test_threads_sleep_while_they_wait_on_cpu_unless_the_user_decides(
     env: Mapping[str, str], policy: str | None
 ) -> None:
-    added = worker_environment(asked(**env), env, color=False)
-    assert added.get("OMP_WAIT_POLICY") == policy
+    assert asked(**env).worker_env.get("OMP_WAIT_POLICY") == policy
 
 
 def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(7))
-    added = worker_environment(asked(), {}, color=True)
-    assert added == {
+    assert asked().worker_env == {
         "LOG_RANK": "0",
         "OMP_NUM_THREADS": "3",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -276,33 +266,34 @@ def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
         "FORCE_COLOR": "1",
     }
     chosen = {"LOG_RANK": "1", "OMP_NUM_THREADS": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}
-    env = chosen | {"NO_COLOR": "1", "NGPU": "8"}
-    added = worker_environment(asked(**env), env, color=True)
+    added = asked(**chosen, NO_COLOR="1", NGPU="8").worker_env
     assert added.items() >= chosen.items() and "FORCE_COLOR" not in added
-    assert worker_environment(asked(NGPU="8"), {}, color=False)["OMP_NUM_THREADS"] == "1"
+    assert asked(NGPU="8").worker_env["OMP_NUM_THREADS"] == "1"
+    assert "FORCE_COLOR" not in Launch({}, [], color=False).worker_env
 
 
 def test_one_node_and_several() -> None:
-    one = asked(MAX_RESTARTS="3").elastic_config()
-    assert one.pop("run_id") != asked().elastic_config()["run_id"]
-    assert one == {
+    assert asked(MAX_RESTARTS="3").elastic == {
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": 2,
         "max_restarts": 3,
+        "run_id": "none",
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0",
-        "rdzv_configs": {},
+        "rdzv_configs": {"rank": 0},
+        "log_line_prefix_template": "[rank${rank}] ",
     }
-    assert asked(**NODES).elastic_config() == {
+    assert asked(**NODES).elastic == {
         "min_nodes": 2,
         "max_nodes": 2,
         "nproc_per_node": 8,
         "max_restarts": 0,
+        "run_id": "none",
         "rdzv_backend": "static",
         "rdzv_endpoint": "head:29500",
         "rdzv_configs": {"rank": 1},
-        "run_id": "none",
+        "log_line_prefix_template": "[rank${rank}] ",
     }
 
 
@@ -356,9 +347,10 @@ def report(path: Path, end: AgentEnd, *, log: str = "", since: float = 0.0, **en
 
 def begun(path: Path) -> RunFolder:
     """The folder of a run whose agent is this process's parent, and that has a checkpoint."""
-    folder = open_run_folder(path)
+    folder = RunFolder(path)
+    folder.lock()
     folder.begin(resumed_config=None, entries=())
-    folder.running(step=7, last_checkpoint="a/step-00000005")
+    folder.update(step=7, last_checkpoint="a/step-00000005")
     return folder
 
 
@@ -370,7 +362,7 @@ def test_a_killed_rank_is_reported_and_ends_the_status(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = begun(tmp_path)
-    report_failure(tmp_path, cause="connection reset", exit_code=1, rank=None, step=0)
+    folder.fail(RunError("connection reset"), step=0)
     folder.close()
     for attempt in (2, 10):
         (tmp_path / f"none_x/attempt_{attempt}/1").mkdir(parents=True)

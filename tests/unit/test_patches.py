@@ -31,9 +31,8 @@ from torchao.float8 import float8_ops, fsdp_utils
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from torchtitan_lite import patches
-from torchtitan_lite.agent import build_config
 from torchtitan_lite.config import ActivationCheckpointConfig
-from torchtitan_lite.launch import read_launch
+from torchtitan_lite.launch import Launch
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
@@ -320,15 +319,14 @@ class OldConfig:
 
 
 def test_a_stopped_run_may_save_for_as_long_as_the_variable_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert "torch>=2.11," in PYPROJECT.read_text(), "remove allow_long_saves when torch 2.11 goes"
     monkeypatch.setattr("torch.distributed.elastic.multiprocessing.PContext", OldContext)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "45")
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
-        monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}] ")
-        elastic = read_launch({}, []).elastic_config()
-        assert build_config(elastic, log_dir=str(tmp_path)).shutdown_timeout == 45
+        elastic = Launch({}, [], color=False).elastic
+        assert LaunchConfig(**elastic).shutdown_timeout == 45
         patches.allow_long_saves()
         assert OldContext().close() == 30
 

@@ -13,24 +13,28 @@ from typing import Any
 import pytest
 
 from torchtitan_lite import run_folder
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.run_folder import (
-    RunFolder,
+from torchtitan_lite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RankLostError,
+    RunError,
     StorageError,
-    make_log_folder,
-    open_run_folder,
-    overrule_status,
-    read_end,
-    read_status,
-    report_failure,
 )
+from torchtitan_lite.run_folder import RunFolder, make_log_folder, read_end, read_status
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
 CONFIG = "steps = 1\n"
 
 
+def locked(path: Path) -> RunFolder:
+    folder = RunFolder(path)
+    folder.lock()
+    return folder
+
+
 def open_folder(path: Path, *, resume: bool = False) -> RunFolder:
-    folder = open_run_folder(path)
+    folder = locked(path)
     folder.begin(resumed_config=CONFIG if resume else None, entries=ENTRIES)
     return folder
 
@@ -45,7 +49,7 @@ def leave_a_run(path: Path) -> None:
     folder.write_config(CONFIG)
     (path / "checkpoint" / "step-00000001").mkdir(parents=True)
     (path / "metrics.jsonl").write_text("{}\n")
-    folder.done()
+    folder.update(step=1, state="done", exit_code=0)
     folder.close()
     status = status_on_file(path) | {"started": 1795208000.5}
     (path / "status.json").write_text(json.dumps(status))
@@ -63,11 +67,10 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
         "cause": None,
         "exit_code": None,
         "rank": None,
-        "before": None,
         "job": f"process {os.getppid()} on {socket.gethostname()}",
     }
-    folder.running(step=7, last_checkpoint="step-00000005")
-    folder.done()
+    folder.update(step=7, last_checkpoint="step-00000005")
+    folder.update(step=7, state="done", exit_code=0)
     end = status_on_file(folder.path)
     assert end["time"] >= start["time"]
     assert end == start | {
@@ -79,33 +82,51 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
     }
 
 
-def test_a_stopped_run_exits_with_75(tmp_path: Path) -> None:
-    folder = open_folder(tmp_path)
-    folder.stopped(cause="SIGTERM after step 3")
-    status = status_on_file(tmp_path)
-    assert (status["state"], status["cause"], status["exit_code"]) == (
-        "stopped",
-        "SIGTERM after step 3",
-        75,
-    )
-
-
 def test_the_first_cause_stays(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
-    folder.running(step=2, last_checkpoint=None)
-    report_failure(tmp_path, cause="the text ended", exit_code=3, rank=1, step=0)
+    folder.update(step=2)
+    lacking = DataError("the text ended")
+    lacking.rank = 1
+    folder.fail(lacking, step=0)
     first = status_on_file(tmp_path)
     assert (first["state"], first["step"], first["cause"]) == ("failed", 2, "the text ended")
     assert (first["exit_code"], first["rank"]) == (3, 1)
-    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=None, step=0)
-    folder.running(step=3, last_checkpoint=None)
-    folder.stopped(cause="SIGTERM")
+    folder.fail(RankLostError("rank 1 was lost"), step=0)
+    folder.update(step=3, state="stopped", cause="SIGTERM", exit_code=75)
     assert status_on_file(tmp_path) == first
 
 
 def test_a_failure_without_a_status_is_written(tmp_path: Path) -> None:
-    report_failure(tmp_path, cause="no space", exit_code=7, rank=None, step=0)
+    folder = open_folder(tmp_path)
+    (tmp_path / "status.json").unlink()
+    folder.fail(StorageError("no space"), step=0)
     assert status_on_file(tmp_path)["cause"] == "no space"
+
+
+def test_a_failure_is_written_only_while_this_run_has_the_folder(tmp_path: Path) -> None:
+    folder, other_rank = open_folder(tmp_path), RunFolder(tmp_path)
+    other_rank.fail(RunError("too early"), step=0)
+    assert status_on_file(tmp_path)["state"] == "running"
+
+    other_rank.join()
+    (tmp_path / ".lock").rename(tmp_path / "old")
+    other_rank.fail(RunError("another run's folder"), step=3)
+    assert status_on_file(tmp_path)["state"] == "running"
+
+    (tmp_path / "old").rename(tmp_path / ".lock")
+    other_rank.fail(DataError("the text is gone"), step=3)
+    status = status_on_file(tmp_path)
+    found = (status["state"], status["cause"], status["exit_code"], status["step"])
+    assert found == ("failed", "the text is gone", 3, 3)
+    folder.close()
+
+
+def test_a_status_of_a_later_version_is_read(tmp_path: Path) -> None:
+    open_folder(tmp_path).close()
+    status = status_on_file(tmp_path) | {"field": 1}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    read = read_status(tmp_path)
+    assert read is not None and read.state == "running"
 
 
 STARTED = '{"state": "running", "time": 0, "started": %s}'
@@ -190,10 +211,10 @@ def contents(path: Path) -> dict[str, str | None]:
 def refuse(path: Path, match: str, *, resume: bool = False) -> None:
     """Begin a run, which must be refused and must change nothing."""
     before = contents(path)
-    folder = open_run_folder(path)
+    folder = locked(path)
     with pytest.raises(ConfigError, match=match) as caught:
         folder.begin(resumed_config=CONFIG if resume else None, entries=ENTRIES)
-    folder.refuse(cause=str(caught.value), exit_code=2)
+    folder.fail(caught.value, step=0)
     folder.close()
     assert contents(path) | {"status.json": ""} == before | {"status.json": ""}
     assert ("status.json" in before) or not (path / "status.json").exists()
@@ -296,7 +317,7 @@ def test_a_kill_at_any_first_write_leaves_a_folder_that_starts_again(
 
             return counted
 
-        folder = open_run_folder(path)
+        folder = locked(path)
         with monkeypatch.context() as patch:
             for name in ("rename", "mkdir", "replace"):
                 patch.setattr(Path, name, change(getattr(Path, name)))
@@ -325,10 +346,9 @@ def test_a_run_that_resumes_keeps_step_and_last_checkpoint_should_it_fail_before
     tmp_path: Path,
 ) -> None:
     folder = open_folder(tmp_path)
-    folder.running(step=7, last_checkpoint="step-00000005")
+    folder.update(step=7, last_checkpoint="step-00000005")
     folder.close()
-    open_folder(tmp_path, resume=True)
-    report_failure(tmp_path, cause="other data", exit_code=3, rank=None, step=0)
+    open_folder(tmp_path, resume=True).fail(DataError("other data"), step=0)
     status = status_on_file(tmp_path)
     assert (status["step"], status["last_checkpoint"], status["cause"]) == (
         7,
@@ -348,7 +368,7 @@ def test_a_live_run_keeps_others_out_until_it_closes(
 ) -> None:
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
     folder = open_folder(tmp_path)
-    folder.running(step=4, last_checkpoint=None)
+    folder.update(step=4)
     with pytest.raises(
         ConfigError,
         match=rf'dump_folder = ".*" belongs to a live run: process {os.getpid()} on .* since 20',
@@ -367,9 +387,9 @@ def test_a_lock_that_is_freed_soon_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_run_that_is_refused_is_as_far_as_the_one_before(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
-    folder.running(step=20, last_checkpoint="step-00000020")
-    folder.done()
-    folder.refuse(cause="all are broken", exit_code=4)
+    folder.update(step=20, last_checkpoint="step-00000020", state="done", exit_code=0)
+    folder.close()
+    locked(tmp_path).fail(CheckpointError("all are broken"), step=0)
     status = read_status(tmp_path)
     assert status is not None
     assert (status.state, status.step, status.last_checkpoint) == ("failed", 20, "step-00000020")
@@ -379,21 +399,32 @@ def test_a_run_that_is_refused_is_as_far_as_the_one_before(tmp_path: Path) -> No
 def test_an_attempt_knows_what_the_one_before_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = open_folder(tmp_path)
-    report_failure(tmp_path, cause="rank 1 was lost", exit_code=6, rank=1, step=0)
-    assert folder.earlier_attempt() is None  # torchrun has not started it again
+    def starts_again(error: RunError) -> bool:
+        folder = open_folder(tmp_path)
+        folder.fail(error, step=0)
+        folder.close()
+        with monkeypatch.context() as patch:
+            patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+            again = folder.lock()
+        folder.close()
+        assert not folder.lock()  # torchrun has not started it again
+        folder.close()
+        return again
+
+    assert starts_again(RankLostError("rank 1 was lost"))
+    with pytest.raises(RunError, match="the text ended") as final:
+        starts_again(DataError("the text ended"))
+    assert final.value.exit_code == 3
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    earlier = folder.earlier_attempt()
-    assert earlier is not None and (earlier.cause, earlier.exit_code) == ("rank 1 was lost", 6)
     monkeypatch.setattr(os, "getppid", lambda: 7)
-    assert folder.earlier_attempt() is None  # of another torchrun
+    assert not RunFolder(tmp_path).lock()  # of another torchrun
 
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from torchtitan_lite.run_folder import open_run_folder\n"
-        "folder = open_run_folder(Path(sys.argv[1]))\n"
+        "from torchtitan_lite.run_folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1])); folder.lock()\n"
         "folder.begin(resumed_config=None, entries=()); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == -9
@@ -421,9 +452,9 @@ def test_on_a_full_disk_the_end_is_written_over_the_old_status(
 
     monkeypatch.setattr(run_folder, "replace_file", full)
     with pytest.raises(StorageError, match="No space left on device"):
-        folder.running(step=3, last_checkpoint=None)
+        folder.update(step=3)
     assert (tmp_path / "status.json").read_text() == before  # how far it is can wait
-    report_failure(tmp_path, cause="full 満杯" * 2000, exit_code=7, rank=None, step=4)
+    folder.fail(StorageError("full 満杯" * 2000), step=4)
     status = status_on_file(tmp_path)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 7, 4)
     assert status["cause"].startswith("full 満杯full")
@@ -434,7 +465,7 @@ def test_on_a_full_disk_a_status_that_does_not_fit_leaves_the_old_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = open_folder(tmp_path)
-    folder.running(step=3, last_checkpoint="x" * 5000)
+    folder.update(step=3, last_checkpoint="x" * 5000)
     before = (tmp_path / "status.json").read_text()
 
     def full(path: Path, content: str) -> None:
@@ -442,7 +473,7 @@ def test_on_a_full_disk_a_status_that_does_not_fit_leaves_the_old_one_whole(
 
     monkeypatch.setattr(run_folder, "replace_file", full)
     with pytest.raises(StorageError, match="No space left on device"):
-        report_failure(tmp_path, cause="full", exit_code=7, rank=None, step=4)
+        folder.update(step=4, state="failed", cause="full", exit_code=7)
     assert (tmp_path / "status.json").read_text() == before
 
 
@@ -462,7 +493,7 @@ def test_a_lock_file_of_somebody_else_is_not_written_to(tmp_path: Path, kind: st
         else r"holds a file \.lock that no run has left"
     )
     with pytest.raises(ConfigError, match=match):
-        open_run_folder(folder)
+        RunFolder(folder).lock()
     assert thesis.read_text() == "years of work"
 
 
@@ -470,18 +501,18 @@ def test_a_lock_file_of_somebody_else_is_not_written_to(tmp_path: Path, kind: st
 def test_a_run_notices_that_its_folder_has_gone(tmp_path: Path, how: str) -> None:
     path = tmp_path / "run"
     folder = open_folder(path)
-    folder.running(step=1, last_checkpoint=None)
+    folder.update(step=1)
     if how == "moved":
         path.rename(tmp_path / "elsewhere")
     elif how == "deleted":
         shutil.rmtree(path)
     else:
         (path / ".lock").unlink()
-        open_run_folder(path)
+        locked(path)
     with pytest.raises(
         StorageError, match="was moved or deleted, or another run has it; this one ends at step 2"
     ):
-        folder.running(step=2, last_checkpoint=None)
+        folder.update(step=2)
     assert path.exists() == (how == "taken")
 
 
@@ -490,33 +521,22 @@ def test_a_pipe_in_place_of_the_status_is_not_waited_for(tmp_path: Path) -> None
     assert read_status(tmp_path) is None
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_the_end_of_a_run_whose_folder_another_one_has_taken(
-    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_end_of_a_run_whose_folder_another_one_has_taken_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = open_folder(tmp_path)
-    folder.running(step=7, last_checkpoint="a/step-00000007")
-    folder.stopped(cause="stopped by SIGTERM after step 7")
-    folder.close()
     first = os.getppid()
-    for agent in (7, 8):
-        monkeypatch.setattr(os, "getppid", lambda agent=agent: agent)
-        later = open_folder(tmp_path, resume=resume)
-        later.done()
-        later.close()
-        on_file, own = read_end(tmp_path, since=0, agent=first, owner=True)
-        assert on_file == own
-        if agent == 7:
-            assert own is not None and (own.exit_code, own.step) == (75, 7)
-        else:
-            assert own is None  # two runs later, nothing is known
-    assert status_on_file(tmp_path)["state"] == "done"
+    monkeypatch.setattr(os, "getppid", lambda: 7)
+    folder = open_folder(tmp_path)
+    folder.update(step=7, state="done", exit_code=0)
+    on_file, own = read_end(tmp_path, since=0, agent=first, owner=True)
+    assert on_file is not None and (on_file.step, own) == (7, None)
+    assert read_end(tmp_path, since=0, agent=first, owner=False)[1] == on_file  # of rank 0's node
 
 
 def test_an_earlier_runs_end_is_on_file_only(tmp_path: Path) -> None:
     assert read_end(tmp_path / "gone", since=0, agent=1, owner=True) == (None, None)
     folder = open_folder(tmp_path)
-    folder.running(step=7, last_checkpoint=None)
+    folder.update(step=7)
     since = status_on_file(tmp_path)["started"] + 1
     on_file, own = read_end(tmp_path, since=since, agent=os.getppid(), owner=True)
     assert on_file is not None and (on_file.step, own) == (7, None)
@@ -526,7 +546,7 @@ def test_the_end_is_awaited_of_workers_that_outlive_their_agent(tmp_path: Path) 
     folder = open_folder(tmp_path)
 
     def end() -> None:
-        report_failure(tmp_path, cause="the agent is gone", exit_code=6, rank=None, step=0)
+        folder.fail(RankLostError("the agent is gone"), step=0)
         folder.close()
 
     threading.Timer(1.0, end).start()
@@ -534,26 +554,15 @@ def test_the_end_is_awaited_of_workers_that_outlive_their_agent(tmp_path: Path) 
     assert own is not None and own.cause == "the agent is gone"
 
 
-def test_a_launcher_overrules_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = open_folder(tmp_path)
-    folder.running(step=7, last_checkpoint=None)
-    running = read_status(tmp_path)
-    assert running is not None
-    overrule_status(tmp_path, running, cause="rank 1 was killed", exit_code=6, rank=1)
-    end = {"state": "failed", "cause": "rank 1 was killed", "exit_code": 6, "rank": 1, "step": 7}
-    assert status_on_file(tmp_path).items() >= end.items()
-    shutil.rmtree(tmp_path)
-    overrule_status(tmp_path, running, cause="rank 1 was killed", exit_code=6, rank=1)
-
-
 def test_a_log_folder_that_cannot_be_made_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (make_log_folder(tmp_path / "run") / "torchrun.log").is_file()
+    assert make_log_folder(tmp_path / "run") != make_log_folder(tmp_path / "run")
     with pytest.raises(ConfigError, match='dump_folder = "/dev/null" cannot be written: .*Not a'):
         make_log_folder(Path("/dev/null"))
 
-    def full(path: Path, **how: bool) -> None:
+    def full(path: Path, parents: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", full)

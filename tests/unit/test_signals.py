@@ -15,10 +15,10 @@ pytestmark = pytest.mark.timeout(30)
 # handler meanwhile.
 CODE = """
 import ctypes, signal, sys, threading, time
-from torchtitan_lite.parallel import signals
+from torchtitan_lite.parallel import watchdog
 
-signals.DUPLICATE_SECONDS = {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
-stop = signals.StopSignal()
+watchdog.DUPLICATE_SECONDS = {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
+stop = watchdog.StopSignal()
 signal.signal(signal.SIGUSR1, lambda number, frame: None)
 print(stop.received, flush=True)
 

@@ -1,5 +1,6 @@
 """The parts of the main job before and around the training."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from sample_checkpoints import CONFIG, write_checkpoint
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import CppCompileError, InductorError
 
 from torchtitan_lite.config import CheckpointConfig, Config, JobConfig, MetricsConfig
-from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.train import open_folder, run_entries
+from torchtitan_lite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RankLostError,
+    RunError,
+    StorageError,
+)
+from torchtitan_lite.run_folder import RunFolder
+from torchtitan_lite.train import explain, open_folder, run_entries, start_facts
 
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
@@ -32,9 +43,11 @@ def opened_step(path: Path, **checkpoint: Any) -> int:
     config = Config(
         job=JobConfig(dump_folder=str(path)), checkpoint=CheckpointConfig(enable=True, **checkpoint)
     )
-    folder, resume = open_folder(config)
-    assert folder is not None
-    folder.close()
+    folder = RunFolder(path)
+    try:
+        resume = open_folder(config, folder)
+    finally:
+        folder.close()
     return 0 if resume is None else resume.progress.step
 
 
@@ -88,3 +101,100 @@ def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path
     ):
         opened_step(path, load_step=0)
     assert names(disk) == ["step-00000010"] and (path / "checkpoint").is_symlink()
+
+
+def test_numbers_of_nodes_and_processes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert start_facts(Config()).items() >= {"NNODES": "3", "NGPU": "8"}.items()
+
+
+class Watchdog:
+    def explain(self, error: BaseException) -> RankLostError:
+        return RankLostError(f"rank 1 has ended; {error}")
+
+
+@pytest.fixture
+def arguments() -> dict[str, Any]:
+    return {"folder": Path("/runs/a"), "watchdog": Watchdog()}
+
+
+def test_a_failing_disk_is_told_from_other_failures(arguments: dict[str, Any]) -> None:
+    full = explain(OSError(errno.ENOSPC, "No space left on device"), **arguments)
+    assert isinstance(full, StorageError) and full.exit_code == 7
+    assert str(full).startswith(
+        '[job] dump_folder = "/runs/a": [Errno 28] No space left on device; make room'
+    )
+    unmounted = FileNotFoundError(errno.ENOENT, "No such file or directory", b"/runs/a/tb/events")
+    assert isinstance(explain(unmounted, **arguments), StorageError)
+    elsewhere = FileNotFoundError(errno.ENOENT, "No such file or directory", "/runs/b")
+    assert explain(elsewhere, **arguments) is None
+
+
+def test_a_collective_that_failed_is_a_lost_rank(arguments: dict[str, Any]) -> None:
+    lost = explain(
+        RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"), **arguments
+    )
+    assert isinstance(lost, RankLostError) and lost.exit_code == 6
+    assert str(lost).startswith("rank 1 has ended; ")
+
+
+def test_an_error_for_users_is_what_it_is_and_others_are_none(arguments: dict[str, Any]) -> None:
+    error = DataError("no text")
+    assert explain(error, **arguments) is error
+    for other in (
+        OSError(errno.ECONNRESET, "reset"),
+        ValueError("no"),
+        RuntimeError("shapes differ"),
+    ):
+        assert explain(other, **arguments) is None
+
+
+@pytest.mark.parametrize(
+    ("inner", "told"),
+    [
+        (
+            ImportError("/cache/ab/cab.main.so: file too short"),
+            "ImportError: /cache/ab/cab.main.so: file too short",
+        ),
+        (
+            CppCompileError(["g++", "/cache/ab/cab.main.cpp"], "no at::vec"),
+            "CppCompileError: C++ compile error",
+        ),
+        (
+            AttributeError(
+                "module 'torch._inductor.runtime.compile_tasks.cab' has no attribute 'call'"
+            ),
+            "AttributeError",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/cache/ab"),
+            "OSError: [Errno 28] No space left on device",
+        ),
+    ],
+)
+def test_a_broken_file_of_the_compilers_cache_is_told_with_its_folder(
+    inner: Exception, told: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+    for error in (
+        inner,
+        InductorError(inner, None),
+        BackendCompilerFailed("inductor", InductorError(inner, None), None),
+    ):
+        explained = explain(error, **arguments)
+        assert isinstance(explained, RunError) and explained.exit_code == 1
+        assert "remove the folder /cache and start again, or set TORCHINDUCTOR_CACHE_DIR" in str(
+            explained
+        )
+        assert f"It said: {told}" in str(explained)
+
+
+def test_other_failures_of_the_compiler_are_none(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = InductorError(NotImplementedError("no such operator"), None)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert explain(failed, **arguments) is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+    assert explain(failed, **arguments) is None

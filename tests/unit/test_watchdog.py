@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torchtitan_lite.errors import RankLostError
 from torchtitan_lite.parallel import watchdog
 from torchtitan_lite.parallel.distributed import connect_store
-from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Heartbeat, Watchdog, describe_place, is_rank_loss
 
 pytestmark = pytest.mark.timeout(40)
@@ -33,7 +32,6 @@ ENV = os.environ | {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 HOST = socket.gethostname()
-NO_STOP = cast(StopSignal, SimpleNamespace(received=0))
 WAITED = rf"rank 0 waited at step 7, agreement, in all_reduce \(process \d+ on {HOST}\)"
 
 
@@ -163,8 +161,9 @@ def test_without_a_store_there_is_no_watchdog(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {**ENV, "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(watchdog, "START_SECONDS", 1)
+    monkeypatch.setattr(watchdog, "StopSignal", lambda: SimpleNamespace(received=0))
     with pytest.raises(RankLostError, match="torchrun's store does not answer: .*127.0.0.1"):
-        Watchdog(rank=0, world_size=1, stop_signal=NO_STOP, report=print)
+        Watchdog(report=print)
 
 
 def explain_here(
@@ -176,7 +175,7 @@ def explain_here(
         **ENV,
         "MASTER_PORT": str(store.port),
         "RANK": "0",
-        "WORLD_SIZE": "1",
+        "WORLD_SIZE": str(len(beats) + 1),
     }.items():
         monkeypatch.setenv(name, value)
 
@@ -190,7 +189,8 @@ def explain_here(
     post(1.0)
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 30)  # on a busy machine two are too few
     monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: post(2.0 if alive else 1.0))
-    dog = Watchdog(rank=0, world_size=len(beats) + 1, stop_signal=NO_STOP, report=print)
+    monkeypatch.setattr(watchdog, "StopSignal", lambda: SimpleNamespace(received=0))
+    dog = Watchdog(report=print)
     try:
         raise RuntimeError("gloo")
     except RuntimeError as error:
@@ -199,9 +199,7 @@ def explain_here(
         dog.close()
 
 
-BEAT = Heartbeat(
-    pid=5, host="elsewhere", time=0, step=7, phase="forward", place="all_reduce", waits=True
-)
+BEAT = Heartbeat(pid=5, host="elsewhere", time=0, step=7, phase="forward", place="in all_reduce")
 
 
 def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,13 +229,9 @@ def test_places_in_collectives_and_in_code() -> None:
     def code(file: str, function: str) -> CodeType:
         return cast(CodeType, SimpleNamespace(co_filename=file, co_name=function))
 
-    assert describe_place(
-        code(f"{Path(dist.__file__).parent}/distributed_c10d.py", "all_reduce"), 9
-    ) == (
-        "all_reduce",
-        True,
-    )
-    assert describe_place(code("/home/me/train.py", "loss"), 9) == ("train.py:9 in loss", False)
+    collective = code(f"{Path(dist.__file__).parent}/distributed_c10d.py", "all_reduce")
+    assert describe_place(collective, 9) == "in all_reduce"
+    assert describe_place(code("/home/me/train.py", "loss"), 9) == "at train.py:9 in loss"
 
 
 @pytest.mark.parametrize(

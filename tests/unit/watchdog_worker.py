@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.parallel import watchdog
 from torchtitan_lite.parallel.distributed import connect_store
-from torchtitan_lite.parallel.signals import StopSignal
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
 
 watchdog.TICK_SECONDS, watchdog.LOOK_SECONDS, watchdog.GRACE_TICKS = 0.2, 1.0, 5
@@ -45,11 +44,7 @@ def work(command: str) -> None:
     init_logger()
     if command == "sleep first":
         time.sleep(60)
-    stop_signal = StopSignal()
     dog = Watchdog(
-        rank=rank,
-        world_size=world_size,
-        stop_signal=stop_signal,
         report=lambda cause: say(f"report: {cause}"),
         timeout_s=1.0 if command == "wait" else math.inf,
     )

@@ -1,7 +1,12 @@
 """The process group and the device mesh: how a process joins them, time-outs, how it ends."""
 
+import json
 import os
+import socket
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +22,9 @@ from torchtitan_lite.errors import ConfigError
 NCCL_EXTRA_SECONDS = 30
 # From the slowest link to the fastest: neighbouring ranks share tensor parallelism.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# For the other ranks to read that they differ: the host of rank 0 may serve the store.
+HEARD_SECONDS = 10
+SHOWN_RANKS = 4
 
 
 def read_rank() -> tuple[int, int]:
@@ -54,6 +62,52 @@ def connect_store(timeout_s: float) -> dist.Store:
     before left there, such as the addresses of its process group."""
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def check_started_alike(
+    facts: Mapping[str, str], *, store: dist.Store, rank: int, world_size: int
+) -> None:
+    """Raise ConfigError on every rank unless all of them have the same `facts`, values by name.
+    Waits for the slowest rank as long as `store` allows.
+
+    Ranks that differ in the config, in library versions or in this package's sources would train
+    garbage, or hang in a collective that not all of them enter. Nothing in torch compares them."""
+    store = dist.PrefixStore("agreement", store)
+    store.set(f"rank {rank}", json.dumps([f"{rank} on {socket.gethostname()}", facts]))
+
+    # Rank 0 compares, and posts the verdict.
+    if rank == 0:
+        answers = dict(json.loads(store.get(f"rank {other}")) for other in range(world_size))
+        store.set("verdict", describe_differences(answers))
+    if verdict := store.get("verdict").decode():
+        store.set(f"rank {rank} heard", "")
+        if rank == 0:
+            with suppress(RuntimeError):
+                heard = [f"rank {other} heard" for other in range(world_size)]
+                store.wait(heard, timedelta(seconds=HEARD_SECONDS))
+        raise ConfigError(verdict)
+
+
+def describe_differences(answers: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a line for each fact that differs: its values, and the ranks that have them; "" if
+    none differs. `answers` has each rank's facts."""
+    lines = []
+    for name in dict.fromkeys(name for facts in answers.values() for name in facts):
+        holders = defaultdict(list)
+        for rank, facts in answers.items():
+            holders[facts.get(name, "none")].append(rank)
+        if len(holders) == 1:
+            continue
+
+        values = []
+        for value, ranks in holders.items():
+            more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+            values.append(f"{value} (rank {', '.join(ranks[:SHOWN_RANKS])}{more})")
+        lines.append(f"{name} differs between ranks: {'; '.join(values)}")
+
+    if lines:
+        lines.append("start every node with the same config, command line and installation.")
+    return "\n".join(lines)
 
 
 def init_distributed(comm: CommConfig) -> torch.device:

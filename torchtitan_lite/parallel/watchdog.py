@@ -1,19 +1,18 @@
 """The thread that ends this process when torchrun, its store or other ranks are gone.
 
-"Torchrun" is the parent: torchrun itself, or the agent of torchtitan_lite.launch. Once a second the
-thread of each rank posts a heartbeat, which says where the main thread is, to torchrun's store, and
+"Torchrun" is the parent: torchrun itself, or the agent of torchtitan_lite.launch. Once a second
+each rank's thread posts a heartbeat, which says where the main thread is, to torchrun's store, and
 looks at the others:
 
-- Torchrun is gone (seen within 1 s), or its store, on the host of rank 0, does not answer 3 times
-  in a row (within about 10 s): the thread ends the process with exit code 6.
+- Torchrun is gone, or its store, on the host of rank 0, does not answer 3 times in a row (within
+  about 10 s): the thread ends the process with exit code 6.
 - A rank is killed or hangs while others are in a collective with it: the collective fails, at once
-  or by its time-out. `explain` finds within 3 s which rank it is, and kills it if it is silent and
-  on the same host: a stopped process acts on no other signal, and torchrun would wait for it. The
-  caller reports the explanation and calls `fail`.
+  or by its time-out. `explain` finds which rank it is, and kills it if it is silent and on the same
+  host: a stopped process acts on no other signal, and torchrun would wait for it.
 - A rank is silent for longer than a collective may take, while others wait for it outside of
   collectives, as in a save: the thread of the rank before it calls `fail`.
-- A rank has called `fail` (seen within 1 s): the process, which may hang, has 10 s to end by
-  itself. Then the thread ends it with exit code 6.
+- A rank has called `fail`: the process, which may hang, has 10 s to end by itself. Then the thread
+  ends it with exit code 6.
 - A signal asks to stop before the ranks have joined: there is nothing to save, and the rank that
   this one waits for may be gone. The thread ends the process with exit code 75.
 
@@ -44,8 +43,7 @@ import torch.distributed as dist
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, RankLostError
 from torchtitan_lite.logger import logger
 
-from .distributed import connect_store
-from .signals import StopSignal
+from .distributed import connect_store, read_rank
 
 TICK_SECONDS = 1.0
 MAX_MISSES = 3  # ticks in a row without an answer of the store that end the process
@@ -55,50 +53,46 @@ LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this
 START_SECONDS = 30.0  # for the store to answer at first
 STORE_SECONDS = 2.0  # for it to answer later
 SHOWN_RANKS = 8
+DUPLICATE_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
+"""A second signal this soon after the first repeats the request: schedulers signal every process,
+and torchrun passes on the signals that it gets."""
 FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank's main thread is. If it `waits`, `place` is the collective that it is in, else a
-    line of source code."""
+    """Where a rank's main thread is."""
 
     pid: int
     host: str
     time: float
     step: int
     phase: str
-    place: str
-    waits: bool
+    place: str  # "in COLLECTIVE", or "at FILE:LINE in FUNCTION"
 
     def __str__(self) -> str:
-        where = f"{'in' if self.waits else 'at'} {self.place}"
-        return f"at step {self.step}, {self.phase}, {where} (process {self.pid} on {self.host})"
+        where = f"at step {self.step}, {self.phase}, {self.place}"
+        return f"{where} (process {self.pid} on {self.host})"
 
 
 class Watchdog:
     """The thread, and the main thread's way to ask about other ranks and to report to them.
 
     Made once a process, on the main thread, before or after the process group is joined. Before the
-    thread ends the process it calls `report` with the cause. Raises RankLostError if torchrun's
-    store does not answer.
+    thread ends the process it calls `report` with the cause. Raises ConfigError outside torchrun,
+    RankLostError if torchrun's store does not answer.
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        stop_signal: StopSignal,
-        report: Callable[[str], None],
-        timeout_s: float = math.inf,
+        self, *, report: Callable[[RankLostError], None], timeout_s: float = math.inf
     ) -> None:
-        self._rank, self._world_size = rank, world_size
-        self.stop_signal, self._report = stop_signal, report
+        self._rank, self._world_size = read_rank()
+        self._report = report
         self.timeout_s = timeout_s  # current time-out of collectives
+        self.stop_signal = StopSignal()
         self.step, self._phase = 0, "start"
         self._torchrun, self._main_thread = os.getppid(), threading.get_ident()
-        self._failed_in: tuple[str, bool] | None = None
+        self._failed_in = ""  # place of the collective that has failed
         try:
             store = connect_store(START_SECONDS)
             store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -106,9 +100,7 @@ class Watchdog:
             raise RankLostError(f"torchrun's store does not answer: {error}") from error
 
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, args=(store,), name="watchdog", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, args=(store,), daemon=True)
         self._thread.start()
         # A thread that is in C++ while the interpreter is torn down aborts the process.
         atexit.register(self.close)
@@ -131,8 +123,9 @@ class Watchdog:
             others = {rank: read_heartbeat(store, rank) for rank in other_ranks}
             failure = read(store, FAILURE_KEY)
         except RuntimeError:
-            gone = f"torchrun's store does not answer any more, and {self._failed_in[0]} failed"
-            return RankLostError(f"{gone}: {error}")
+            return RankLostError(
+                f"torchrun's store does not answer any more, {self._failed_in}: {error}"
+            )
         if failure:
             return RankLostError(failure)
 
@@ -143,7 +136,7 @@ class Watchdog:
             if beat == before[rank]
         }
         if not verdicts:
-            busy = [rank for rank, beat in others.items() if beat and not beat.waits]
+            busy = [rank for rank, beat in others.items() if beat and beat.place.startswith("at ")]
             verdicts = dict.fromkeys(busy, "is in no collective, but")
         named = verdicts or dict.fromkeys(others, "waits too,")
 
@@ -207,17 +200,16 @@ class Watchdog:
         threading.Timer(5, os._exit, (exit_code,)).start()
         try:
             logger.warning(f"error:\n{cause}")
-            self._report(cause)
+            self._report(RankLostError(cause))
         finally:
             os._exit(exit_code)
 
     def _heartbeat(self) -> Heartbeat:
-        place, waits = "the end of the process", False
+        place = "at the end of the process"
         if frame := sys._current_frames().get(self._main_thread):
-            place, waits = describe_place(frame.f_code, frame.f_lineno)
-        place, waits = self._failed_in or (place, waits)
+            place = self._failed_in or describe_place(frame.f_code, frame.f_lineno)
         pid, host = os.getpid(), socket.gethostname()
-        return Heartbeat(pid, host, time.time(), self.step, self._phase, place, waits)
+        return Heartbeat(pid, host, time.time(), self.step, self._phase, place)
 
 
 def is_rank_loss(error: BaseException) -> bool:
@@ -241,12 +233,12 @@ def read_heartbeat(store: dist.Store, rank: int) -> Heartbeat | None:
     return Heartbeat(**json.loads(beat)) if beat else None
 
 
-def describe_place(code: CodeType, line: int) -> tuple[str, bool]:
-    """Return where a thread is whose innermost Python frame is in `code`, and whether that is a
-    collective: code that waits for other ranks waits within torch.distributed, in C++."""
+def describe_place(code: CodeType, line: int) -> str:
+    """Return the place of a thread whose innermost Python frame is in `code`: code that waits for
+    other ranks waits within torch.distributed, in C++."""
     if Path(code.co_filename).is_relative_to(Path(dist.__file__).parent):
-        return code.co_name, True
-    return f"{Path(code.co_filename).name}:{line} in {code.co_name}", False
+        return f"in {code.co_name}"
+    return f"at {Path(code.co_filename).name}:{line} in {code.co_name}"
 
 
 def end_silent(beat: Heartbeat | None) -> str:
@@ -262,3 +254,36 @@ def end_silent(beat: Heartbeat | None) -> str:
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGKILL)
     return f"was {'stopped' if state == 'T' else 'silent'} and is killed now"
+
+
+class StopSignal:
+    """The request of SIGTERM or SIGINT to stop the run before its next forward pass.
+
+    Made once a process, on the main thread. A second signal that is no duplicate kills this process
+    at once by SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        """Number of the first signal that asked to stop; 0 if none has."""
+
+        # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
+        # a collective. The interpreter's own C handler writes each signal's number to this pipe at
+        # once, and a thread reads it there.
+        self._pipe, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in DUPLICATE_SECONDS:
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._read, name="signals", daemon=True).start()
+
+    def _read(self) -> None:
+        received_at = 0.0
+        while True:
+            (number,) = os.read(self._pipe, 1)
+            if number not in DUPLICATE_SECONDS:
+                continue
+            if not self.received:
+                self.received, received_at = number, time.monotonic()
+            elif time.monotonic() - received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
+                os.kill(os.getpid(), signal.SIGKILL)
