@@ -17,7 +17,7 @@ from .dataloader import Corpus, TrainingBatches
 from .datasets import DATASETS, NamedDataset
 from .mixture import Mixture
 from .prepare import make_store
-from .sources import HF_PREFIX, Source, build_dataset
+from .sources import HF_PREFIX, Source, build_source
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
@@ -116,7 +116,7 @@ def open_data(
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path).expanduser()):
             return _check_tokenizer(TokenStore(folder), tokenizer)
-        return open_cached(build_dataset(path or dataset, row), tokenizer)
+        return open_cached(build_source(path or dataset, row), tokenizer)
     except (DataError, StorageError) as error:
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise type(error)(f"{table} {setting}: {error}") from error

@@ -68,12 +68,9 @@ class Corpus:
     """Smallest number of other windows that each store must have."""
 
     def __post_init__(self) -> None:
-        self.windows = [
-            self._windows(*store, held_out=count)
-            for store, count in zip(self.stores.items(), self.held_out, strict=True)
-        ]
+        self.windows = list(map(self._windows, self.stores, self.stores.values(), self.held_out))
 
-    def _windows(self, name: str, store: TokenStore, *, held_out: int) -> Windows:
+    def _windows(self, name: str, store: TokenStore, held_out: int) -> Windows:
         if store.max_token_id >= self.vocab_size:
             raise DataError(
                 f"{name} ({store.folder}): its largest token id is {store.max_token_id}, and the "
@@ -93,10 +90,7 @@ class Corpus:
 
     def batch(self, samples: np.ndarray, *, held_out: bool = False) -> Batch:
         """Return the batch of some samples of the run, or of some held-out samples, which are the
-        first of the mixture.
-
-        Raises DataError for a store that was damaged since it was opened.
-        """
+        first of the mixture. Raises DataError for a store that was damaged since it was opened."""
         stores, numbers = self.mixture(samples)
         ids = np.empty((len(samples), self.seq_len + 1), np.int64)
         for number in np.unique(stores):
@@ -143,17 +137,13 @@ class Corpus:
     def identity(self) -> dict[str, int | str]:
         """Return everything that decides which tokens a sample has, apart from its number."""
         facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self.seed}
-        for number, (windows, share) in enumerate(
-            zip(self.windows, self.mixture.shares, strict=True), start=1
-        ):
-            of_store: dict[str, int | str] = {
-                "name": windows.name,
-                "fingerprint": windows.store.fingerprint[:16],
-                "tokens": windows.store.tokens,
-                "held out": windows.held_out,
-                "share": f"{share}/{self.mixture.period}",
-            }
-            facts |= {f"store {number} {key}": value for key, value in of_store.items()}
+        for number, windows in enumerate(self.windows, start=1):
+            share = self.mixture.shares[number - 1]
+            facts[f"store {number} name"] = windows.name
+            facts[f"store {number} fingerprint"] = windows.store.fingerprint[:16]
+            facts[f"store {number} tokens"] = windows.store.tokens
+            facts[f"store {number} held out"] = windows.held_out
+            facts[f"store {number} share"] = f"{share}/{self.mixture.period}"
         return facts
 
 
