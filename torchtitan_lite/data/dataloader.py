@@ -54,8 +54,7 @@ class Corpus:
     """The stores of a run, by name, mixed into one sequence of samples.
 
     Raises DataError for a store with ids that the model lacks, or with fewer windows than the
-    held-out ones and those to train on.
-    """
+    held-out ones and those to train on."""
 
     stores: Mapping[str, TokenStore]
     mixture: Mixture
@@ -156,8 +155,7 @@ class TrainingBatches:
     samples and goes to rank m % dp_degree as accumulation step m // dp_degree, so a step's samples
     do not depend on the number of ranks.
 
-    Raises DataError if `epochs` passes over the data are fewer samples than a step takes.
-    """
+    Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
 
     corpus: Corpus
     sizes: BatchSizes
@@ -207,8 +205,7 @@ class ValidationBatches:
     """Iterable over the batches that a data-parallel rank validates on.
 
     All ranks together read the first `steps * local_batch_size` held-out samples, the same ones at
-    each validation and on any number of ranks.
-    """
+    each validation and on any number of ranks."""
 
     corpus: Corpus
     local_batch_size: int
@@ -233,8 +230,7 @@ class Prefetcher:
     """Iterator over the same batches, made ahead on a thread, in pinned memory where `device` is a
     GPU.
 
-    An error in making a batch is raised when its turn comes.
-    """
+    An error in making a batch is raised when its turn comes."""
 
     def __init__(self, batches: Iterable[Batch], *, device: torch.device) -> None:
         self._batches, self._device = iter(batches), device

@@ -63,8 +63,7 @@ def encode_batches(
 ) -> Generator[tuple[list[TextRow], EncodedBatch], None, None]:
     """Yield each batch and its tokens, in order, computed by `workers` processes.
 
-    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed.
-    """
+    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed."""
     started: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 

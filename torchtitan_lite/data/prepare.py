@@ -71,8 +71,7 @@ def make_store(
 
     Up to `skip_bad` rows that are no documents are left out and counted. `workers` is by default
     one per core. With `replace_damaged` a damaged store is made again. Raises DataError for more
-    bad rows, changing text, no documents, or another kind of folder; OSError if writing fails.
-    """
+    bad rows, changing text, no documents, or another kind of folder; OSError if writing fails."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe = StoreRecipe(
@@ -132,15 +131,15 @@ def exclusive(path: Path) -> Iterator[None]:
 
 def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_bad: int) -> None:
     """Raise DataError if a folder was made from something else, or without too many bad rows."""
-    compared = (field.name for field in fields(recipe) if field.compare)
-    values = ((name, getattr(found.recipe, name), getattr(recipe, name)) for name in compared)
-    differences = [
-        f"{name} is {was}, asked for is {now}" for name, was, now in values if was != now
-    ]
-    if differences:
+    if found.recipe != recipe:
+        compared = (field.name for field in fields(recipe) if field.compare)
+        values = ((name, getattr(found.recipe, name), getattr(recipe, name)) for name in compared)
+        changes = "; ".join(
+            f"{name} is {was}, not {now}" for name, was, now in values if was != now
+        )
         raise DataError(
-            f"{folder} was made of other text or with another tokenizer ({'; '.join(differences)});"
-            " remove it, or name another folder"
+            f"{folder} was made of other text or with another tokenizer ({changes}); remove it, or "
+            "name another folder"
         )
     if found.skipped_rows > skip_bad:
         raise DataError(
@@ -162,9 +161,9 @@ class UnfinishedStore:
             )
         self.folder, self.recipe, self.skip_bad = folder, recipe, skip_bad
         self.shards: list[StoreManifest] = []
-        """A manifest of each finished shard."""
-        self.tokens = 0
-        """Tokens written by this process."""
+        """Manifests of the finished shards."""
+        self.tokens = 0  # written by this process
+        self.skipped = 0
 
     def finish(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
         """Write the missing shards and the manifest, and remove everything else."""
@@ -205,16 +204,15 @@ class UnfinishedStore:
         """Find the shards that earlier runs have finished: those with a manifest."""
         while (path := self.folder / SHARD_MANIFEST.format(len(self.shards))).exists():
             self.shards.append(read_manifest(self.folder, path.name))
-            _check_made(self.folder, self.shards[-1], self.recipe, self.skip_bad)
+            self.skipped += self.shards[-1].skipped_rows
+            found = replace(self.shards[-1], skipped_rows=self.skipped)
+            _check_made(self.folder, found, self.recipe, self.skip_bad)
         done = self._manifest()
-        _check_made(self.folder, done, self.recipe, self.skip_bad)
         for problem in wrong_sizes(self.folder, done).values():
             raise DataError(f"{self.folder}: {problem}; remove the folder, to start again")
         if self.shards:
-            logger.info(
-                f"{self.folder}: going on after {done.documents:,} documents, {done.tokens:,} "
-                "tokens"
-            )
+            counts = f"{done.documents:,} documents, {done.tokens:,} tokens"
+            logger.info(f"{self.folder}: going on after {counts}")
 
     def _make_shards(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
         """Write the shards of the chunks that have none yet."""
@@ -254,18 +252,16 @@ class UnfinishedStore:
     def _write_shard(self, batches: Iterator[tuple[list[TextRow], EncodedBatch]]) -> StoreManifest:
         """Write the batches of a chunk, and then the shard's manifest, which declares it finished.
 
-        Raises DataError for the first bad row that is too many.
-        """
-        number, before = len(self.shards), self._manifest().skipped_rows
+        Raises DataError for the first bad row that is too many."""
+        number = len(self.shards)
         tokens = documents = max_token_id = skipped_rows = 0
         digests = (hashlib.sha256(), hashlib.sha256())
         ids_path = self.folder / tokens_file(number)
         starts_path = self.folder / documents_file(number)
         with ids_path.open("wb") as ids, starts_path.open("wb") as starts:
             for rows, batch in batches:
-                for row in batch.bad_rows:
-                    skipped_rows += 1
-                    self._report_bad(row, before + skipped_rows)
+                skipped_rows += len(batch.bad_rows)
+                self._report_bad(batch.bad_rows)
                 places = tokens + np.cumsum(batch.lengths) - batch.lengths
                 parts = (batch.ids, places.astype(START_DTYPES[FORMAT]))
                 for file, digest, part in zip((ids, starts), digests, parts, strict=True):
@@ -288,14 +284,16 @@ class UnfinishedStore:
         write_manifest(self.folder / SHARD_MANIFEST.format(number), manifest)
         return manifest
 
-    def _report_bad(self, row: BadRow, number: int) -> None:
-        if number > self.skip_bad:
-            raise DataError(
-                f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
-                f"--skip-bad {number} or more"
-            )
-        if number <= REPORTED_ROWS:
-            logger.warning("skipped: %s", row)
+    def _report_bad(self, rows: list[BadRow]) -> None:
+        for row in rows:
+            self.skipped += 1
+            if self.skipped > self.skip_bad:
+                raise DataError(
+                    f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
+                    f"--skip-bad {self.skipped} or more"
+                )
+            if self.skipped <= REPORTED_ROWS:
+                logger.warning("skipped: %s", row)
 
 
 def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:

@@ -123,12 +123,12 @@ class Span(NamedTuple):
     end: int
 
 
-def split_file(path: Path, span_bytes: int) -> Iterator[Span]:
+def split_file(path: Path, span_bytes: int) -> list[Span]:
     """Split an uncompressed file into spans of at least `span_bytes`, the last one excepted.
 
-    A span ends where a part does, so it holds the same rows wherever reading starts.
-    """
+    A span ends where a part does, so it holds the same rows wherever reading starts."""
     size = path.stat().st_size
+    spans: list[Span] = []
     begin = end = 0
     with path.open("rb") as file:
         while end < size:
@@ -137,15 +137,15 @@ def split_file(path: Path, span_bytes: int) -> Iterator[Span]:
                 pass
             end = min(file.tell(), size)
             if end - begin >= span_bytes or end == size:
-                yield Span(path, begin, end)
+                spans.append(Span(path, begin, end))
                 begin = end
+    return spans
 
 
 def read_text_span(span: Span) -> Iterator[TextRow]:
     """Yield the rows of a span: parts of a text, or lines of a .jsonl file that are not blank.
 
-    Byte order marks at the start of a file and of .jsonl rows are dropped. Raises DataError.
-    """
+    Byte order marks at the start of a file and of .jsonl rows are dropped. Raises DataError."""
     path, begin, line = span.path, span.begin, 1
     form: RowFormat = "jsonl" if path.name.lower().endswith(JSONL_ENDINGS) else "text"
     with reading(path, OSError, EOFError, zlib.error), path.open("rb") as file:

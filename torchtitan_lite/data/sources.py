@@ -73,20 +73,16 @@ class Source:
 def open_source(name: str, **options: Any) -> Source:
     """Open a dataset of DATASETS by its name, otherwise the text at a path.
 
-    `options` are further fields of a NamedDataset. Raises DataError if there is nothing to read.
-    """
+    `options` are further fields of a NamedDataset. Raises DataError if there is nothing to read."""
     return build_source(name, DATASETS.get(name) or NamedDataset(name, **options))
 
 
 def build_source(name: str, dataset: NamedDataset) -> Source:
-    """Open the text that a row like those of DATASETS describes: a file, the readable files of a
-    folder and its sub-folders, or a Hugging Face dataset. Raises DataError if there is nothing to
-    read."""
+    """Open a file, the readable files of a folder and its sub-folders, or a Hugging Face dataset.
+    Raises DataError if there is nothing to read."""
     parser = Parser(dataset.text_field, "ignore" if dataset.skip_invalid_utf8 else "strict")
     if dataset.path.startswith(HF_PREFIX):
-        chunks, state = _open_hf_dataset(dataset)
-        content = f"{dataset.path}\n{state}\n{dataset.text_field}"
-        fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        chunks, fingerprint = _open_hf_dataset(dataset)
         return Source(dataset.path, parser, lambda: chunks, lambda: fingerprint)
 
     root = Path(dataset.path).expanduser()
@@ -97,18 +93,16 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
     return Source(name, parser, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
-def _files(root: Path, dataset: NamedDataset) -> Iterable[Path]:
-    return _walk(root, dataset) if root.is_dir() else [root]
-
-
-def _walk(
+def _files(
     folder: Path, dataset: NamedDataset, above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[Path]:
-    """Yield the files of a folder and its sub-folders, in the order of their paths as strings.
+    """Yield a file, or the files of a folder and its sub-folders in the order of their paths.
 
     Memory holds the names of one folder per level. Links are followed, but not back into one of
-    the folders `above`, given by device and inode.
-    """
+    the folders `above`, given by device and inode."""
+    if not folder.is_dir():
+        yield folder
+        return
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
@@ -123,7 +117,7 @@ def _walk(
         path = folder / name
         if name.endswith("/"):
             if path.name not in dataset.skipped_folders:
-                yield from _walk(path, dataset, above)
+                yield from _files(path, dataset, above)
         elif name.lower().endswith(dataset.endings or ENDINGS):
             if not path.is_file():
                 raise DataError(f"{path}: is a broken link, or no regular file; remove it")
@@ -149,22 +143,18 @@ def _chunks(root: Path, dataset: NamedDataset) -> Iterator[Chunk]:
     """Group the spans of all files until they have CHUNK_BYTES."""
     group: list[Span] = []
     size = 0
-    for span in (span for path in _files(root, dataset) for span in _spans(path)):
-        group.append(span)
-        size += span.end - span.begin
-        if size >= CHUNK_BYTES:
-            yield partial(_read_spans, group, dataset.text_field)
-            group, size = [], 0
+    for path in _files(root, dataset):
+        whole = path.name.lower().endswith(WHOLE_ENDINGS)
+        with reading(path, OSError):
+            spans = [Span(path, 0, path.stat().st_size)] if whole else split_file(path, CHUNK_BYTES)
+        for span in spans:
+            group.append(span)
+            size += span.end - span.begin
+            if size >= CHUNK_BYTES:
+                yield partial(_read_spans, group, dataset.text_field)
+                group, size = [], 0
     if group:
         yield partial(_read_spans, group, dataset.text_field)
-
-
-def _spans(path: Path) -> Iterator[Span]:
-    with reading(path, OSError):
-        if path.name.lower().endswith(WHOLE_ENDINGS):
-            yield Span(path, 0, path.stat().st_size)
-        else:
-            yield from split_file(path, CHUNK_BYTES)
 
 
 def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
@@ -193,11 +183,10 @@ def read_parquet(path: Path, text_field: str) -> Iterator[TextRow]:
 
 
 def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
-    """Return the chunks of a Hugging Face dataset, and its state.
+    """Return the chunks of a Hugging Face dataset, and its fingerprint.
 
     Its name is a folder written by `save_to_disk` (memory-mapped), a folder of data files, or a
-    dataset on the hub (both streamed, a chunk for each data file). Raises DataError.
-    """
+    dataset on the hub (both streamed, a chunk for each data file). Raises DataError."""
     datasets = _import("datasets", wanted_by=row.path, extra="hf")
     name, split = row.path.removeprefix(HF_PREFIX), row.hf_split
     folder = Path(name).expanduser()
@@ -222,7 +211,8 @@ def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
             partial(_read_hf_piece, dataset.shard(count, i), name, row.text_field)
             for i, name in enumerate(names)
         ]
-        return chunks, f"{state} {split}"
+        content = f"{row.path}\n{state} {split}\n{row.text_field}"
+        return chunks, hashlib.sha256(content.encode()).hexdigest()
 
 
 def _read_hf_piece(piece: Any, name: str, text_field: str) -> Iterator[TextRow]:

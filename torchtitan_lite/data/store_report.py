@@ -52,8 +52,7 @@ def format_window(store: TokenStore, tokenizer: Tokenizer, *, window: int, seq_l
     for each document.
 
     Raises DataError for a window that the store does not have, and for another tokenizer than the
-    store's.
-    """
+    store's."""
     recipe = store.manifest.recipe
     if tokenizer.fingerprint != recipe.tokenizer_fingerprint:
         raise DataError(

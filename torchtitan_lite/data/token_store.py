@@ -184,8 +184,7 @@ class TokenStore:
     The cost of opening and holding it grows with the number of shards only. Raises DataError for a
     folder that is no store, one of another format, and files of wrong sizes. Reading raises
     DataError for a file that was cut off or cannot be read, and for an id above the manifest's
-    highest.
-    """
+    highest."""
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""
@@ -251,8 +250,7 @@ class TokenStore:
     def token_counts(self) -> np.ndarray:
         """Count how often each id occurs, int64 [vocab_size].
 
-        Of a larger store, COUNTED_CHUNKS evenly spaced chunks of CHUNK_TOKENS are counted.
-        """
+        Of a larger store, COUNTED_CHUNKS evenly spaced chunks of CHUNK_TOKENS are counted."""
         counts = np.zeros(self.manifest.recipe.vocab_size, np.int64)
         chunks = range(0, self.tokens, CHUNK_TOKENS)
         for start in chunks[:: -(-len(chunks) // COUNTED_CHUNKS)]:
