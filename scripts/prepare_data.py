@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.store_report import format_store, format_window, verify_store
+from torchtitan_lite.data.store_report import format_window, verify_store
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError, RunError, StorageError
@@ -103,7 +103,6 @@ def inspect(args: argparse.Namespace) -> None:
     """Print the counts of the store and a window of it."""
     store = TokenStore(args.store)
     tokenizer = build_tokenizer(args.tokenizer)
-    print(format_store(store))
     print(format_window(store, tokenizer, window=args.window, seq_len=args.seq_len))
 
 

@@ -29,8 +29,12 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.state import entries
-from torchtitan_lite.data.tokenizer import FILES_OF_A_FOLDER, Tokenizer, build_tokenizer
-from torchtitan_lite.data.vocabularies import TIKTOKEN_LINE
+from torchtitan_lite.data.tokenizer import (
+    FILES_OF_A_FOLDER,
+    TIKTOKEN_LINE,
+    Tokenizer,
+    build_tokenizer,
+)
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.files import fsync_folder, replace_file

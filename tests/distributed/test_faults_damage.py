@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.data.prepare import make_store
-from torchtitan_lite.data.sources import build_source
+from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import CheckpointError
 
@@ -163,7 +163,7 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
 def store(tmp_path: Path) -> Path:
     """A token store of the text that is trained on."""
     make_store(
-        tmp_path / "store", build_source(str(FOLDER / "text.txt")), build_tokenizer(""), workers=1
+        tmp_path / "store", open_source(str(FOLDER / "text.txt")), build_tokenizer(""), workers=1
     )
     return tmp_path / "store"
 

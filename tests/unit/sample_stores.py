@@ -52,8 +52,8 @@ def write_store(
         part = ids[begin : begin + shard_tokens]
         here = places[(places >= begin) & (places < begin + len(part))] - begin
         files = {
-            tokens_file(folder, number): part.tobytes(),
-            documents_file(folder, number): here.astype(START_DTYPES[recipe.format]).tobytes(),
+            folder / tokens_file(number): part.tobytes(),
+            folder / documents_file(number): here.astype(START_DTYPES[recipe.format]).tobytes(),
         }
         for path, data in files.items():
             path.write_bytes(data)

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_lite.data import sources
 from torchtitan_lite.data.rows import BadRow, Parser, TextRow
-from torchtitan_lite.data.sources import build_source, read_parquet
+from torchtitan_lite.data.sources import open_source, read_parquet
 from torchtitan_lite.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -111,7 +111,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module
     with pytest.raises(
         DataError, match=rf'{source}: needs {package}; pip install "torchtitan-lite\[{extra}\]"'
     ):
-        list(build_source(source).documents())
+        list(open_source(source).documents())
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def datasets(monkeypatch, tmp_path):
 
 def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: str) -> None:
     """The source has these texts, in so many chunks, whose rows are numbered from 1."""
-    source = build_source(path, **options)
+    source = open_source(path, **options)
     found = [list(chunk()) for chunk in source.chunks()]
     assert (source.name, len(found)) == (path, chunks)
     assert [source.parser(row) for rows in found for row in rows] == texts
@@ -174,24 +174,24 @@ def test_rows_of_a_dataset_without_text_are_bad(tmp_path, datasets):
         ("id", "line 1: .* holds int, not a"),
     ):
         with pytest.raises(DataError, match=f"^hf:{tmp_path}, {reason}"):
-            list(build_source(f"hf:{tmp_path}", text_field=field).documents())
+            list(open_source(f"hf:{tmp_path}", text_field=field).documents())
 
 
 def test_a_dataset_that_is_not_there_is_refused(tmp_path, datasets):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     for options in ({"text_field": "body"}, {"hf_split": "test"}, {"hf_name": "english"}):
         with pytest.raises(DataError, match=f"^hf:{tmp_path}: cannot be read: "):
-            build_source(f"hf:{tmp_path}", **options)
+            open_source(f"hf:{tmp_path}", **options)
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         DataError, match=r"empty: cannot be read: .* doesn't contain any data files"
     ):
-        build_source(f"hf:{tmp_path}/empty")
+        open_source(f"hf:{tmp_path}/empty")
 
 
 def test_a_dataset_that_breaks_off_is_refused(tmp_path, datasets):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 3)
-    source = build_source(f"hf:{tmp_path}")
+    source = open_source(f"hf:{tmp_path}")
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(DataError, match=f"^hf:{tmp_path}: cannot be read: "):
         list(source.documents())
@@ -206,7 +206,7 @@ def test_fingerprint_of_a_dataset(tmp_path, datasets):
     (files / "train.jsonl").write_text('{"text": "a"}\n')
 
     def fingerprint(name: str, **options: str) -> str:
-        return build_source(f"hf:{tmp_path}/{name}", **options).fingerprint
+        return open_source(f"hf:{tmp_path}/{name}", **options).fingerprint
 
     seen = [
         fingerprint("saved"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data import sources
 from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.data.sources import build_source, open_source
+from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.errors import DataError
 
 
@@ -27,7 +27,7 @@ def write(folder: Path, files: dict[str, bytes | str]) -> str:
 
 
 def documents(path: str, **options: str) -> list[str]:
-    return list(build_source(path, **options).documents())
+    return list(open_source(path, **options).documents())
 
 
 def test_pystdlib_is_the_running_library():
@@ -126,7 +126,7 @@ def test_text_field(tmp_path):
 
 def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
     write(tmp_path, {"a.txt": "good", "b.jsonl": '{"text": "good"}\n\n{"text": ""}\n'})
-    texts = build_source(str(tmp_path)).documents()
+    texts = open_source(str(tmp_path)).documents()
     assert [next(texts), next(texts)] == ["good", "good"]
     with pytest.raises(DataError, match=rf"^{tmp_path}/b\.jsonl, line 3: empty text; fix it$"):
         next(texts)
@@ -143,7 +143,7 @@ def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chun
     files = {"empty.txt": b"", "a/text.md": text, "a/rows.jsonl": rows, "z.jsonl": rows + b"\n\n"}
     packed = {f"b/{name}.gz": gzip.compress(content) for name, content in files.items()}
     packed |= {f"b/{name}.zst": zstandard.compress(content) for name, content in files.items()}
-    source = build_source(write(tmp_path, files | packed))
+    source = open_source(write(tmp_path, files | packed))
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a" / "table.parquet")
 
     def read() -> list[tuple[str, bytes, str]]:
@@ -193,13 +193,13 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path):
     with pytest.raises(
         DataError, match=r"corpus/b\.txt: is a broken link, or no regular file; remove it"
     ):
-        build_source(str(corpus))
+        open_source(str(corpus))
     (corpus / "b.txt").unlink()
     (corpus / "b.txt").symlink_to("b.txt")
     with pytest.raises(
         DataError, match=r"corpus/b\.txt: cannot be read: Too many levels of symbolic links"
     ):
-        build_source(str(corpus))
+        open_source(str(corpus))
 
 
 def test_a_link_back_is_refused(tmp_path):
@@ -208,23 +208,23 @@ def test_a_link_back_is_refused(tmp_path):
     with pytest.raises(
         DataError, match="a/b/loop: is a link back to a folder that it is in; remove it"
     ):
-        build_source(str(tmp_path))
+        open_source(str(tmp_path))
 
 
 @pytest.mark.timeout(20)
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"a\.txt: is a broken link, or no regular file"):
-        build_source(str(tmp_path))
+        open_source(str(tmp_path))
     with pytest.raises(DataError, match=r"a\.txt: is no file of"):
-        build_source(str(tmp_path / "a.txt"))
+        open_source(str(tmp_path / "a.txt"))
 
 
 def test_missing_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = rf"^{tmp_path}/none: does not exist; name a folder, or a file of \.txt \.md \.rst"
     with pytest.raises(DataError, match=message):
-        build_source("none")
+        open_source("none")
 
 
 @pytest.mark.parametrize("files", [{}, {"data.bin": "x", "README": "y"}])
@@ -233,24 +233,24 @@ def test_folder_without_text(tmp_path, files):
         DataError,
         match=rf"^{tmp_path}: holds 0 files of \.txt .* or \.parquet; name a file, or a folder",
     ):
-        build_source(write(tmp_path, files))
+        open_source(write(tmp_path, files))
 
 
 def test_file_of_another_kind(tmp_path):
     with pytest.raises(
         DataError, match=r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a folder"
     ):
-        build_source(write(tmp_path, {"a.csv": "x"}) + "/a.csv")
+        open_source(write(tmp_path, {"a.csv": "x"}) + "/a.csv")
 
 
 def test_only_empty_files(tmp_path):
-    source = build_source(write(tmp_path, {"a.txt": "", "b.jsonl": "\n"}))
+    source = open_source(write(tmp_path, {"a.txt": "", "b.jsonl": "\n"}))
     with pytest.raises(DataError, match=f"^{tmp_path}: holds no text$"):
         list(source.documents())
 
 
 def test_file_that_vanishes(tmp_path):
-    source = build_source(write(tmp_path, {"a.txt": "a"}) + "/a.txt")
+    source = open_source(write(tmp_path, {"a.txt": "a"}) + "/a.txt")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"a\.txt: cannot be read: No such file or directory"):
         list(source.documents())
@@ -267,7 +267,7 @@ def test_folder_that_cannot_be_listed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", denying)
     with pytest.raises(DataError, match="locked: cannot be read: Permission denied"):
-        build_source(str(tmp_path))
+        open_source(str(tmp_path))
 
 
 def test_home_is_known(tmp_path, monkeypatch):
@@ -277,7 +277,7 @@ def test_home_is_known(tmp_path, monkeypatch):
 
 def test_fingerprint_follows_names_sizes_times_and_field(tmp_path):
     def fingerprint(**options: str) -> str:
-        return build_source(str(tmp_path), **options).fingerprint
+        return open_source(str(tmp_path), **options).fingerprint
 
     write(tmp_path, {"a.txt": "a", "passed over": "x"})
     os.utime(tmp_path / "a.txt", ns=(1, 1))

@@ -3,8 +3,8 @@
 import pytest
 
 from torchtitan_lite.data.prepare import make_store
-from torchtitan_lite.data.sources import build_source
-from torchtitan_lite.data.store_report import format_store, format_window
+from torchtitan_lite.data.sources import open_source
+from torchtitan_lite.data.store_report import format_window
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError
@@ -19,33 +19,20 @@ def store(tmp_path):
     corpus.mkdir()
     for i, text in enumerate(TEXTS):
         (corpus / f"{i}.py").write_text(text)
-    make_store(tmp_path / "store", build_source(str(corpus)), TOKENIZER, workers=1)
+    make_store(tmp_path / "store", open_source(str(corpus)), TOKENIZER, workers=1)
     return TokenStore(tmp_path / "store")
-
-
-def test_counts(store):
-    lines = format_store(store).splitlines()
-    assert lines[0] == f"{store.folder}: made from {store.manifest.recipe.source}"
-    assert (
-        lines[1]
-        == f"{store.tokens} tokens in 2 documents, {store.tokens / 2} each; 0 bad rows were skipped"
-    )
-    assert lines[2] == f"1 shards of up to {store.tokens} tokens of 2 bytes"
-    assert lines[3].startswith(
-        f"tokenizer pystdlib-2256.model, fingerprint {TOKENIZER.fingerprint}, 2,256 ids; the "
-    )
-    assert lines[4] == f"fingerprint {store.fingerprint}"
 
 
 def test_a_window_is_a_line_a_document(store):
     whole = format_window(store, TOKENIZER, window=0, seq_len=100)
     assert whole.splitlines() == [
+        f"{store.folder}: {store.tokens} tokens in 2 documents of {store.manifest.recipe.source}",
         f"window 0, tokens 0 to {store.tokens - 1}:",
         repr(TEXTS[0]),
         repr(TEXTS[1]),
     ]
     first = len(TOKENIZER.encode(TEXTS[0])) + 2
-    assert format_window(store, TOKENIZER, window=1, seq_len=first).splitlines() == [
+    assert format_window(store, TOKENIZER, window=1, seq_len=first).splitlines()[1:] == [
         f"window 1, tokens {first} to {2 * first - 1}:", repr(TEXTS[1][:5])
     ]  # fmt: skip
 

@@ -275,6 +275,7 @@ def test_malformed_rows_are_named_and_good_ones_are_read(folder, lines, name, en
     texts, bad_lines = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_module, "MAX_ROW_BYTES", 4096)
+        patch.setattr(row_module, "PART_BYTES", 2048)
         for row in rows(folder / name, b"\n".join(line for _, line in lines) + b"\n" * ended):
             try:
                 texts.append((row.line, parser(row)))

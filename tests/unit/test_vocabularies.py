@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data import vocabularies
-from torchtitan_lite.data.tokenizer import SHIPPED_MODEL
-from torchtitan_lite.data.vocabularies import (
+from torchtitan_lite.data.tokenizer import (
+    LLAMA3_PATTERN,
+    SHIPPED_MODEL,
     Vocabulary,
+    _pieces,
     read_json,
     read_tiktoken,
     read_vocabulary,
@@ -123,7 +124,7 @@ def test_both_forms_and_the_packages_agree(
     ranks = {token: rank for rank, token in enumerate(tokens)}
     special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
     own = tiktoken.Encoding(
-        "own", pat_str=vocabularies.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        "own", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
     )
     hugging_face = tokenizers.Tokenizer.from_str(json_content.decode())
     documents = [*TEXTS, LEARNT]
@@ -198,13 +199,13 @@ def test_long_texts_and_runs_are_cut_as_the_reference_does(runs: list[tuple[str,
                 expected.append(part[cut:at])
                 cut, length = at, 1
         expected.append(part[cut:])
-    assert list(vocabularies._pieces(text)) == expected
+    assert list(_pieces(text)) == expected
 
 
 def test_runs_are_cut_at_their_own_limit() -> None:
     text = "x " + "a" * 60_000 + " b"
-    assert [len(piece) for piece in vocabularies._pieces(text)] == [25_002, 25_000, 10_002]
-    assert [len(piece) for piece in vocabularies._pieces("ab " * 300_000)] == [
+    assert [len(piece) for piece in _pieces(text)] == [25_002, 25_000, 10_002]
+    assert [len(piece) for piece in _pieces("ab " * 300_000)] == [
         400_000,
         400_000,
         100_000,

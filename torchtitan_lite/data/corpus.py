@@ -17,7 +17,7 @@ from .dataloader import Corpus, TrainingBatches
 from .datasets import DATASETS, NamedDataset
 from .mixture import Mixture
 from .prepare import make_store
-from .sources import HF_PREFIX, Source, build_dataset
+from .sources import HF_PREFIX, Source, build_source
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
@@ -36,8 +36,7 @@ def build_corpora(
 
     `shares` are the samples of each dataset in a period of the mix. Windows are held out of the
     training data if validation reads the same store. `held_out_before` returns how many windows of
-    a store, numbered from 1, a resumed run has held out. A collective call.
-    """
+    a store, numbered from 1, a resumed run has held out. A collective call."""
     shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": seed}
     stores = open_stores(training, tokenizer)
     check_same_tokens(stores)
@@ -68,8 +67,7 @@ def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, Tok
     """Open the stores to train on, by name.
 
     A name is the last part of the path, after its number in the list where two are alike. Raises
-    DataError where two stores hold the same tokens.
-    """
+    DataError where two stores hold the same tokens."""
     options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
     if not training.datasets:
         path, dataset = training.dataset_path, training.dataset
@@ -104,8 +102,7 @@ def open_data(
 
     Text is tokenized unless its tokens are in the cache. Messages start with the table and key of
     the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
-    cache's disk is full.
-    """
+    cache's disk is full."""
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
     try:
         if row.path.startswith(HF_PREFIX):
@@ -116,7 +113,7 @@ def open_data(
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path).expanduser()):
             return _check_tokenizer(TokenStore(folder), tokenizer)
-        return open_cached(build_dataset(path or dataset, row), tokenizer)
+        return open_cached(build_source(path or dataset, row), tokenizer)
     except (DataError, StorageError) as error:
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise type(error)(f"{table} {setting}: {error}") from error
@@ -142,8 +139,7 @@ def open_cached(
 
     The first process to ask makes them while the others wait, once per machine or shared file
     system; a damaged store is made again. Raises StorageError if the disk is full, DataError if
-    the cache cannot be written otherwise.
-    """
+    the cache cannot be written otherwise."""
     key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = (cache_dir or home / "torchtitan_lite" / "tokens") / key
@@ -159,8 +155,7 @@ def open_cached(
 def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
     """Raise DataError, on every rank, unless all ranks have the same tokens in each store.
 
-    A collective call.
-    """
+    A collective call."""
     fingerprints: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(fingerprints, [store.fingerprint for store in stores.values()])
     for name, of_ranks in zip(stores, zip(*fingerprints, strict=True), strict=True):
@@ -183,8 +178,7 @@ def check_same_data(
 ) -> None:
     """Compare the `Corpus.identity` of a resumed run with the one `before` it.
 
-    Raises DataError for a difference, unless it is allowed. A new name is only logged.
-    """
+    Raises DataError for a difference, unless it is allowed. A new name is only logged."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if not changed:
         return

@@ -54,8 +54,7 @@ class Corpus:
     """The stores of a run, by name, mixed into one sequence of samples.
 
     Raises DataError for a store with ids that the model lacks, or with fewer windows than the
-    held-out ones and those to train on.
-    """
+    held-out ones and those to train on."""
 
     stores: Mapping[str, TokenStore]
     mixture: Mixture
@@ -68,12 +67,9 @@ class Corpus:
     """Smallest number of other windows that each store must have."""
 
     def __post_init__(self) -> None:
-        self.windows = [
-            self._windows(*store, held_out=count)
-            for store, count in zip(self.stores.items(), self.held_out, strict=True)
-        ]
+        self.windows = list(map(self._windows, self.stores, self.stores.values(), self.held_out))
 
-    def _windows(self, name: str, store: TokenStore, *, held_out: int) -> Windows:
+    def _windows(self, name: str, store: TokenStore, held_out: int) -> Windows:
         if store.max_token_id >= self.vocab_size:
             raise DataError(
                 f"{name} ({store.folder}): its largest token id is {store.max_token_id}, and the "
@@ -93,10 +89,7 @@ class Corpus:
 
     def batch(self, samples: np.ndarray, *, held_out: bool = False) -> Batch:
         """Return the batch of some samples of the run, or of some held-out samples, which are the
-        first of the mixture.
-
-        Raises DataError for a store that was damaged since it was opened.
-        """
+        first of the mixture. Raises DataError for a store that was damaged since it was opened."""
         stores, numbers = self.mixture(samples)
         ids = np.empty((len(samples), self.seq_len + 1), np.int64)
         for number in np.unique(stores):
@@ -143,17 +136,13 @@ class Corpus:
     def identity(self) -> dict[str, int | str]:
         """Return everything that decides which tokens a sample has, apart from its number."""
         facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self.seed}
-        for number, (windows, share) in enumerate(
-            zip(self.windows, self.mixture.shares, strict=True), start=1
-        ):
-            of_store: dict[str, int | str] = {
-                "name": windows.name,
-                "fingerprint": windows.store.fingerprint[:16],
-                "tokens": windows.store.tokens,
-                "held out": windows.held_out,
-                "share": f"{share}/{self.mixture.period}",
-            }
-            facts |= {f"store {number} {key}": value for key, value in of_store.items()}
+        for number, windows in enumerate(self.windows, start=1):
+            share = self.mixture.shares[number - 1]
+            facts[f"store {number} name"] = windows.name
+            facts[f"store {number} fingerprint"] = windows.store.fingerprint[:16]
+            facts[f"store {number} tokens"] = windows.store.tokens
+            facts[f"store {number} held out"] = windows.held_out
+            facts[f"store {number} share"] = f"{share}/{self.mixture.period}"
         return facts
 
 
@@ -166,8 +155,7 @@ class TrainingBatches:
     samples and goes to rank m % dp_degree as accumulation step m // dp_degree, so a step's samples
     do not depend on the number of ranks.
 
-    Raises DataError if `epochs` passes over the data are fewer samples than a step takes.
-    """
+    Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
 
     corpus: Corpus
     sizes: BatchSizes
@@ -217,8 +205,7 @@ class ValidationBatches:
     """Iterable over the batches that a data-parallel rank validates on.
 
     All ranks together read the first `steps * local_batch_size` held-out samples, the same ones at
-    each validation and on any number of ranks.
-    """
+    each validation and on any number of ranks."""
 
     corpus: Corpus
     local_batch_size: int
@@ -243,8 +230,7 @@ class Prefetcher:
     """Iterator over the same batches, made ahead on a thread, in pinned memory where `device` is a
     GPU.
 
-    An error in making a batch is raised when its turn comes.
-    """
+    An error in making a batch is raised when its turn comes."""
 
     def __init__(self, batches: Iterable[Batch], *, device: torch.device) -> None:
         self._batches, self._device = iter(batches), device

@@ -21,6 +21,7 @@ class NamedDataset:
     """Field of .jsonl, .parquet and Hugging Face rows that holds the text."""
     hf_name: str | None = None
     """Configuration of a Hugging Face dataset."""
+    hf_split: str = "train"
     skip_invalid_utf8: bool = False
     """Leave out bytes that are not UTF-8 instead of reporting the row as bad."""
 

@@ -25,7 +25,6 @@ from .tokenizer import Tokenizer, build_tokenizer
 
 AHEAD = 2
 """Batches per worker that are read before they are asked for."""
-Worker = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,15 @@ def encode_batches(
 ) -> Generator[tuple[list[TextRow], EncodedBatch], None, None]:
     """Yield each batch and its tokens, in order, computed by `workers` processes.
 
-    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed.
-    """
-    started: list[Worker] = []
+    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed."""
+    started: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 
     def encode(batch: list[TextRow]) -> EncodedBatch:
         if not hasattr(of_thread, "worker"):
             of_thread.worker = _start_worker()
             started.append(of_thread.worker)
-        return _ask(of_thread.worker, batch, (parser, str(tokenizer.path), dtype))
+        return _ask(of_thread.worker, batch, parser, str(tokenizer.path), dtype)
 
     # Each thread waits for the worker that it has started.
     threads = ThreadPoolExecutor(workers)
@@ -97,7 +95,7 @@ def encode_batches(
             worker.wait()
 
 
-def _start_worker() -> Worker:
+def _start_worker() -> subprocess.Popen[bytes]:
     # The worker finds modules where this process does, and not in the current folder, which may
     # hold anyone's files. In its own session, it does not receive Ctrl-C.
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
@@ -109,9 +107,7 @@ def _start_worker() -> Worker:
     )
 
 
-def _ask(
-    worker: Worker, batch: list[TextRow], options: tuple[Parser, str, np.dtype]
-) -> EncodedBatch:
+def _ask(worker: subprocess.Popen[bytes], batch: list[TextRow], *options: object) -> EncodedBatch:
     assert worker.stdin is not None and worker.stdout is not None
     try:
         pickle.dump((batch, *options), worker.stdin, pickle.HIGHEST_PROTOCOL)

@@ -29,8 +29,7 @@ class Mixture:
     def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the store of each sample, and the sample's number within that store.
 
-        All are int64 [any length] and count from 0.
-        """
+        All are int64 [any length] and count from 0."""
         periods, slots = np.divmod(samples, self.period)
         stores = self._store_of_slot[slots]
         return stores, periods * self.shares[stores] + self._rank_of_slot[slots]

@@ -20,8 +20,7 @@ class Permutation:
     network on a grid (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): index i is
     a cell of a grid of ceil(sqrt(n)) rows that just holds n cells, and each round rotates one
     coordinate by a keyed hash of the other. The few indices that land on cells past n are mapped
-    again until they do not.
-    """
+    again until they do not."""
 
     def __init__(self, n: int, *, key: str) -> None:
         assert 1 <= n <= 2**62, f"no permutation of {n} indices"

@@ -10,14 +10,13 @@ import fcntl
 import hashlib
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from torchtitan_lite.files import fsync_folder, remove_folder, usable_cores
 from torchtitan_lite.logger import logger
 
 from .encoder import EncodedBatch, encode_batches
-from .rows import TextRow
+from .rows import BadRow, TextRow
 from .sources import Chunk, Source
 from .token_store import (
     FORMAT,
@@ -46,10 +45,6 @@ from .token_store import (
 )
 from .tokenizer import Tokenizer
 
-TokenizedBatch = tuple[list[TextRow], EncodedBatch]
-"""Rows and their tokens; an empty batch ends a chunk."""
-Encode = Callable[..., Generator[TokenizedBatch, None, None]]
-"""`encode_batches` with its tokenizer and its number of workers."""
 SHARD_MANIFEST = "shard-{:05d}.json"
 BATCH_BYTES = 2**20
 """Size of the rows that a worker gets at a time."""
@@ -76,11 +71,9 @@ def make_store(
 
     Up to `skip_bad` rows that are no documents are left out and counted. `workers` is by default
     one per core. With `replace_damaged` a damaged store is made again. Raises DataError for more
-    bad rows, changing text, no documents, or another kind of folder; OSError if writing fails.
-    """
+    bad rows, changing text, no documents, or another kind of folder; OSError if writing fails."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
-
     recipe = StoreRecipe(
         format=FORMAT,
         source=source.name,
@@ -92,19 +85,28 @@ def make_store(
         eos_id=tokenizer.eos_id,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     )
-    encode = partial(encode_batches, tokenizer=tokenizer, workers=workers or len(usable_cores()))
+    started = time.monotonic()
 
     # Only one process makes a store; the others find it made.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.with_name(f".{folder.name}.lock")):
-        if folder.exists() and (made := _open_made(folder, recipe, skip_bad, replace_damaged)):
-            return made
+        if folder.exists():
+            if not (replace_damaged or is_store(folder)):
+                raise DataError(f"{folder} exists and is no token store; name another folder")
+            try:
+                store = TokenStore(folder)
+                _check_made(folder, store.manifest, recipe, skip_bad)
+                return store
+            except DamagedStoreError as error:
+                if not replace_damaged:
+                    raise
+                logger.warning("%s", error)
+                remove_folder(folder)
 
-        started = time.monotonic()  # a new store gets its name when it is complete
-        unfinished = folder.with_name(folder.name + ".partial")
-        _make_unfinished(unfinished, recipe, source, encode, skip_bad)
-        fsync_folder(unfinished)
-        unfinished.rename(folder)
+        # A new store gets its name when it is complete.
+        unfinished = UnfinishedStore(folder.with_name(folder.name + ".partial"), recipe, skip_bad)
+        unfinished.finish(source, tokenizer, workers or len(usable_cores()))
+        unfinished.folder.rename(folder)
         fsync_folder(folder.parent)
 
     store = TokenStore(folder)
@@ -115,117 +117,183 @@ def make_store(
     return store
 
 
-def _open_made(
-    folder: Path, recipe: StoreRecipe, skip_bad: int, replace_damaged: bool
-) -> TokenStore | None:
-    """Open a store that is there, or remove it if it is damaged and may be made again."""
-    if not (replace_damaged or is_store(folder)):
-        raise DataError(f"{folder} exists and is no token store; name another folder")
-    try:
-        store = TokenStore(folder)
-        _check_recipe(folder, store.manifest.recipe, recipe)
-        _check_skipped(folder, store.manifest.skipped_rows, skip_bad)
-        return store
-    except DamagedStoreError as error:
-        if not replace_damaged:
-            raise
-        logger.warning("%s", error)
-        remove_folder(folder)
-        return None
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which stays; other processes wait."""
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info(f"waiting for another process, which has {path}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def _check_recipe(folder: Path, found: StoreRecipe, asked: StoreRecipe) -> None:
-    """Raise DataError if a folder was made from something else."""
-    if found != asked:
-        compared = (field.name for field in fields(found) if field.compare)
-        pairs = ((name, getattr(found, name), getattr(asked, name)) for name in compared)
-        differences = "; ".join(
-            f"{name} is {was}, asked for is {now}" for name, was, now in pairs if was != now
+def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_bad: int) -> None:
+    """Raise DataError if a folder was made from something else, or without too many bad rows."""
+    if found.recipe != recipe:
+        compared = (field.name for field in fields(recipe) if field.compare)
+        values = ((name, getattr(found.recipe, name), getattr(recipe, name)) for name in compared)
+        changes = "; ".join(
+            f"{name} is {was}, not {now}" for name, was, now in values if was != now
         )
         raise DataError(
-            f"{folder} was made of other text or with another tokenizer ({differences}); remove "
-            "it, or name another folder"
+            f"{folder} was made of other text or with another tokenizer ({changes}); remove it, or "
+            "name another folder"
         )
-
-
-def _check_skipped(folder: Path, skipped_rows: int, skip_bad: int) -> None:
-    if skipped_rows > skip_bad:
+    if found.skipped_rows > skip_bad:
         raise DataError(
-            f"{folder} was made without {skipped_rows} bad rows, and --skip-bad is {skip_bad}; "
-            "allow as many, or remove it and fix them"
+            f"{folder} was made without {found.skipped_rows} bad rows, and --skip-bad is "
+            f"{skip_bad}; allow as many, or remove it and fix them"
         )
 
 
-def _make_unfinished(
-    folder: Path, recipe: StoreRecipe, source: Source, encode: Encode, skip_bad: int
-) -> None:
-    """Make or go on with the unfinished store: all shards, the manifest, and nothing else."""
-    folder.mkdir(exist_ok=True)
-    if foreign := [path.name for path in folder.iterdir() if not OWN_FILES.fullmatch(path.name)]:
-        raise DataError(
-            f"{folder} is in the way, and no unfinished token store of this version: it has "
-            f"{min(foreign)}; remove it"
+class UnfinishedStore:
+    """A store that grows in `folder`, a shard for each chunk of its source."""
+
+    def __init__(self, folder: Path, recipe: StoreRecipe, skip_bad: int) -> None:
+        folder.mkdir(exist_ok=True)
+        names = [path.name for path in folder.iterdir()]
+        if foreign := [name for name in names if not OWN_FILES.fullmatch(name)]:
+            raise DataError(
+                f"{folder} is in the way, and no unfinished token store of this version: it has "
+                f"{min(foreign)}; remove it"
+            )
+        self.folder, self.recipe, self.skip_bad = folder, recipe, skip_bad
+        self.shards: list[StoreManifest] = []
+        """Manifests of the finished shards."""
+        self.tokens = 0  # written by this process
+        self.skipped = 0
+
+    def finish(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
+        """Write the missing shards and the manifest, and remove everything else."""
+        # With a manifest, only the last steps are left to do.
+        if is_store(self.folder):
+            _check_made(self.folder, read_manifest(self.folder), self.recipe, self.skip_bad)
+        else:
+            self._read_shards()
+            self._make_shards(source, tokenizer, workers)
+            manifest = self._manifest()
+            problem = "" if manifest.documents else "holds 0 documents; name text that has some"
+            if source.fingerprint_now() != source.fingerprint:
+                problem = "changed while it was read; run again"
+            if problem:
+                remove_folder(self.folder)
+                raise DataError(f"{source.name} {problem}")
+            fingerprint = TokenStore(self.folder, manifest).compute_fingerprint()
+            write_manifest(self.folder / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
+
+        for path in self.folder.iterdir():
+            if path.suffix != ".bin" and path.name != MANIFEST_FILE:
+                path.unlink()
+        fsync_folder(self.folder)
+
+    def _manifest(self) -> StoreManifest:
+        """Describe all shards; the fingerprint is still empty."""
+        return StoreManifest(
+            recipe=self.recipe,
+            tokens=sum(shard.tokens for shard in self.shards),
+            documents=sum(shard.documents for shard in self.shards),
+            max_token_id=max((shard.max_token_id for shard in self.shards), default=0),
+            skipped_rows=sum(shard.skipped_rows for shard in self.shards),
+            fingerprint="",
+            shards=tuple(shard for manifest in self.shards for shard in manifest.shards),
         )
 
-    # With a manifest, only the last steps are left to do.
-    if is_store(folder):
-        _check_recipe(folder, read_manifest(folder).recipe, recipe)
-    else:
-        manifest = _make_shards(folder, recipe, source, encode, skip_bad)
-        problem = "" if manifest.documents else "holds 0 documents; name text that has some"
-        if source.fingerprint_now() != source.fingerprint:
-            problem = "changed while it was read; run again"
-        if problem:
-            remove_folder(folder)
-            raise DataError(f"{source.name} {problem}")
-        fingerprint = TokenStore(folder, manifest).compute_fingerprint()
-        write_manifest(folder / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
+    def _read_shards(self) -> None:
+        """Find the shards that earlier runs have finished: those with a manifest."""
+        while (path := self.folder / SHARD_MANIFEST.format(len(self.shards))).exists():
+            self.shards.append(read_manifest(self.folder, path.name))
+            self.skipped += self.shards[-1].skipped_rows
+            found = replace(self.shards[-1], skipped_rows=self.skipped)
+            _check_made(self.folder, found, self.recipe, self.skip_bad)
+        done = self._manifest()
+        for problem in wrong_sizes(self.folder, done).values():
+            raise DataError(f"{self.folder}: {problem}; remove the folder, to start again")
+        if self.shards:
+            counts = f"{done.documents:,} documents, {done.tokens:,} tokens"
+            logger.info(f"{self.folder}: going on after {counts}")
 
-    for path in folder.iterdir():
-        if path.suffix != ".bin" and path.name != MANIFEST_FILE:
-            path.unlink()
-
-
-def _make_shards(
-    folder: Path, recipe: StoreRecipe, source: Source, encode: Encode, skip_bad: int
-) -> StoreManifest:
-    """Write the shards that are not there yet, and return the manifest of all of them."""
-    # Earlier runs completed the shards that have a manifest.
-    shards: list[StoreManifest] = []
-    while (folder / SHARD_MANIFEST.format(len(shards))).exists():
-        shards.append(read_manifest(folder, SHARD_MANIFEST.format(len(shards))))
-        _check_recipe(folder, shards[-1].recipe, recipe)
-    done = _merge(recipe, shards)
-    for number in range(len(shards)):
-        for problem in wrong_sizes(folder, done, number):
-            raise DataError(f"{folder}: {problem}; remove the folder, to start again")
-    _check_skipped(folder, done.skipped_rows, skip_bad)
-    if shards:
-        logger.info(
-            f"{folder}: going on after {done.documents:,} documents, {done.tokens:,} tokens"
+    def _make_shards(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
+        """Write the shards of the chunks that have none yet."""
+        chunk_count = sum(1 for _ in source.chunks())
+        batches = encode_batches(
+            _batched(islice(source.chunks(), len(self.shards), None)),
+            parser=source.parser,
+            tokenizer=tokenizer,
+            dtype=np.dtype(self.recipe.dtype),
+            workers=workers,
         )
+        with closing(batches), self._reporting(source.name, chunk_count):
+            while len(self.shards) < chunk_count:
+                self.shards.append(self._write_shard(batches))
 
-    # The others, a chunk of the source each.
-    chunk_count = sum(1 for _ in source.chunks())
-    rows = _batched(islice(source.chunks(), len(shards), None))
-    with closing(encode(rows, parser=source.parser, dtype=np.dtype(recipe.dtype))) as encoded:
-        batches = _reported(encoded, source.name, done, chunk_count, skip_bad)
-        for number in range(len(shards), chunk_count):
-            shards.append(_write_shard(folder, number, recipe, batches))
-    return _merge(recipe, shards)
+    @contextmanager
+    def _reporting(self, name: str, chunk_count: int) -> Iterator[None]:
+        """Log the progress by time, also while no row comes out of the source."""
+        ended, started = threading.Event(), time.monotonic()
 
+        def report() -> None:
+            while not ended.wait(REPORT_SECONDS):
+                rate = self.tokens / (time.monotonic() - started)
+                logger.info(
+                    f"{name}: {len(self.shards)} of {chunk_count} chunks done, {self.tokens:,} "
+                    f"tokens in this run, {rate:,.0f} a second"
+                )
 
-def _merge(recipe: StoreRecipe, parts: list[StoreManifest]) -> StoreManifest:
-    """Describe the store whose shards are those of `parts`; its fingerprint is still empty."""
-    return StoreManifest(
-        recipe=recipe,
-        tokens=sum(part.tokens for part in parts),
-        documents=sum(part.documents for part in parts),
-        max_token_id=max((part.max_token_id for part in parts), default=0),
-        skipped_rows=sum(part.skipped_rows for part in parts),
-        fingerprint="",
-        shards=tuple(shard for part in parts for shard in part.shards),
-    )
+        thread = threading.Thread(target=report)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _write_shard(self, batches: Iterator[tuple[list[TextRow], EncodedBatch]]) -> StoreManifest:
+        """Write the batches of a chunk, and then the shard's manifest, which declares it finished.
+
+        Raises DataError for the first bad row that is too many."""
+        number = len(self.shards)
+        tokens = documents = max_token_id = skipped_rows = 0
+        digests = (hashlib.sha256(), hashlib.sha256())
+        ids_path = self.folder / tokens_file(number)
+        starts_path = self.folder / documents_file(number)
+        with ids_path.open("wb") as ids, starts_path.open("wb") as starts:
+            for rows, batch in batches:
+                skipped_rows += len(batch.bad_rows)
+                self._report_bad(batch.bad_rows)
+                places = tokens + np.cumsum(batch.lengths) - batch.lengths
+                parts = (batch.ids, places.astype(START_DTYPES[FORMAT]))
+                for file, digest, part in zip((ids, starts), digests, parts, strict=True):
+                    file.write(part.data)
+                    digest.update(part.data)
+
+                tokens += len(batch.ids)
+                documents += len(batch.lengths)
+                max_token_id = max(max_token_id, int(batch.ids.max(initial=0)))
+                self.tokens += len(batch.ids)
+                if not rows:  # the end of the chunk
+                    break
+            for file in (ids, starts):
+                file.flush()
+                os.fsync(file.fileno())
+
+        shard = Shard(tokens, documents, *(digest.hexdigest() for digest in digests))
+        counts = (tokens, documents, max_token_id, skipped_rows)
+        manifest = StoreManifest(self.recipe, *counts, fingerprint="", shards=(shard,))
+        write_manifest(self.folder / SHARD_MANIFEST.format(number), manifest)
+        return manifest
+
+    def _report_bad(self, rows: list[BadRow]) -> None:
+        for row in rows:
+            self.skipped += 1
+            if self.skipped > self.skip_bad:
+                raise DataError(
+                    f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
+                    f"--skip-bad {self.skipped} or more"
+                )
+            if self.skipped <= REPORTED_ROWS:
+                logger.warning("skipped: %s", row)
 
 
 def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
@@ -242,95 +310,3 @@ def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
         if batch:
             yield batch
         yield []
-
-
-def _reported(
-    batches: Iterable[TokenizedBatch],
-    name: str,
-    before: StoreManifest,
-    chunk_count: int,
-    skip_bad: int,
-) -> Iterator[TokenizedBatch]:
-    """Pass batches on, and log bad rows and progress, after the shards of `before`.
-
-    Raises DataError for the first bad row that is too many.
-    """
-    started = reported = time.monotonic()
-    tokens, skipped, finished = 0, before.skipped_rows, len(before.shards)
-    for rows, encoded in batches:
-        for row in encoded.bad_rows:
-            skipped += 1
-            if skipped > skip_bad:
-                raise DataError(
-                    f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
-                    f"--skip-bad {skipped} or more"
-                )
-            if skipped <= REPORTED_ROWS:
-                logger.warning("skipped: %s", row)
-
-        tokens, finished = tokens + len(encoded.ids), finished + (not rows)
-        if (now := time.monotonic()) - reported >= REPORT_SECONDS:
-            reported = now
-            logger.info(
-                f"{name}: {finished} of {chunk_count} chunks done, {tokens:,} tokens in this run, "
-                f"{tokens / (now - started):,.0f} a second"
-            )
-        yield rows, encoded
-
-
-def _write_shard(
-    folder: Path, number: int, recipe: StoreRecipe, batches: Iterator[TokenizedBatch]
-) -> StoreManifest:
-    """Write the batches of a chunk, and then the shard's manifest, which declares it finished."""
-    tokens = documents = max_token_id = skipped_rows = 0
-    digests = (hashlib.sha256(), hashlib.sha256())
-    ids_path, starts_path = tokens_file(folder, number), documents_file(folder, number)
-    with ids_path.open("wb") as ids_file, starts_path.open("wb") as starts_file:
-        files = (ids_file, starts_file)
-        for rows, batch in batches:
-            starts = tokens + np.cumsum(batch.lengths) - batch.lengths
-            parts = (batch.ids, starts.astype(START_DTYPES[FORMAT]))
-            for file, digest, part in zip(files, digests, parts, strict=True):
-                file.write(part.data)
-                digest.update(part.data)
-            tokens += len(batch.ids)
-            documents += len(batch.lengths)
-            max_token_id = max(max_token_id, int(batch.ids.max(initial=0)))
-            skipped_rows += len(batch.bad_rows)
-            if not rows:  # the end of the chunk
-                break
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-
-    shard = Shard(tokens, documents, *(digest.hexdigest() for digest in digests))
-    record = StoreManifest(recipe, tokens, documents, max_token_id, skipped_rows, "", (shard,))
-    write_manifest(folder / SHARD_MANIFEST.format(number), record)
-    return record
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which exists only meanwhile; other processes wait."""
-    while True:
-        with path.open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info(f"waiting for another process, which has {path}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if _is_open_as(path, lock):
-                try:
-                    yield
-                finally:
-                    path.unlink()
-                return
-
-
-def _is_open_as(path: Path, lock: IO[str]) -> bool:
-    """Return whether a lock file is still there. Its last owner may have removed it, and a lock on
-    a removed file would keep no one out."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
-    except FileNotFoundError:
-        return False

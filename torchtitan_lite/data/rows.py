@@ -6,15 +6,16 @@ with the files, compressed or not.
 """
 
 import gzip
-import io
 import json
+import re
+import sys
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from torchtitan_lite.errors import DataError
 
@@ -22,11 +23,13 @@ RowFormat = Literal["text", "jsonl"]
 JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MAX_ROW_BYTES = 2**24
 """Longer rows are bad."""
+TOO_LONG = "longer than {} bytes"
 PART_BYTES = 2**22
-"""A longer text is cut into parts, each at the first line end after so many bytes."""
+"""Files are read in parts: a part ends at the first line end after so many bytes. At most
+MAX_ROW_BYTES."""
 READ_BYTES = 2**20
-"""Bytes read at a time where a whole row is not needed."""
 ZSTD_READ_BYTES = 2**10  # can be 32 MiB when decompressed
+NOT_BLANK_LINE = re.compile(rb"\S[^\n]*\n?")
 
 
 class TextRow(NamedTuple):
@@ -50,10 +53,9 @@ class BadRow(ValueError):
 
     def __str__(self) -> str:
         file, begin, line, reason = self.args
-        if begin:  # only rows that are reported pay for counting the lines in front of their chunk
+        if begin:  # only rows that are reported pay for counting the lines in front of their span
             with reading(file, OSError), Path(file).open("rb") as content:
-                sizes = (min(READ_BYTES, begin - at) for at in range(0, begin, READ_BYTES))
-                line += sum(content.read(size).count(b"\n") for size in sizes)
+                line += sum(block.count(b"\n") for block in _blocks(content, begin))
         return f"{file}, line {line}: {reason}"
 
 
@@ -121,124 +123,110 @@ class Span(NamedTuple):
     end: int
 
 
-def split_file(path: Path, span_bytes: int) -> Iterator[Span]:
+def split_file(path: Path, span_bytes: int) -> list[Span]:
     """Split an uncompressed file into spans of at least `span_bytes`, the last one excepted.
 
-    A span ends at a line end where a part ends too, so it holds the same rows wherever reading
-    starts.
-    """
+    A span ends where a part does, so it holds the same rows wherever reading starts."""
     size = path.stat().st_size
+    spans: list[Span] = []
     begin = end = 0
     with path.open("rb") as file:
         while end < size:
             file.seek(end + PART_BYTES)
-            _skip_line(file)
+            while (piece := file.readline(READ_BYTES)) and not piece.endswith(b"\n"):
+                pass
             end = min(file.tell(), size)
             if end - begin >= span_bytes or end == size:
-                yield Span(path, begin, end)
+                spans.append(Span(path, begin, end))
                 begin = end
+    return spans
 
 
 def read_text_span(span: Span) -> Iterator[TextRow]:
     """Yield the rows of a span: parts of a text, or lines of a .jsonl file that are not blank.
 
-    Byte order marks at the start of a file and of .jsonl rows are dropped. Raises DataError.
-    """
-    path, offset, line = span.path, span.begin, 1
+    Byte order marks at the start of a file and of .jsonl rows are dropped. Raises DataError."""
+    path, begin, line = span.path, span.begin, 1
     form: RowFormat = "jsonl" if path.name.lower().endswith(JSONL_ENDINGS) else "text"
-    with (
-        reading(path, OSError, EOFError, zlib.error),
-        path.open("rb") as raw,
-        _decompress(raw, path.suffix) as file,
-    ):
-        compressed = file is not raw
-        if compressed and not raw.peek(1):
-            raise EOFError("Compressed file ended before its start")
-        raw.seek(span.begin)
-
-        for data, length in _pieces(file, part_bytes=PART_BYTES if form == "text" else 0):
-            problem = "" if data else f"longer than {MAX_ROW_BYTES} bytes"
-            lines = max(1, data.count(b"\n"))
-            if form == "jsonl" or offset == 0:
-                data = data.removeprefix(BOM_UTF8)
-            blank = not data or (form == "jsonl" and data.isspace())
-            if problem or not blank:
-                yield TextRow(str(path), span.begin, line, form, data, problem)
-            offset, line = offset + length, line + lines
-            if not compressed and offset >= span.end:
-                return
+    with reading(path, OSError, EOFError, zlib.error), path.open("rb") as file:
+        for part in _parts(_decompressed(file, span)):
+            if not part:
+                problem = TOO_LONG.format(MAX_ROW_BYTES)
+                yield TextRow(str(path), begin, line, form, b"", problem)
+            elif form == "jsonl":
+                for lines_before, data in _not_blank_lines(part):
+                    yield TextRow(str(path), begin, line + lines_before, form, data)
+            elif data := part.removeprefix(BOM_UTF8) if begin == 0 and line == 1 else part:
+                yield TextRow(str(path), begin, line, form, data)
+            line += max(1, part.count(b"\n"))
 
 
-def _pieces(file: io.BufferedIOBase, *, part_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Cut a stream at the first line end after every `part_bytes` bytes; yield data and length.
-
-    A line longer than MAX_ROW_BYTES is a piece by itself, skipped and yielded as b"".
-    """
-    while True:
-        head = file.read(part_bytes)
-        line_start = head.rfind(b"\n") + 1  # of the last line in `head`, which `tail` completes
-        room = MAX_ROW_BYTES - (len(head) - line_start)
-        tail = file.readline(room + 1)
-
-        if len(tail) > room:
-            if line_start:
-                yield head[:line_start], line_start
-            skipped = 0 if tail.endswith(b"\n") else _skip_line(file)
-            yield b"", len(head) - line_start + len(tail) + skipped
-        elif head or tail:
-            yield head + tail, len(head) + len(tail)
-        else:
-            return
+def _not_blank_lines(part: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not blank, without the spaces in front of it, and how many lines are
+    before it."""
+    lines_before = counted = 0
+    for match in NOT_BLANK_LINE.finditer(part):
+        lines_before += part.count(b"\n", counted, match.start())
+        counted = match.start()
+        if (data := match[0].removeprefix(BOM_UTF8)).strip():
+            yield lines_before, data
 
 
-def _skip_line(file: io.BufferedIOBase) -> int:
-    """Read to the end of the line, in bounded memory, and return the number of bytes."""
-    length = 0
-    while piece := file.readline(READ_BYTES):
-        length += len(piece)
-        if piece.endswith(b"\n"):
-            break
-    return length
+def _parts(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Cut a stream into parts. A line longer than MAX_ROW_BYTES is skipped and yielded as b""."""
+    held = b""
+    for block in blocks:
+        held += block
+        while len(held) > PART_BYTES:
+            line = held.rfind(b"\n", 0, PART_BYTES) + 1
+            end = held.find(b"\n", PART_BYTES) + 1
+            if (end or len(held)) - line > MAX_ROW_BYTES:
+                if line:
+                    yield held[:line]
+                yield b""
+                while not end and (held := next(blocks, b"")):
+                    end = held.find(b"\n") + 1
+            elif end:
+                yield held[:end]
+            else:
+                break
+            held = held[end:]
+    if held:
+        yield held
 
 
-def _decompress(raw: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
-    if suffix.lower() == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if suffix.lower() == ".zst":
-        return io.BufferedReader(_ZstdFile(raw), READ_BYTES)
-    return raw
+def _decompressed(file: BinaryIO, span: Span) -> Iterator[bytes]:
+    """Yield the bytes of a span, in blocks. Raises EOFError for a file that is cut off."""
+    suffix = span.path.suffix.lower()
+    if suffix in (".gz", ".zst") and not span.end:
+        raise EOFError("Compressed file ended before its start")
+    if suffix == ".gz":
+        return _blocks(gzip.GzipFile(fileobj=file))
+    if suffix == ".zst":
+        return filter(None, _zstd_blocks(file))
+    file.seek(span.begin)
+    return _blocks(file, span.end - span.begin)
 
 
-class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file.
+def _blocks(file: BinaryIO | gzip.GzipFile, size: int = sys.maxsize) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file, or all that it has."""
+    while block := file.read(min(READ_BYTES, size)):
+        yield block
+        size -= len(block)
 
-    Raises EOFError for a file that is cut off, which zstandard's own reader takes for complete.
-    """
 
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard  # few sources need it
+def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Decompress a .zst file. zstandard's own reader takes a file that is cut off for complete."""
+    import zstandard  # few sources need it
 
-        self._raw, self._zstandard = raw, zstandard
-        self._frame: Any = None
-        self._piece, self._rest = memoryview(b""), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._piece:
-            data = self._rest or self._raw.read(ZSTD_READ_BYTES)
-            if not data and self._frame:
-                raise EOFError("Compressed file ended before the end of a frame")
-            if not data:
-                return 0
-            frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+    frame = None
+    while data := file.read(ZSTD_READ_BYTES):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                self._piece = memoryview(frame.decompress(data))
-            except self._zstandard.ZstdError as error:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
                 raise OSError(str(error)) from error
-            self._frame, self._rest = None if frame.eof else frame, frame.unused_data
-
-        count = min(len(buffer), len(self._piece))
-        buffer[:count], self._piece = self._piece[:count], self._piece[count:]
-        return count
+            data, frame = frame.unused_data, None if frame.eof else frame
+    if frame:
+        raise EOFError("Compressed file ended before the end of a frame")

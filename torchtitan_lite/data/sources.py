@@ -8,7 +8,7 @@ The libraries for parquet files and datasets are heavy and optional: imported wh
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,7 @@ from .datasets import DATASETS, NamedDataset
 from .rows import (
     JSONL_ENDINGS,
     MAX_ROW_BYTES,
+    TOO_LONG,
     BadRow,
     Parser,
     Span,
@@ -40,23 +41,22 @@ HF_PREFIX = "hf:"
 CHUNK_BYTES = 2**26
 BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be long
 
-Files = Callable[[], Iterable[Path]]
-"""A call lists the files of a source again."""
 Chunk = Callable[[], Iterator[TextRow]]
 """A piece of a source: a call reads its rows. Raises DataError for a file that cannot be read."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """Text that is read when it is asked for, always in the same order."""
 
     name: str
     parser: Parser
     chunks: Callable[[], Iterable[Chunk]]
-    fingerprint: str
-    """Changes with the text, as far as names, sizes and modification times show."""
     fingerprint_now: Callable[[], str]
-    """Compute the fingerprint again, to see whether the text has changed."""
+    """Return what changes with the text, as far as names, sizes and modification times show."""
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.fingerprint_now()
 
     def documents(self) -> Iterator[str]:
         """Yield the text of every row. Raises DataError for a bad row, and if there are none."""
@@ -71,102 +71,38 @@ class Source:
 
 
 def open_source(name: str, **options: Any) -> Source:
-    """Open a dataset of DATASETS by its name, otherwise text by its path (`build_source`)."""
-    if name in DATASETS:
-        return build_dataset(name, DATASETS[name])
-    return build_source(name, **options)
+    """Open a dataset of DATASETS by its name, otherwise the text at a path.
+
+    `options` are further fields of a NamedDataset. Raises DataError if there is nothing to read."""
+    return build_source(name, DATASETS.get(name) or NamedDataset(name, **options))
 
 
-def build_source(
-    path: str, *, text_field: str = "text", hf_name: str | None = None, hf_split: str = "train"
-) -> Source:
-    """Open the text at a path: a file, the readable files of a folder and its sub-folders, or after
-    `hf:` a Hugging Face dataset. Raises DataError if there is nothing to read.
-
-    Rows of .jsonl files, parquet files and datasets have their text in `text_field`.
-    """
-    dataset = NamedDataset(path, text_field=text_field, hf_name=hf_name)
-    return build_dataset(path, dataset, hf_split=hf_split)
-
-
-def build_dataset(name: str, dataset: NamedDataset, *, hf_split: str = "train") -> Source:
-    """Open the text that a row like those of DATASETS describes. Raises DataError if there is
-    nothing to read."""
-    field = dataset.text_field
-    parser = Parser(field, "ignore" if dataset.skip_invalid_utf8 else "strict")
+def build_source(name: str, dataset: NamedDataset) -> Source:
+    """Open a file, the readable files of a folder and its sub-folders, or a Hugging Face dataset.
+    Raises DataError if there is nothing to read."""
+    parser = Parser(dataset.text_field, "ignore" if dataset.skip_invalid_utf8 else "strict")
     if dataset.path.startswith(HF_PREFIX):
-        chunks, state = _open_hf_dataset(dataset, split=hf_split)
-        fingerprint = hashlib.sha256(f"{dataset.path}\n{state}\n{field}".encode()).hexdigest()
-        return Source(dataset.path, parser, lambda: chunks, fingerprint, lambda: fingerprint)
+        chunks, fingerprint = _open_hf_dataset(dataset)
+        return Source(dataset.path, parser, lambda: chunks, lambda: fingerprint)
 
     root = Path(dataset.path).expanduser()
     if not root.exists():
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
     if not root.is_dir() and not (root.is_file() and root.name.lower().endswith(ENDINGS)):
         raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
-    endings, skipped = dataset.endings or ENDINGS, dataset.skipped_folders
-    walk = partial(_walk, root, endings=endings, skipped=skipped)
-    files: Files = walk if root.is_dir() else lambda: [root]
-    folder = root if root.is_dir() else root.parent
-    now = partial(_fingerprint, files, folder, field)
-    return Source(name, parser, partial(_chunks, files, field), now(), now)
+    return Source(name, parser, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
-def _fingerprint(files: Files, root: Path, text_field: str) -> str:
-    digest = hashlib.sha256(text_field.encode())
-    path = None
-    with reading(root, OSError):
-        for path in files():
-            status = path.stat()
-            relative = path.relative_to(root).as_posix()
-            digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
-    if path is None:
-        raise DataError(f"{root}: holds 0 files of {KINDS}; name a file, or a folder with some")
-    return digest.hexdigest()
-
-
-def _chunks(files: Files, text_field: str) -> Iterator[Chunk]:
-    """Group the spans of all files until they have CHUNK_BYTES."""
-    group: list[Span] = []
-    size = 0
-    for span in (span for path in files() for span in _spans(path)):
-        group.append(span)
-        size += span.end - span.begin
-        if size >= CHUNK_BYTES:
-            yield partial(_read_spans, group, text_field)
-            group, size = [], 0
-    if group:
-        yield partial(_read_spans, group, text_field)
-
-
-def _spans(path: Path) -> Iterator[Span]:
-    with reading(path, OSError):
-        if path.name.lower().endswith(WHOLE_ENDINGS):
-            yield Span(path, 0, path.stat().st_size)
-        else:
-            yield from split_file(path, CHUNK_BYTES)
-
-
-def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
-    for span in spans:
-        if span.path.name.lower().endswith(PARQUET_ENDING):
-            yield from read_parquet(span.path, text_field)
-        else:
-            yield from read_text_span(span)
-
-
-def _walk(
-    folder: Path,
-    *,
-    endings: tuple[str, ...],
-    skipped: Set[str],
-    above: tuple[tuple[int, int], ...] = (),
+def _files(
+    folder: Path, dataset: NamedDataset, above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[Path]:
-    """Yield the files of a folder and its sub-folders, in the order of their paths as strings.
+    """Yield a file, or the files of a folder and its sub-folders in the order of their paths.
 
     Memory holds the names of one folder per level. Links are followed, but not back into one of
-    the folders `above`, given by device and inode.
-    """
+    the folders `above`, given by device and inode."""
+    if not folder.is_dir():
+        yield folder
+        return
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
@@ -180,12 +116,53 @@ def _walk(
     for name in names:
         path = folder / name
         if name.endswith("/"):
-            if path.name not in skipped:
-                yield from _walk(path, endings=endings, skipped=skipped, above=above)
-        elif name.lower().endswith(endings):
+            if path.name not in dataset.skipped_folders:
+                yield from _files(path, dataset, above)
+        elif name.lower().endswith(dataset.endings or ENDINGS):
             if not path.is_file():
                 raise DataError(f"{path}: is a broken link, or no regular file; remove it")
             yield path
+
+
+def _hash(root: Path, dataset: NamedDataset) -> str:
+    """Hash the names, sizes and modification times of all files."""
+    folder = root if root.is_dir() else root.parent
+    digest = hashlib.sha256(dataset.text_field.encode())
+    path = None
+    with reading(root, OSError):
+        for path in _files(root, dataset):
+            status = path.stat()
+            relative = path.relative_to(folder).as_posix()
+            digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
+    if path is None:
+        raise DataError(f"{root}: holds 0 files of {KINDS}; name a file, or a folder with some")
+    return digest.hexdigest()
+
+
+def _chunks(root: Path, dataset: NamedDataset) -> Iterator[Chunk]:
+    """Group the spans of all files until they have CHUNK_BYTES."""
+    group: list[Span] = []
+    size = 0
+    for path in _files(root, dataset):
+        whole = path.name.lower().endswith(WHOLE_ENDINGS)
+        with reading(path, OSError):
+            spans = [Span(path, 0, path.stat().st_size)] if whole else split_file(path, CHUNK_BYTES)
+        for span in spans:
+            group.append(span)
+            size += span.end - span.begin
+            if size >= CHUNK_BYTES:
+                yield partial(_read_spans, group, dataset.text_field)
+                group, size = [], 0
+    if group:
+        yield partial(_read_spans, group, dataset.text_field)
+
+
+def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
+    for span in spans:
+        if span.path.name.lower().endswith(PARQUET_ENDING):
+            yield from read_parquet(span.path, text_field)
+        else:
+            yield from read_text_span(span)
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[TextRow]:
@@ -205,14 +182,13 @@ def read_parquet(path: Path, text_field: str) -> Iterator[TextRow]:
         yield from _table_rows(values, str(path), text_field)
 
 
-def _open_hf_dataset(row: NamedDataset, *, split: str) -> tuple[list[Chunk], str]:
-    """Return the chunks of a Hugging Face dataset, and its state.
+def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
+    """Return the chunks of a Hugging Face dataset, and its fingerprint.
 
     Its name is a folder written by `save_to_disk` (memory-mapped), a folder of data files, or a
-    dataset on the hub (both streamed, a chunk for each data file). Raises DataError.
-    """
+    dataset on the hub (both streamed, a chunk for each data file). Raises DataError."""
     datasets = _import("datasets", wanted_by=row.path, extra="hf")
-    name = row.path.removeprefix(HF_PREFIX)
+    name, split = row.path.removeprefix(HF_PREFIX), row.hf_split
     folder = Path(name).expanduser()
     saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
 
@@ -235,7 +211,8 @@ def _open_hf_dataset(row: NamedDataset, *, split: str) -> tuple[list[Chunk], str
             partial(_read_hf_piece, dataset.shard(count, i), name, row.text_field)
             for i, name in enumerate(names)
         ]
-        return chunks, f"{state} {split}"
+        content = f"{row.path}\n{state} {split}\n{row.text_field}"
+        return chunks, hashlib.sha256(content.encode()).hexdigest()
 
 
 def _read_hf_piece(piece: Any, name: str, text_field: str) -> Iterator[TextRow]:
@@ -249,7 +226,7 @@ def _table_rows(values: Iterable[object], file: str, text_field: str) -> Iterato
         if not isinstance(data, bytes):
             data, problem = b"", f'field "{text_field}" holds {type(value).__name__}, not a string'
         elif len(data) > MAX_ROW_BYTES:
-            data, problem = b"", f"longer than {MAX_ROW_BYTES} bytes"
+            data, problem = b"", TOO_LONG.format(MAX_ROW_BYTES)
         yield TextRow(file, 0, line, "text", data, problem)
 
 

@@ -53,11 +53,7 @@ class DamagedStoreError(DataError):
 
 @dataclass(frozen=True)
 class StoreRecipe:
-    """What a store is made from.
-
-    `source_fingerprint` changes with the text, `tokenizer_fingerprint` with the ids. Names and the
-    format do not take part in a comparison.
-    """
+    """What a store is made from. Names and the format do not take part in a comparison."""
 
     format: int = field(compare=False)
     source: str = field(compare=False)
@@ -97,18 +93,30 @@ class StoreManifest:
     """Changes with any id of the stream, and with nothing else."""
     shards: tuple[Shard, ...]
 
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Return the size in bytes and the sha256 of each file of the shards, by name."""
+        ids, starts = np.dtype(self.recipe.dtype), START_DTYPES[self.recipe.format]
+        files = {}
+        for number, shard in enumerate(self.shards):
+            files[tokens_file(number)] = (shard.tokens * ids.itemsize, shard.tokens_sha256)
+            files[documents_file(number)] = (
+                shard.documents * starts.itemsize,
+                shard.documents_sha256,
+            )
+        return files
+
 
 _SCHEMA = TypeAdapter(StoreManifest)
 
 
-def tokens_file(folder: Path, shard: int) -> Path:
-    """Return the path of a shard's ids."""
-    return folder / f"tokens-{shard:05d}.bin"
+def tokens_file(shard: int) -> str:
+    """Return the name of the file with a shard's ids."""
+    return f"tokens-{shard:05d}.bin"
 
 
-def documents_file(folder: Path, shard: int) -> Path:
-    """Return the path of the places in a shard at which documents begin."""
-    return folder / f"documents-{shard:05d}.bin"
+def documents_file(shard: int) -> str:
+    """Return the name of the file with the places in a shard at which documents begin."""
+    return f"documents-{shard:05d}.bin"
 
 
 def is_store(path: Path) -> bool:
@@ -142,18 +150,15 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
 
 def _check_counts(manifest: StoreManifest) -> None:
     """Raise ValueError if vocabulary, highest id, shard sizes and totals contradict each other."""
-    recipe, shards = manifest.recipe, manifest.shards
-    if recipe.vocab_size > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
+    recipe, ids = manifest.recipe, manifest.recipe.vocab_size
+    if ids > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
+        raise ValueError(f"its tokenizer has {ids} ids, more than type {recipe.dtype!r} holds")
+    if manifest.max_token_id >= ids:
         raise ValueError(
-            f"its tokenizer has {recipe.vocab_size} ids, more than type {recipe.dtype!r} holds"
+            f"its highest id is {manifest.max_token_id}, and its tokenizer has {ids} ids"
         )
-    if manifest.max_token_id >= recipe.vocab_size:
-        raise ValueError(
-            f"its highest id is {manifest.max_token_id}, and its tokenizer has "
-            f"{recipe.vocab_size} ids"
-        )
-    tokens = sum(shard.tokens for shard in shards)
-    documents = sum(shard.documents for shard in shards)
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    documents = sum(shard.documents for shard in manifest.shards)
     if (tokens, documents) != (manifest.tokens, manifest.documents):
         raise ValueError(
             f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and "
@@ -161,20 +166,15 @@ def _check_counts(manifest: StoreManifest) -> None:
         )
 
 
-def wrong_sizes(folder: Path, manifest: StoreManifest, number: int) -> list[str]:
-    """Return what is wrong with the sizes of a shard's files."""
-    recipe, shard = manifest.recipe, manifest.shards[number]
-    expected = {
-        tokens_file(folder, number): shard.tokens * np.dtype(recipe.dtype).itemsize,
-        documents_file(folder, number): shard.documents * START_DTYPES[recipe.format].itemsize,
-    }
-    problems = []
-    for path, size in expected.items():
+def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
+    """Return what is wrong with the sizes of a store's files, by name."""
+    problems = {}
+    for name, (size, _) in manifest.files().items():
         try:
-            if (found := path.stat().st_size) != size:
-                problems.append(f"{path.name} has {found} bytes, not {size}")
+            if (found := (folder / name).stat().st_size) != size:
+                problems[name] = f"{name} has {found} bytes, not {size}"
         except OSError as error:
-            problems.append(f"{path.name}: {error.strerror}")
+            problems[name] = f"{name}: {error.strerror}"
     return problems
 
 
@@ -184,16 +184,14 @@ class TokenStore:
     The cost of opening and holding it grows with the number of shards only. Raises DataError for a
     folder that is no store, one of another format, and files of wrong sizes. Reading raises
     DataError for a file that was cut off or cannot be read, and for an id above the manifest's
-    highest.
-    """
+    highest."""
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""
         self.folder = folder
         self.manifest = manifest = manifest or read_manifest(folder)
-        for number in range(len(manifest.shards)):
-            for problem in wrong_sizes(folder, manifest, number):
-                raise self._damaged(problem)
+        for problem in wrong_sizes(folder, manifest).values():
+            raise self._damaged(problem)
 
         self.tokens, self.documents = manifest.tokens, manifest.documents
         self.max_token_id = manifest.max_token_id
@@ -203,7 +201,7 @@ class TokenStore:
         """Place in the stream of each shard's first id, and of the end."""
         # A file is closed with its last reference: a thread may still read one that was dropped.
         self._shard_file = lru_cache(OPEN_SHARDS)(
-            lambda shard: tokens_file(folder, shard).open("rb", buffering=0)
+            lambda shard: (folder / tokens_file(shard)).open("rb", buffering=0)
         )
 
     def _damaged(self, reason: str) -> DamagedStoreError:
@@ -212,24 +210,6 @@ class TokenStore:
             f"{self.folder} lists what is broken; copy the store again, or remove it and make it "
             "again"
         )
-
-    def _fill(self, numbers: np.ndarray, shard: int, place: int) -> None:
-        """Fill `numbers` with the ids of a shard from `place` on."""
-        name = tokens_file(self.folder, shard).name
-        left, offset = numbers.data.cast("B"), place * numbers.itemsize
-        try:
-            file = self._shard_file(shard)
-            while count := os.preadv(file.fileno(), [left], offset) if left else 0:
-                left, offset = left[count:], offset + count
-        except OSError as error:
-            raise self._damaged(f"{name}: {error.strerror}") from error
-        if left:
-            raise self._damaged(f"{name} ends at byte {offset}; it was cut off while in use")
-
-    def _locate(self, place: int) -> tuple[int, int]:
-        """Return the shard that holds a place of the stream, and the place in that shard."""
-        shard = bisect_right(self.shard_starts, place) - 1
-        return shard, place - self.shard_starts[shard]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return the ids [count] from place `start` of the stream on, in the store's own type."""
@@ -243,25 +223,34 @@ class TokenStore:
                 f"no {length} tokens at {start} of {self.tokens}"
             )
             while len(window):
-                shard, place = self._locate(start)
+                shard = bisect_right(self.shard_starts, start) - 1
                 part = window[: self.shard_starts[shard + 1] - start]
-                self._fill(part, shard, place)
+                self._fill(part, shard, start - self.shard_starts[shard])
                 window, start = window[len(part) :], start + len(part)
-
-        if (highest := windows.max(initial=0)) > self.max_token_id:
-            row, column = divmod(int(windows.argmax()), length)
-            shard, place = self._locate(int(starts[row]) + column)
-            raise self._damaged(
-                f"{tokens_file(self.folder, shard).name}: id {highest} at place {place} is above "
-                f"the highest one, {self.max_token_id}"
-            )
         return windows
+
+    def _fill(self, ids: np.ndarray, shard: int, place: int) -> None:
+        """Fill `ids` with those of a shard from `place` on."""
+        name = tokens_file(shard)
+        left, offset = ids.data.cast("B"), place * ids.itemsize
+        try:
+            file = self._shard_file(shard)
+            while count := os.preadv(file.fileno(), [left], offset) if left else 0:
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            raise self._damaged(f"{name}: {error.strerror}") from error
+        if left:
+            raise self._damaged(f"{name} ends at byte {offset}; it was cut off while in use")
+        if (highest := ids.max()) > self.max_token_id:
+            raise self._damaged(
+                f"{name}: id {highest} at place {place + int(ids.argmax())} is above the highest "
+                f"one, {self.max_token_id}"
+            )
 
     def token_counts(self) -> np.ndarray:
         """Count how often each id occurs, int64 [vocab_size].
 
-        Of a larger store, COUNTED_CHUNKS evenly spaced chunks of CHUNK_TOKENS are counted.
-        """
+        Of a larger store, COUNTED_CHUNKS evenly spaced chunks of CHUNK_TOKENS are counted."""
         counts = np.zeros(self.manifest.recipe.vocab_size, np.int64)
         chunks = range(0, self.tokens, CHUNK_TOKENS)
         for start in chunks[:: -(-len(chunks) // COUNTED_CHUNKS)]:

@@ -1,19 +1,46 @@
-"""Text to token ids and back, and training of a sentencepiece tokenizer."""
+"""Text to token ids and back, and training of a sentencepiece tokenizer.
 
+A vocabulary is a sentencepiece model, a tiktoken file, or Hugging Face's tokenizer.json. The
+packages of the last two are optional, so they are imported where they are used.
+"""
+
+import base64
 import hashlib
 import io
-from collections.abc import Iterable
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
 
-from .vocabularies import read_vocabulary
-
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+
+# Llama 3's reference tokenizer (Meta, llama3/llama/tokenizer.py): how text is split before BPE; the
+# number of special tokens after the ranks (<|begin_of_text|> and <|end_of_text|> come first); and
+# the longest text, and run of only whitespace or only non-whitespace, given to tiktoken at once.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL_TOKENS = 256
+MAX_TEXT = 400_000
+MAX_RUN = 25_000
+
+# Linear in the text: a match is only tried where a run begins.
+LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN},}}|(?<!\S)\S{{{MAX_RUN},}}")
+HALF_RUN = re.compile(rf"\s{{{MAX_RUN // 2}}}|\S{{{MAX_RUN // 2}}}")
+
+TIKTOKEN_LINE = re.compile(rb"\S+ \d+\s")
 
 
 class Tokenizer:
@@ -21,13 +48,16 @@ class Tokenizer:
 
     `vocab_size` is above every id; `fingerprint` changes with the file and with the ids of BOS and
     EOS. Raises DataError if the vocabulary is incomplete, lacks BOS or EOS, or if the package that
-    reads it is missing.
-    """
+    reads it is missing."""
 
     def __init__(self, given: Path) -> None:
         setting = f'[model] tokenizer_path = "{given}"'
         try:
-            self.path = _vocabulary_file(given) if given.is_dir() else given
+            inside = [given / name for name in FILES_OF_A_FOLDER if (given / name).is_file()]
+            if given.is_dir() and not inside:
+                names = ", ".join(FILES_OF_A_FOLDER)
+                raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
+            self.path = [*inside, given][0]
             content = self.path.read_bytes()
             vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
@@ -52,8 +82,8 @@ class Tokenizer:
                 "documents need both, so train the tokenizer with both, or name them in a "
                 "tokenizer_config.json beside a tokenizer.json"
             )
-        special = b" %d %d" % (self.bos_id, self.eos_id)
-        self.fingerprint = hashlib.sha256(content + special).hexdigest()
+        frame = b" %d %d" % (self.bos_id, self.eos_id)
+        self.fingerprint = hashlib.sha256(content + frame).hexdigest()
 
     @property
     def values(self) -> TokenizerValues:
@@ -72,22 +102,13 @@ class Tokenizer:
         """Return the text of ids; BOS and EOS have none.
 
         This is the encoded text where a vocabulary is lossless, as Llama 3's is. A vocabulary of
-        `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space.
-        """
+        `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
         return self._vocabulary.decode(ids)
 
 
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
     """Open the tokenizer in a file or folder; for "" the one shipped with the package."""
     return Tokenizer(Path(tokenizer_path).expanduser() if tokenizer_path else SHIPPED_MODEL)
-
-
-def _vocabulary_file(folder: Path) -> Path:
-    for name in FILES_OF_A_FOLDER:
-        if (folder / name).is_file():
-            return folder / name
-    names = ", ".join(FILES_OF_A_FOLDER)
-    raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
 
 
 def train_tokenizer(
@@ -98,8 +119,7 @@ def train_tokenizer(
     It is lossless: whitespace is kept, and characters outside the vocabulary (newlines and tabs
     too) are spelled in bytes. The same documents make the same file; all of them are held in
     memory. Raises DataError for an output that cannot be written, or exists without `overwrite`,
-    and for a vocabulary that the text cannot fill or fit in.
-    """
+    and for a vocabulary that the text cannot fill or fit in."""
     if output.exists() and not overwrite:
         raise DataError(
             f"--output = {output} exists; choose another name, or overwrite it with --force"
@@ -134,3 +154,142 @@ def train_tokenizer(
         output.write_bytes(model.getvalue())
     except OSError as error:
         raise DataError(f"--output = {output} cannot be written: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Content of a vocabulary file: ids below `size`; a missing BOS or EOS is -1."""
+
+    size: int
+    bos_id: int
+    eos_id: int
+    encode: Callable[[list[str]], list[list[int]]]
+    """Return the ids of each text, none of them special, computed on one core."""
+    decode: Callable[[list[int]], str]
+    """Return the text of ids, without BOS and EOS."""
+
+
+def read_vocabulary(content: bytes, folder: Path) -> Vocabulary:
+    """Read a vocabulary file from a folder; its form is recognized by its content.
+
+    Raises ValueError with the reason and the fix for a broken file, ModuleNotFoundError for a
+    missing package."""
+    if content.startswith(b"{"):
+        return read_json(content, folder / "tokenizer_config.json")
+    if TIKTOKEN_LINE.match(content):
+        return read_tiktoken(content)
+    return read_sentencepiece(content)
+
+
+def read_sentencepiece(content: bytes) -> Vocabulary:
+    """Read a sentencepiece model."""
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.load_from_serialized_proto(content)
+    except RuntimeError as error:
+        raise ValueError(
+            "is not a whole sentencepiece model, nor a tiktoken file or a tokenizer.json; "
+            "scripts/train_tokenizer.py makes a sentencepiece model"
+        ) from error
+    encode = partial(model.encode, num_threads=1)
+    return Vocabulary(model.vocab_size(), model.bos_id(), model.eos_id(), encode, model.decode)
+
+
+def read_tiktoken(content: bytes) -> Vocabulary:
+    """Read a tiktoken file as Llama 3's: a line for each token, its bytes in base64 and its rank;
+    text is split like Llama 3's, and its special tokens follow the ranks."""
+    import tiktoken  # of the [llama] extra
+
+    ranks = _read_ranks(content)
+    bos_id = len(ranks)
+    encoding = tiktoken.Encoding(
+        "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
+
+    def encode(text: str) -> list[int]:
+        return list(chain.from_iterable(map(encoding.encode_ordinary, _pieces(text))))
+
+    return Vocabulary(
+        size=len(ranks) + LLAMA3_SPECIAL_TOKENS,
+        bos_id=bos_id,
+        eos_id=bos_id + 1,
+        encode=lambda texts: [encode(text) for text in texts],
+        decode=lambda ids: encoding.decode([token for token in ids if token < bos_id]),
+    )
+
+
+def _read_ranks(content: bytes) -> dict[bytes, int]:
+    """Return the rank of each token. tiktoken's own reader caches files, and would go on with its
+    copy after a file has changed."""
+    ranks: dict[bytes, int] = {}
+    for rank, line in enumerate(content.splitlines()):
+        try:
+            token = base64.b64decode(line.partition(b" ")[0], validate=True)
+        except ValueError:
+            token = b""
+        if token in ranks or line != base64.b64encode(token) + b" %d" % rank:
+            problem = f"line {rank + 1} is not a new token in base64, a space and the rank {rank}"
+            raise ValueError(f"is not a whole tiktoken file: {problem}; get the file again")
+        ranks[token] = rank
+    if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
+        problem = f"{missing} of the 256 bytes are no token"
+        raise ValueError(f"is not a whole tiktoken file: {problem}; get the file again")
+    return ranks
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text where it exceeds MAX_TEXT, or a run in it MAX_RUN: longer ones overflow tiktoken's
+    stack."""
+    for start in range(0, len(text), MAX_TEXT):
+        part = text[start : start + MAX_TEXT]
+        cuts = [0]
+        # Looking at every character takes as long as encoding it; a long run shows at one in
+        # MAX_RUN // 2 of them.
+        if any(HALF_RUN.match(part, at) for at in range(0, len(part), MAX_RUN // 2)):
+            for run in LONG_RUN.finditer(part):
+                cuts += range(run.start() + MAX_RUN, run.end(), MAX_RUN)
+        for begin, end in pairwise([*cuts, len(part)]):
+            yield part[begin:end]
+
+
+def read_json(content: bytes, config: Path) -> Vocabulary:
+    """Read a Hugging Face tokenizer.json.
+
+    BOS and EOS are those that the file `config` names, if it exists; otherwise Llama 3's, or <s>
+    and </s>."""
+    import tokenizers  # of the [llama] extra
+
+    # The package reads this at every batch; it would start a thread per core in each process.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except ValueError as error:
+        raise ValueError(f"is not a whole tokenizer.json: {error}; get the file again") from error
+    tokenizer.encode_special_tokens = True  # a special token within a text is text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def special_id(named: str | dict[str, str] | None, usual: list[str]) -> int:
+        token = named["content"] if isinstance(named, dict) else named
+        ids = map(tokenizer.token_to_id, [token] if token else usual)
+        return next((found for found in ids if found is not None), -1)
+
+    try:
+        named = json.loads(config.read_bytes()) if config.exists() else {}
+        bos_id = special_id(named.get("bos_token"), ["<|begin_of_text|>", "<s>"])
+        eos_id = special_id(named.get("eos_token"), ["<|end_of_text|>", "</s>"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"has a broken {config.name} beside it: {error}; fix or remove that"
+        ) from error
+
+    # Some files do not mark these as special, and would then find them in a text.
+    special = [tokenizer.id_to_token(i) for i in (bos_id, eos_id) if i >= 0]
+    tokenizer.add_special_tokens(special)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    return Vocabulary(size, bos_id, eos_id, encode, tokenizer.decode)
