@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sample_jobs import job_of
 
-from torchtitan_lite.build_model import asked_of_step
+from torchtitan_lite.build import asked_of_step
 from torchtitan_lite.config import Config, Float8Config, TrainingConfig
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.planner.meta_model import build_meta_model
