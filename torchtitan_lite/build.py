@@ -129,7 +129,7 @@ def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLed
     converted = {name for choice in choices if choice.converted for name in choice.names}
     fsdp_groups = {tuple(name.split(".")[:2]) for name in converted}  # blocks, or the last group
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
-    gathers_activations = float8.recipe.gathers_activations and degrees.tp > 1
+    gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
     fuses = job.config.parallelism.enable_async_tensor_parallel
     return Asked(
         linears=len(converted),
@@ -288,9 +288,8 @@ def build_metrics(
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
-    peaks = resolve_peaks(
-        device, config.metrics, precisions=precisions, file=job.folder / "peaks.json"
-    )
+    file = job.folder / "peaks.json"
+    peaks = resolve_peaks(device, config.metrics, precisions=precisions, file=file)
     logger.info(f"{peaks}")
 
     writers: list[Writer] = []

@@ -62,7 +62,7 @@ class Rank:
 
     def gathers_float8(self, tensor: str) -> bool:
         """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
-        possible = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
+        possible = self.degrees.tp > 1 and self.config.float8.recipe.gathers_float8
         return possible and _readers(tensor) <= self.float8_linears
 
 
