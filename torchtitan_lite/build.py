@@ -62,7 +62,9 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     )
     rates = rates_of(device, config.metrics)
     on_cpu = device.type == "cpu"
-    return resolve_auto(job, rates=rates, memory_gib=min(memory_gib), on_cpu=on_cpu), tokenizer
+    job = resolve_auto(job, rates=rates, memory_gib=min(memory_gib), on_cpu=on_cpu)
+    logger.info(f"{job.layout()}, on {device.type}")
+    return job, tokenizer
 
 
 def rates_of(device: torch.device, metrics: MetricsConfig) -> DeviceRates | None:

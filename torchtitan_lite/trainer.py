@@ -45,8 +45,7 @@ from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
 
-STATUS_SECONDS = 5.0
-"""Least time between two updates of status.json, which wait for the disk."""
+STATUS_SECONDS = 5.0  # least time between updates of status.json, which wait for the disk
 
 
 class Stopped(Exception):
@@ -74,7 +73,6 @@ class Trainer:
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
 
         # The mesh, and the ranks that train on different samples.
-        logger.info(f"{job.layout()}, on {device.type}")
         mesh = build_mesh(job.degrees, device_type=device.type)
         dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.dp_group = dp_mesh.get_group()
@@ -163,10 +161,7 @@ class Trainer:
         return stopped_by
 
     def advance(self, step: int) -> None:
-        """Train one step, log it, and do what is due after it.
-
-        Validation, checkpoints and garbage collection are outside the step's time.
-        """
+        """Train one step, log it, and do what is due after it, outside the step's time."""
         config, first, last = self.config, step == self.first_step, step == self.last_step
 
         # The step. The first one is observed: did float8 really run where it was asked for? Later
@@ -249,10 +244,8 @@ class Trainer:
         )
 
     def gather_losses_and_clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the gradients while the ranks' losses travel.
-
-        Returns the losses of all data-parallel ranks, [dp], and the gradient norm before clipping.
-        """
+        """Clip the gradients while the ranks' losses travel. Return these losses, [dp], and the
+        gradient norm before clipping."""
         gathered = [torch.empty_like(loss) for _ in range(self.job.degrees.dp)]
         gathering = dist.all_gather(gathered, loss, group=self.dp_group, async_op=True)
         max_norm = self.config.training.max_norm
@@ -262,10 +255,8 @@ class Trainer:
         return torch.stack(gathered), grad_norm
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return this rank's next batch once all ranks have theirs; None after the last.
-
-        Raises on every rank the error that one of them has, or `Stopped` after a signal.
-        """
+        """Return this rank's next batch once all ranks have theirs; None after the last. Raises on
+        every rank the error that one of them has, or `Stopped` after a signal."""
         self.watchdog.at(self.step + 1, "data")
         batch, error = None, None
         try:
@@ -287,10 +278,8 @@ class Trainer:
         return batch
 
     def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """Return `scale` times the summed cross-entropy of a microbatch, [] float32.
-
-        `tokens` and `labels` are [B, S]. Where gradients are enabled, the backward pass runs too.
-        """
+        """Return the cross-entropy of `tokens` and `labels` [B, S], summed and scaled, [] float32.
+        Where gradients are enabled, the backward pass runs too."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
         of_linear, of_logits = self.cross_entropy.of_linear, self.cross_entropy.of_logits
         if self.fuses_output:
