@@ -1,7 +1,7 @@
-"""Build a run's parts from its job, in order: mesh, data, model, optimizer, checkpoint, metrics."""
+"""The parts of a run, each built from its job: model, batches, checkpointer, metrics."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -9,42 +9,43 @@ import torch.distributed as dist
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.build_model import build_model, planned_device
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
-from torchtitan_lite.config import CheckpointConfig, Config, check_decay
+from torchtitan_lite.config import Config, MetricsConfig, TrainingConfig, check_decay
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.convert import (
-    build_scale_hook,
-    has_float8_units,
-    is_float8,
-)
-from torchtitan_lite.float8.numerics import NumericsMonitor
+from torchtitan_lite.float8.convert import has_float8_units, must_emulate
 from torchtitan_lite.float8.observe import Asked
+from torchtitan_lite.float8.selection import LinearChoice, format_choices
 from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.logger import logger
+from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
-from torchtitan_lite.metrics.writers import build_writers
-from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import UpdateGuard, build_optimizer
-from torchtitan_lite.parallel.distributed import build_mesh, local_world_size
-from torchtitan_lite.planner.meta_model import resolve_auto
+from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer, attention_backend
+from torchtitan_lite.optim import UpdateGuard
+from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.tensor_parallel import float8_gathers
+from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
+from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
 
 
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
-    """Derive the job, with "auto" values chosen for this device, and its tokenizer.
+    """Derive the job, with "auto" values chosen for this device, and its tokenizer. Seed torch.
 
     A collective call. Raises ConfigError or DataError.
     """
+    on_rank0(lambda: check_wandb_installed(config.metrics))
+    set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=dist.get_world_size(), tokenizer=tokenizer.values)
 
@@ -52,94 +53,108 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     memory_gib = on_all_ranks(
         lambda: total_memory_gib(device) or host_memory_gib() / local_world_size()
     )
-    job = resolve_auto(
-        job,
-        memory_gib=min(memory_gib),
-        device=planned_device(device, config.metrics),
-        on_cpu=device.type == "cpu",
-    )
+    spec, on_cpu = planned_device(device, config.metrics), device.type == "cpu"
+    job = resolve_auto(job, memory_gib=min(memory_gib), device=spec, on_cpu=on_cpu)
+    logger.info(f"{job.layout()}, on {device.type}")
     return job, tokenizer
 
 
-@dataclass
-class Parts:
-    """What a Trainer needs, built and loaded."""
-
-    progress: TrainingProgress
-    """Where the run continues."""
-    batches: TrainingBatches
-    validation_batches: ValidationBatches | None
-    model: Transformer
-    cross_entropy: CrossEntropy
-    fuses_output: bool
-    """Whether the loss computes the output projection itself, one chunk of tokens at a time."""
-    expected: Asked
-    """Float8 operations that the first step must show."""
-    optimizer: torch.optim.Optimizer
-    scale_hook: Callable[[], None]
-    """To be called after each change of the weights."""
-    guard: UpdateGuard
-    checkpointer: Checkpointer
-    numerics: NumericsMonitor
-    metrics: MetricsProcessor
-    dp_group: dist.ProcessGroup
-    """The data-parallel ranks, among which the loss is averaged."""
+def planned_device(device: torch.device, metrics: MetricsConfig) -> DeviceSpec | None:
+    """Return the data sheet that float8 is planned by; None on CPU, for an unknown GPU and for one
+    whose float8 peak is not known."""
+    on_gpu = device.type == "cuda"
+    spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
+    spec = spec and spec.with_given(metrics)
+    return spec if spec and spec.fp8_tflops else None
 
 
-def build_parts(
-    job: Job, tokenizer: Tokenizer, *, device: torch.device, resume: CheckpointManifest | None
-) -> Parts:
-    """Build every part of `job` and load the checkpoint. A collective call.
+# ----- The model -----
 
-    `resume` is the manifest of the checkpoint to continue from; None for a new run.
+
+def build_model(
+    job: Job, mesh: DeviceMesh, *, device: torch.device
+) -> tuple[Transformer, FlopsLedger, Asked]:
+    """Build the model: on meta, in float8, sharded, then initialised.
+
+    Returns the model, its FLOPs per token, and the float8 operations that a step must show.
     """
-    config, degrees = job.config, job.degrees
-    logger.info(f"{job.layout()}, on {device.type}")
-    mesh = build_mesh(degrees, device_type=device.type)
-    dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")  # ranks that train on other samples
+    config, float8, training = job.config, job.config.float8, job.config.training
+    dtype = getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(
+        job.model_args, tp_degree=job.degrees.tp, dtype=dtype, device=device
+    )
+    meta = build_meta_model(
+        job,
+        emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
+        fused_attention=attention != "MATH",
+    )
+    model, asked = meta.model, asked_of_step(job, meta.choices, ledger=meta.ledger)
 
-    # Data, from the first sample that is not trained on yet.
-    progress = accept_progress(resume, job)
-    batches, validation_batches = build_batches(
-        job, tokenizer, dp_rank=dp_mesh.get_local_rank(), progress=progress
+    # Report the model, its float8 linears, and its FLOPs.
+    logger.info(
+        f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
+        f"vocabulary {job.model_args.vocab_size}; attention by {attention}"
+    )
+    if float8.enable_float8_linear:
+        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
+        if (spec := planned_device(device, config.metrics)) is not None:
+            logger.info(f"predicted: {meta.predict(spec).verdict}")
+    log_flops(meta.ledger, document_mask=training.document_mask)
+
+    # Make it parallel, then fill its shards.
+    if config.compile.enable:
+        tag_compiler_cache(attention)  # its key does not contain the backend
+    if float8.enable_float8_linear and config.compile.covers("model"):
+        keep_shared_casts()
+    parallelize(
+        model,
+        mesh,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        training=training,
+    )
+    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
+    init_weights(model, seed=config.debug.seed, buffer_device=device)
+    return model, meta.ledger, asked
+
+
+def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLedger) -> Asked:
+    """Return the float8 operations that each rank must run in a step."""
+    float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
+    converted = {name for choice in choices if choice.converted for name in choice.names}
+    fsdp_groups = {tuple(name.split(".")[:2]) for name in converted}  # blocks, or the last group
+    gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
+    gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
+    fuses = job.config.parallelism.enable_async_tensor_parallel
+    return Asked(
+        linears=len(converted),
+        matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),
+        matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
+        fsdp_gathers=len(fsdp_groups) if gathers_weights else 0,
+        tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
+        # At least one fusion a block: the compiler chooses which collectives it fuses.
+        fused=microbatches * job.model_args.n_layers if fuses else 0,
     )
 
-    # Model and optimizer.
-    model, ledger, expected = build_model(job, mesh=mesh, device=device)
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
-    scale_hook = build_scale_hook(model, float8=config.float8)
 
-    # Checkpoint.
-    checkpointer = build_checkpointer(
-        job, model=model, optimizer=optimizer, mesh=mesh, device=device
-    )
-    load_state(checkpointer, config.checkpoint, resume=resume)
-    scale_hook()  # for the weights just loaded
-
-    gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
-    return Parts(
-        progress=progress,
-        batches=batches,
-        validation_batches=validation_batches,
-        model=model,
-        cross_entropy=CrossEntropy(compiled=config.compile.covers("loss")),
-        fuses_output=not (gathers_logits or is_float8(model.output)),
-        expected=expected,
-        optimizer=optimizer,
-        scale_hook=scale_hook,
-        guard=build_guard(job, progress, device=device),
-        checkpointer=checkpointer,
-        numerics=NumericsMonitor(model, freq=config.float8.log_numerics_freq, device=device),
-        metrics=build_metrics(
-            job, ledger, device=device, total_steps=batches.last_step, progress=progress
-        ),
-        dp_group=dp_mesh.get_group(),
-    )
+def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
+    """Log the FLOPs per token by precision, and how they were counted."""
+    shares = (f"{n / ledger.total:.2%} {name}" for name, n in ledger.by_precision.items() if n)
+    line = f"{ledger.total:,} FLOPs per token: {', '.join(shares)}"
+    if ledger.emulated:
+        line += f" (float8, emulated, counts as {ledger.fp8_runs_in})"
+    if recomputed := sum(ledger.recompute.values()):
+        line += f"; {recomputed / ledger.total:.2%} more are recomputed"
+    if document_mask:
+        line += "; attention counts as if documents were one"
+    logger.info(line)
 
 
-def build_guard(job: Job, progress: TrainingProgress, *, device: torch.device) -> UpdateGuard:
-    """Build the guard that skips updates, with the counts of the steps before."""
-    training = job.config.training
+def build_guard(
+    training: TrainingConfig, progress: TrainingProgress, *, device: torch.device
+) -> UpdateGuard:
+    """Build the guard that skips updates, which counts on after `progress`."""
     return UpdateGuard(
         training,
         device=torch.device("cpu") if training.enable_cpu_offload else device,
@@ -147,6 +162,9 @@ def build_guard(job: Job, progress: TrainingProgress, *, device: torch.device) -
         consecutive_skips=progress.consecutive_skips,
         loss_mean=progress.loss_mean,
     )
+
+
+# ----- Data and checkpoints -----
 
 
 def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProgress:
@@ -215,13 +233,16 @@ def build_batches(
 
 def build_checkpointer(
     job: Job,
-    *,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
+    *,
     mesh: DeviceMesh,
     device: torch.device,
+    resume: CheckpointManifest | None,
 ) -> Checkpointer:
-    """Build the Checkpointer of the run folder."""
+    """Build the Checkpointer of the run folder, and load the checkpoint to continue from, or the
+    weights to start with, if there are any."""
+    settings = job.config.checkpoint
     assert mesh.mesh_dim_names is not None, "build_mesh names its dimensions"
     manifest = CheckpointManifest(
         world_size=job.degrees.world_size,
@@ -229,27 +250,25 @@ def build_checkpointer(
         model=asdict(job.model_args),
         config=job.to_toml(),
     )
-    return Checkpointer(
+    checkpointer = Checkpointer(
         model,
         optimizer,
-        job.config.checkpoint,
+        settings,
         folder=job.checkpoint_folder,
         device=device,
         manifest=manifest,
     )
-
-
-def load_state(
-    checkpointer: Checkpointer, checkpoint: CheckpointConfig, *, resume: CheckpointManifest | None
-) -> None:
-    """Load the checkpoint to continue from, or the weights to start with, if there are any."""
-    initial = checkpoint.initial_load_path
+    initial = settings.initial_load_path
     if resume is not None:
         if initial is not None:
             logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
         checkpointer.load(resume)
     elif initial is not None:
         checkpointer.load_weights(Path(initial))
+    return checkpointer
+
+
+# ----- Metrics -----
 
 
 def build_metrics(
@@ -269,9 +288,8 @@ def build_metrics(
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
-    peaks = resolve_peaks(
-        device, config.metrics, precisions=precisions, file=job.folder / "peaks.json"
-    )
+    file = job.folder / "peaks.json"
+    peaks = resolve_peaks(device, config.metrics, precisions=precisions, file=file)
     logger.info(f"{peaks}")
 
     writers: list[Writer] = []

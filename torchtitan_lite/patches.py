@@ -26,11 +26,9 @@ def tag_compiler_cache(label: str) -> None:
     """Compile and cache separately what runs under another `label`.
 
     Changes: `torch.compiler.config.cache_key_tag`.
-    Why: the key of the compiler's cache contains neither the rank's coordinate in a DTensor's mesh
-    nor the backend that computes attention. A rank would load code compiled for another rank's part
-    of the vocabulary and train on a wrong loss.
-    Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.13.
-    Remove: once the key contains both.
+    Why: the key of the compiler's cache contains neither the rank's place in a DTensor's mesh nor
+    the attention backend. A rank would load another rank's code and train on a wrong loss.
+    Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.13. Remove: once the key has both.
     """
     tag = torch.compiler.config.cache_key_tag
     if label not in tag.split("; "):
@@ -41,9 +39,8 @@ def save_no_rng_state() -> None:
     """Do not save the state of the random generator for operators that are recomputed.
 
     Changes: `has_recomputable_rng_ops` of the compiler's partitioner.
-    Why: attention counts as a random operator, because it can apply dropout. The state of the CPU's
-    generator is inserted among the inputs where the partitioner expects DTensor's mesh, and
-    compilation fails. The model has no dropout.
+    Why: attention counts as random, as it can apply dropout, which the model has not. The CPU
+    generator's state takes the place of DTensor's mesh among the inputs, and compilation fails.
     Upstream: not reported. Seen: torch 2.13 on CPU, full recomputation under tensor parallelism.
     Remove: once such a block compiles on CPU, or when the model gets a random operator.
     """
@@ -71,8 +68,7 @@ def trust_instruction_set() -> None:
     Changes: `VecISA.check_build` of Inductor, unless the environment sets `vec_isa_ok`.
     Why: the compiler builds a test program for each instruction set, which takes seconds. AMX is
     still tested, since a C++ compiler that PyTorch supports may not know its instructions.
-    Upstream: not reported. Seen: torch 2.13.
-    Remove: once the first compilation builds no test programs.
+    Upstream: not reported. Seen: torch 2.13. Remove: once no test programs are built.
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import VecISA
@@ -93,8 +89,8 @@ def weigh_cudnn_attention() -> None:
     """Count cuDNN's attention among the operators that are expensive to recompute.
 
     Changes: `get_default_op_list` of the compiler's partitioner.
-    Why: the list has flash and memory-efficient attention only. Under any memory budget the
-    compiler would recompute cuDNN's, the most expensive operator of a block.
+    Why: the list has other attentions only. Under any memory budget the compiler would recompute
+    cuDNN's, the most expensive operator of a block.
     Upstream: not reported; pytorch/pytorch#129533 added the others. Seen: torch 2.13.
     Remove: once the list has `_scaled_dot_product_cudnn_attention`.
     """
@@ -128,11 +124,9 @@ def keep_shared_casts() -> None:
     """Compute a cast to float8 once for all matmuls of a compiled graph that read it.
 
     Changes: `torch._inductor.config.post_grad_custom_post_pass`.
-    Why: Inductor passes a matmul its operand in memory of a given layout, and computes a cast that
-    several matmuls read, as wq, wk and wv do, once for each of them. Marked to be stored, it is
-    computed once.
-    Upstream: not reported. Seen: torch 2.13, torchao 0.18.
-    Remove: once Inductor stores such a cast by itself.
+    Why: Inductor computes a cast that several matmuls read, as wq, wk and wv do, once for each of
+    them. Marked to be stored in the layout that matmuls take, it is computed once.
+    Upstream: not reported. Seen: torch 2.13, torchao 0.18. Remove: once Inductor stores it itself.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -180,9 +174,8 @@ def gather_float8_as_bytes() -> None:
     """Gather float8 activations as uint8.
 
     Changes: the all-gathers in torchao's `FLOAT8_OPS_TABLE`.
-    Why: gloo, the backend on CPU, has no float8 types.
-    Upstream: pytorch/pytorch#126338, solved for NCCL. Seen: torch 2.13, torchao 0.18.
-    Remove: once gloo gathers float8 tensors.
+    Why: gloo, the backend on CPU, has no float8 types. Upstream: pytorch/pytorch#126338, solved
+    for NCCL. Seen: torch 2.13, torchao 0.18. Remove: once gloo gathers float8 tensors.
     """
     from torchao.float8 import float8_ops
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -236,8 +229,7 @@ def allow_long_saves() -> None:
     Changes: the default time-out of `PContext.close`, after which the agent kills its workers.
     Why: torch 2.11 ignores the variable and kills workers 30 s after a signal, in the middle of a
     long save. Later versions read it into `LaunchConfig.shutdown_timeout` and are not changed.
-    Upstream: fixed in torch 2.12. Seen: torch 2.11.
-    Remove: when torch 2.11 is no longer supported.
+    Upstream: fixed in torch 2.12. Seen: torch 2.11. Remove: when 2.11 is no longer supported.
     """
     from torch.distributed.elastic.multiprocessing import PContext
     from torch.distributed.launcher.api import LaunchConfig

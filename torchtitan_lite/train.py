@@ -185,7 +185,7 @@ def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
 
 def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
     """Log the summary, the epochs, and where to look next."""
-    config, batches = trainer.config, trainer.parts.batches
+    config, batches = trainer.config, trainer.batches
     if (summary := trainer.metrics.summary()) is not None:
         entropy = None
         try:

@@ -12,38 +12,44 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.build import build_parts
+from torchtitan_lite.build import (
+    accept_progress,
+    build_batches,
+    build_checkpointer,
+    build_guard,
+    build_metrics,
+    build_model,
+)
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import agree, on_rank0
-from torchtitan_lite.config import TrainingConfig
 from torchtitan_lite.data.dataloader import Batch, Prefetcher
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import NumericError, RunError
+from torchtitan_lite.errors import RunError
+from torchtitan_lite.float8.convert import is_float8, update_scales
+from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.lr_schedule import lr_factor
-from torchtitan_lite.metrics.processor import Skips, StepValues
-from torchtitan_lite.metrics.writers import check_wandb_installed
-from torchtitan_lite.optim import step_unless
-from torchtitan_lite.parallel.distributed import set_determinism, set_timeouts
+from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.processor import StepValues
+from torchtitan_lite.models.loss import CrossEntropy
+from torchtitan_lite.optim import build_optimizer, step_unless
+from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
 
-STATUS_SECONDS = 5.0
-"""Least time between two updates of status.json, which wait for the disk."""
+STATUS_SECONDS = 5.0  # least time between updates of status.json, which wait for the disk
 
 
 class Stopped(Exception):
-    """Raised on all ranks at the same place after a signal asked the run to stop."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
+    """Raised on all ranks at the same place after a signal, which it names, asked to stop."""
 
 
 class Trainer:
@@ -59,24 +65,59 @@ class Trainer:
         resume: CheckpointManifest | None,
         watchdog: Watchdog,
     ) -> None:
-        """Build the parts of `job`. A collective call.
+        """Build the parts of `job` and load the checkpoint `resume`, if any. A collective call.
 
-        Only rank 0 has a `run_folder`, or none if the caller writes none. `resume` is the manifest
-        of the checkpoint to continue from.
+        Only rank 0 has a `run_folder`, or none if the caller writes none.
         """
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
-        on_rank0(lambda: check_wandb_installed(job.config.metrics))
-        set_determinism(job.config.debug)
 
-        parts = build_parts(job, tokenizer, device=device, resume=resume)
-        self.parts, self.metrics, self.checkpointer = parts, parts.metrics, parts.checkpointer
-        self.generators = random_state(device)  # after loading, which may restore them
-        self.step = self.saved_step = parts.progress.step
-        self.first_step, self.tokens = self.step + 1, parts.progress.tokens
-        self.last_step = parts.batches.last_step
-        self.save_wanted = False
-        self.prefetched = Prefetcher(parts.batches, device=device)
+        # The mesh, and the ranks that train on different samples.
+        mesh = build_mesh(job.degrees, device_type=device.type)
+        dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        self.dp_group = dp_mesh.get_group()
+
+        # Data, from the first sample that is not trained on yet.
+        progress = accept_progress(resume, job)
+        self.batches, self.validation_batches = build_batches(
+            job, tokenizer, dp_rank=dp_mesh.get_local_rank(), progress=progress
+        )
+        self.step = self.saved_step = progress.step
+        self.first_step, self.last_step = progress.step + 1, self.batches.last_step
+        self.tokens, self.save_wanted = progress.tokens, False
+
+        # Model and optimizer, loaded, then what measures them.
+        ledger = self.build_training(mesh, progress=progress, resume=resume)
+        freq = self.config.float8.log_numerics_freq
+        self.numerics = NumericsMonitor(self.model, freq=freq, device=device)
+        self.metrics = build_metrics(
+            job, ledger, device=device, total_steps=self.last_step, progress=progress
+        )
+
+        # From here on batches are made ahead, and random numbers are those of training.
+        self.generators = random_state(device)
+        self.prefetched = Prefetcher(self.batches, device=device)
+
+    def build_training(
+        self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: CheckpointManifest | None
+    ) -> FlopsLedger:
+        """Build and load the model and everything that updates it. Return its FLOPs per token."""
+        config = self.config
+        self.model, ledger, self.asked = build_model(self.job, mesh, device=self.device)
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.guard = build_guard(config.training, progress, device=self.device)
+
+        # The loss computes the output projection itself, unless another linear has to.
+        self.cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
+        gathers_logits = self.job.degrees.tp > 1 and config.parallelism.disable_loss_parallel
+        self.fuses_output = not (gathers_logits or is_float8(self.model.output))
+
+        # Load the checkpoint, then compute the float8 scales of its weights.
+        self.checkpointer = build_checkpointer(
+            self.job, self.model, self.optimizer, mesh=mesh, device=self.device, resume=resume
+        )
+        update_scales(self.model, config.float8)
+        return ledger
 
     def train(self) -> str | None:
         """Train to the last step. Return the name of the signal that stopped the run before it."""
@@ -84,9 +125,8 @@ class Trainer:
         stopped_by: str | None = None
         self.report_progress()
         if self.step >= self.last_step:
-            logger.info(
-                f"nothing left to train: resumed at step {self.step}, the last is {self.last_step}"
-            )
+            left = f"resumed at step {self.step}, the last is {self.last_step}"
+            logger.info(f"nothing left to train: {left}")
 
         with (
             contextlib.closing(self.prefetched),
@@ -121,40 +161,31 @@ class Trainer:
         return stopped_by
 
     def advance(self, step: int) -> None:
-        """Train one step, log it, and do what is due after it.
-
-        Validation, checkpoints and garbage collection are outside the step's time.
-        """
+        """Train one step, log it, and do what is due after it, outside the step's time."""
         config, first, last = self.config, step == self.first_step, step == self.last_step
 
         # The step. The first one is observed: did float8 really run where it was asked for? Later
         # ones measure float8's numerics when due; not the first, which compiles.
-        measured = self.parts.numerics.due(step) and not first
+        measured = self.numerics.due(step) and not first
         observer = StepObserver() if first else None
-        with self.parts.numerics.observe() if measured else observer or contextlib.nullcontext():
+        with self.numerics.observe() if measured else observer or contextlib.nullcontext():
             values = self.train_step(step)
         logged = self.metrics.end_step(step, values)
         if measured:
-            self.metrics.log_numerics(step, self.parts.numerics.figures())
+            self.metrics.log_numerics(step, self.numerics.figures())
         if observer is not None:
-            observer.report(
-                self.parts.model,
-                self.parts.expected,
-                step=step,
-                deterministic=config.debug.deterministic,
-            )
+            strict = config.debug.deterministic
+            observer.report(self.model, self.asked, step=step, deterministic=strict)
         self.step, self.generators = step, random_state(self.device)
 
         # Validation and checkpoint. A step's record is on disk before its checkpoint.
         saves = self.checkpointer.due(step, last=last) or self.save_wanted
         if saves or last:
             self.metrics.settle()
-            error = too_many_skips(self.metrics.skips, config.training)
+            error = self.metrics.skips.error(config.training.max_consecutive_skips)
             if error is not None:  # all ranks have the same counts now
                 raise error
-        if self.parts.validation_batches is not None and (
-            last or step % config.validation.freq == 0
-        ):
+        if config.validation.enable and (last or step % config.validation.freq == 0):
             self.validate(step)
         if saves:
             self.save()
@@ -175,7 +206,7 @@ class Trainer:
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
         schedule = self.config.lr_scheduler.model_dump()
         lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
-        for group in self.parts.optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
@@ -186,7 +217,7 @@ class Trainer:
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
             last = accum_step == accum_steps - 1
-            cast(FSDPModule, self.parts.model).set_requires_gradient_sync(last)
+            cast(FSDPModule, self.model).set_requires_gradient_sync(last)
             losses.append(self.loss(*batch, scale=scale))
         loss = torch.stack(losses).sum()
 
@@ -195,10 +226,10 @@ class Trainer:
         mean_loss = rank_losses.mean()
 
         # Update, unless the loss or the gradient is not finite, or the loss is a spike.
-        found_inf = self.parts.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
-        step_unless(self.parts.optimizer, found_inf)
-        self.parts.optimizer.zero_grad()
-        self.parts.scale_hook()
+        found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
+        step_unless(self.optimizer, found_inf)
+        self.optimizer.zero_grad()
+        update_scales(self.model, self.config.float8)
 
         self.tokens += self.job.batch.global_batch_size * training.seq_len
         return StepValues(
@@ -206,31 +237,26 @@ class Trainer:
             loss=mean_loss,
             loss_max=rank_losses.max(),
             grad_norm=grad_norm.to(self.device),  # on CPU where parameters are offloaded
-            skipped_steps=self.parts.guard.skipped_steps.to(self.device),
-            consecutive_skips=self.parts.guard.consecutive_skips.to(self.device),
+            skipped_steps=self.guard.skipped_steps.to(self.device),
+            consecutive_skips=self.guard.consecutive_skips.to(self.device),
             lr=lr,
-            epochs=self.parts.batches.corpus.epochs(self.parts.batches.samples(step)),
+            epochs=self.batches.corpus.epochs(self.batches.samples(step)),
         )
 
     def gather_losses_and_clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the gradients while the ranks' losses travel.
-
-        Returns the losses of all data-parallel ranks, [dp], and the gradient norm before clipping.
-        """
+        """Clip the gradients while the ranks' losses travel. Return these losses, [dp], and the
+        gradient norm before clipping."""
         gathered = [torch.empty_like(loss) for _ in range(self.job.degrees.dp)]
-        gathering = dist.all_gather(gathered, loss, group=self.parts.dp_group, async_op=True)
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.parts.model.parameters(), self.config.training.max_norm
-        )
+        gathering = dist.all_gather(gathered, loss, group=self.dp_group, async_op=True)
+        max_norm = self.config.training.max_norm
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         gathering.wait()
         return torch.stack(gathered), grad_norm
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return this rank's next batch once all ranks have theirs; None after the last.
-
-        Raises on every rank the error that one of them has, or `Stopped` after a signal.
-        """
+        """Return this rank's next batch once all ranks have theirs; None after the last. Raises on
+        every rank the error that one of them has, or `Stopped` after a signal."""
         self.watchdog.at(self.step + 1, "data")
         batch, error = None, None
         try:
@@ -241,29 +267,25 @@ class Trainer:
 
         # All ranks agree whether to continue, so that none waits for one that has left.
         self.watchdog.at(self.step + 1, "agreement")
-        error = error or self.checkpointer.failure()
-        error = error or too_many_skips(self.metrics.skips, self.config.training)
-        stop, save = agree(
-            stop=self.watchdog.stop_signal.received, save=self.save_requested(), error=error
-        )
+        max_skips = self.config.training.max_consecutive_skips
+        error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
+        stop = self.watchdog.stop_signal.received
+        stop, save = agree(stop=stop, save=self.save_requested(), error=error)
         self.save_wanted |= save
         if stop:
-            raise Stopped(stop)
+            raise Stopped(signal.Signals(stop).name)
         self.watchdog.at(self.step + 1, "forward and backward")
         return batch
 
     def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """Return `scale` times the summed cross-entropy of a microbatch, [] float32.
-
-        `tokens` and `labels` are [B, S]. Where gradients are enabled, the backward pass runs too.
-        """
+        """Return the cross-entropy of `tokens` and `labels` [B, S], summed and scaled, [] float32.
+        Where gradients are enabled, the backward pass runs too."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
-        if self.parts.fuses_output:
-            loss = self.parts.model(
-                tokens, partial(self.parts.cross_entropy.of_linear, labels=labels, scale=scale)
-            )
+        of_linear, of_logits = self.cross_entropy.of_linear, self.cross_entropy.of_logits
+        if self.fuses_output:
+            loss = self.model(tokens, partial(of_linear, labels=labels, scale=scale))
         else:
-            loss = self.parts.cross_entropy.of_logits(self.parts.model(tokens), labels, scale=scale)
+            loss = of_logits(self.model(tokens), labels, scale=scale)
         if torch.is_grad_enabled():
             loss.backward()
         return loss.detach()
@@ -271,29 +293,27 @@ class Trainer:
     @torch.no_grad()
     def validate(self, step: int) -> None:
         """Log the mean loss over the validation windows."""
-        assert self.parts.validation_batches is not None
+        assert self.validation_batches is not None, "validation is enabled"
         on_gpu = [self.device] if self.device.type == "cuda" else []
         # Random numbers drawn here do not change those of training, nor of a resumed run.
         with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
             scale = 1 / (self.config.validation.steps * self.config.training.microbatch_tokens)
             loss = torch.zeros((), device=self.device)
-            batches = iter(self.parts.validation_batches)
+            batches = iter(self.validation_batches)
             while (batch := self.next_batch(batches)) is not None:
                 loss += self.loss(*batch, scale=scale)
-            dist.all_reduce(loss, group=self.parts.dp_group)
+            dist.all_reduce(loss, group=self.dp_group)
             mean = loss.item()
         self.metrics.write_scalars(step, {"validation_loss": mean})
 
     def save_requested(self) -> bool:
         """Return whether the file that asks for a save is there, and remove it. Rank 0 only."""
-        if self.run_folder is None or not self.checkpointer.enabled:
-            return False
         request = self.job.folder / self.config.checkpoint.save_request_file
-        if not request.is_file():
-            return False
-        request.unlink(missing_ok=True)
-        logger.info(f"{request} asks for a save")
-        return True
+        wanted = bool(self.run_folder) and self.checkpointer.enabled and request.is_file()
+        if wanted:
+            request.unlink(missing_ok=True)
+            logger.info(f"{request} asks for a save")
+        return wanted
 
     def save(self) -> None:
         """Save the state after the last finished step."""
@@ -310,14 +330,14 @@ class Trainer:
 
     def progress(self) -> TrainingProgress:
         """Return the numbers that a checkpoint of the last finished step holds."""
-        loss_mean = self.parts.guard.loss_mean.item()
+        loss_mean = self.guard.loss_mean.item()
         return TrainingProgress(
             step=self.step,
-            samples=self.parts.batches.samples(self.step),
+            samples=self.batches.samples(self.step),
             tokens=self.tokens,
-            data=self.parts.batches.corpus.identity(),
-            skipped_steps=int(self.parts.guard.skipped_steps.item()),
-            consecutive_skips=int(self.parts.guard.consecutive_skips.item()),
+            data=self.batches.corpus.identity(),
+            skipped_steps=int(self.guard.skipped_steps.item()),
+            consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
         )
 
@@ -328,16 +348,3 @@ class Trainer:
             saved = self.checkpointer.last_saved
             last_checkpoint = None if saved is None else str(saved)
             self.run_folder.update(step=self.step, last_checkpoint=last_checkpoint)
-
-
-def too_many_skips(skips: Skips, training: TrainingConfig) -> NumericError | None:
-    """Return the error that ends a run after max_consecutive_skips steps without an update."""
-    limit = training.max_consecutive_skips
-    if skips.consecutive < limit:
-        return None
-    return NumericError(
-        f"[training] max_consecutive_skips = {limit}: the {skips.consecutive} steps up to "
-        f"{skips.step} had no update, as their loss or gradient was not finite, or their loss a "
-        f"spike; step {skips.step}: loss = {skips.loss}, grad_norm = {skips.grad_norm}. Lower "
-        "[optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
-    )

@@ -227,7 +227,7 @@ class FaultyTrainer(trainer.Trainer):
         if self.notes_weights:
             parts = [
                 parameter.to_local().numpy().tobytes()
-                for parameter in self.parts.model.state_dict().values()
+                for parameter in self.model.state_dict().values()
             ]
             with (self.job.folder / f"weights-{RANK}.jsonl").open("a") as file:
                 file.write(

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from torchtitan_lite.build import prepare_job
-from torchtitan_lite.build_model import build_model
+from torchtitan_lite.build import build_model, prepare_job
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.models.loss import CrossEntropy
@@ -56,7 +55,7 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     )
     job, _ = prepare_job(config, device=device)
     mesh = build_mesh(job.degrees, device_type=device.type)
-    model, *_ = build_model(job, mesh=mesh, device=device)
+    model, *_ = build_model(job, mesh, device=device)
     weights = {
         name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()
     }

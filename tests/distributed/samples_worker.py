@@ -24,7 +24,7 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
     """The loss, after its microbatch was noted, if it is one to train on."""
     if not torch.is_grad_enabled():
         return loss(trainer, tokens, labels, **options)
-    samples = trainer.parts.batches.sample_ids(
+    samples = trainer.batches.sample_ids(
         trainer.step + 1, next(microbatches) % trainer.job.batch.grad_accum_steps
     )
     hashes = [

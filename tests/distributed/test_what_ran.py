@@ -30,8 +30,6 @@ def test_under_tensorwise_the_run_says_what_it_multiplied_and_gathered(tmp_path:
         "--float8.precompute_float8_dynamic_scale_for_fsdp",
     ]
     output = finish(tmp_path, *FLOAT8, *gather, TP, "--training.global_batch_size=2", processes=4)
-    gathers = "tensor parallelism gathers 8 activations and gradients a step in float8"
-    assert f"{gathers}, the others in bfloat16" in output
     assert said(output) == [
         # Two blocks of seven linears, and one of the vocabulary, multiply three times.
         "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 "
@@ -50,7 +48,6 @@ def test_under_rowwise_it_says_that_activations_are_gathered_in_high_precision(
     output = finish(
         tmp_path, *FLOAT8, "--float8.recipe_name=rowwise", TP, "--training.global_batch_size=1"
     )
-    assert "tensor parallelism gathers all activations in bfloat16: " in output
     assert said(output)[-1] == "gathers of activations by tensor parallelism: 10 in bfloat16"
 
 

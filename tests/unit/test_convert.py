@@ -12,12 +12,11 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import (
-    build_scale_hook,
+    MXFP8Linear,
     convert_linears,
-    float8_linear_config,
-    resolve_emulate,
+    must_emulate,
+    update_scales,
 )
-from torchtitan_lite.float8.mxfp8 import MXFP8Linear
 from torchtitan_lite.float8.selection import LinearChoice, select_linears
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Output, Transformer
@@ -28,11 +27,11 @@ ARGS = ModelArgs(
 CUDA = torch.device("cuda", 0)
 
 
-def converted(float8: Float8Config) -> nn.Module:
+def converted(float8: Float8Config, *, emulate: bool = True) -> nn.Module:
     with torch.device("meta"):
         model = Transformer(ARGS)
     choices = select_linears(model, filter_fqns=float8.filter_fqns, tp_degree=1, tokens=64)
-    convert_linears(model, choices, float8=float8, emulate=True)
+    convert_linears(model, choices, float8=float8, emulate=emulate)
     return model
 
 
@@ -55,7 +54,9 @@ def test_the_chosen_linears_and_no_others_are_converted_and_emulate() -> None:
 @pytest.mark.parametrize("emulate", [True, False])
 def test_recipes_keep_their_scaling_with_and_without_emulation(emulate: bool) -> None:
     configs = {
-        name: float8_linear_config(Float8Config(recipe_name=name), emulate=emulate)
+        name: converted(Float8Config(recipe_name=name), emulate=emulate)
+        .layers[0]
+        .attention.wq.config
         for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     }
     assert all(config.emulate is emulate for config in configs.values())
@@ -84,8 +85,8 @@ def test_weights_are_wrapped_for_the_float8_all_gather_only_where_asked_for(
 
 
 def test_float8_is_emulated_on_cpu_and_on_a_gpu_where_asked_for() -> None:
-    assert resolve_emulate(Float8Config(), device=torch.device("cpu"))
-    assert resolve_emulate(Float8Config(emulate=True), device=CUDA)
+    assert must_emulate(Float8Config(), device=torch.device("cpu"))
+    assert must_emulate(Float8Config(emulate=True), device=CUDA)
 
 
 def test_a_gpu_without_float8_is_refused_by_name_and_capability(
@@ -97,9 +98,9 @@ def test_a_gpu_without_float8_is_refused_by_name_and_capability(
         ConfigError,
         match=r"capability 8\.9 or newer, and NVIDIA A100-SXM4-80GB has 8\.0; set \[float8\] em",
     ):
-        resolve_emulate(Float8Config(), device=CUDA)
+        must_emulate(Float8Config(), device=CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not resolve_emulate(Float8Config(), device=CUDA)
+    assert not must_emulate(Float8Config(), device=CUDA)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
@@ -113,9 +114,9 @@ def test_a_gpu_without_mxfp8_is_refused_by_name_and_capability(
         ConfigError,
         match=rf"capability 10\.x, and NVIDIA GPU has {have}; set \[float8\] emulate",
     ):
-        resolve_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
+        must_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-    assert not resolve_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
+    assert not must_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
 
 
 def test_mxfp8_is_another_linear() -> None:
@@ -145,7 +146,7 @@ def test_scales_are_precomputed_only_where_asked_for(
 ) -> None:
     seen: list[nn.Module] = []
     monkeypatch.setattr(torchao.float8, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
-    build_scale_hook(nn.Linear(1, 1), float8=Float8Config(**float8))()
+    update_scales(nn.Linear(1, 1), Float8Config(**float8))
     assert len(seen) == calls
 
 

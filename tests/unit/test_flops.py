@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from torchtitan_lite.float8.convert import is_float8
-from torchtitan_lite.float8.mxfp8 import convert_to_mxfp8
+from torchtitan_lite.float8.convert import convert_to_mxfp8, is_float8
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs

@@ -19,7 +19,6 @@ FLOORS = [
     {"agent", "bench", "launch", "train"},
     {"trainer"},
     {"build"},
-    {"build_model"},
     {"convert_hf", "planner"},
     {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
     {"job"},
@@ -35,7 +34,6 @@ checked."""
 SEE_THE_JOB = {
     "bench",
     "build",
-    "build_model",
     "config",
     "convert_hf",
     "job",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.mxfp8 import MXFP8Linear, convert_to_mxfp8
+from torchtitan_lite.float8.convert import MXFP8Linear, convert_to_mxfp8
 
 
 def build_model() -> nn.Sequential:
@@ -61,10 +61,10 @@ def test_a_torchao_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(version("torchao").startswith("0.17."), reason="a torchao without MXFP8")
 def test_the_prototype_is_loaded_for_its_users_alone_and_says_nothing() -> None:
     code = """
-import sys, torch, torchtitan_lite.float8.mxfp8 as mxfp8
+import sys, torch, torchtitan_lite.float8.convert as convert
 print("torchao.prototype.moe_training" in sys.modules)
 model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
-mxfp8.convert_to_mxfp8(model, ["0"], emulate=False)
+convert.convert_to_mxfp8(model, ["0"], emulate=False)
 print("torchao.prototype.moe_training" in sys.modules)
 """
     result = subprocess.run(

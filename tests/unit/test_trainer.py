@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from torchtitan_lite.config import DebugConfig, TrainingConfig
+from torchtitan_lite.config import DebugConfig
 from torchtitan_lite.metrics.processor import Skips
-from torchtitan_lite.trainer import set_determinism, too_many_skips
+from torchtitan_lite.parallel.distributed import set_determinism
 
 
 def test_too_many_steps_in_a_row_without_an_update_end_the_run() -> None:
-    assert too_many_skips(Skips(), TrainingConfig(max_consecutive_skips=1)) is None
+    assert Skips().error(1) is None
     skips = Skips(consecutive=3, step=7, loss=math.nan, grad_norm=1.0)
-    assert too_many_skips(skips, TrainingConfig(max_consecutive_skips=4)) is None
-    error = too_many_skips(skips, TrainingConfig(max_consecutive_skips=3))
+    assert skips.error(4) is None
+    error = skips.error(3)
     assert error is not None and error.exit_code == 5
     assert str(error).startswith(
         "[training] max_consecutive_skips = 3: the 3 steps up to 7 had no update"

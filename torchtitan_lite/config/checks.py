@@ -175,10 +175,10 @@ def _check_float8(config: Config) -> Iterator[str]:
             f"for a tensor or a row, not those of recipe_name = {name}; "
             "set it to 0, or change the recipe"
         )
-    if float8.enable_fsdp_float8_all_gather and not recipe.gathers_weights:
+    if float8.enable_fsdp_float8_all_gather and not recipe.gathers_float8:
         yield (
             "[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "
-            f"{_recipes(lambda other: other.gathers_weights)}, not {name}; "
+            f"{_recipes(lambda other: other.gathers_float8)}, not {name}; "
             "set it to false, or change the recipe"
         )
 

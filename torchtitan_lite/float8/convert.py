@@ -1,22 +1,18 @@
 """Swap nn.Linear for its float8 kind, and update the weights' scales after each optimizer step."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 from torchtitan_lite.torchao_types import is_float8_linear
 
-from .mxfp8 import MXFP8Linear, convert_to_mxfp8
 from .selection import LinearChoice
-
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
 
 # The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
@@ -27,17 +23,16 @@ def has_float8_units(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
-def resolve_emulate(float8: Float8Config, *, device: torch.device) -> bool:
+def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     """Return whether to emulate float8 matmuls: always on CPU, on a GPU only if asked to.
 
     Raises ConfigError on a GPU that lacks the matrix units of the recipe, without `emulate`."""
     if device.type == "cpu" or float8.emulate:
         return True
 
-    capability = torch.cuda.get_device_capability(device)
-    needed = float8.recipe.capability_major
-    if needed is not None and capability[0] != needed:
-        key, needs = f'recipe_name = "{float8.recipe_name}"', f"{needed}.x"
+    capability, major = torch.cuda.get_device_capability(device), float8.recipe.capability_major
+    if major is not None and capability[0] != major:
+        key, needs = f'recipe_name = "{float8.recipe_name}"', f"{major}.x"
         other = "use another recipe"
     elif not has_float8_units(device):
         key, needs = "enable_float8_linear = true", f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
@@ -56,19 +51,6 @@ def is_float8(module: nn.Module) -> bool:
     return is_float8_linear(module) or isinstance(module, MXFP8Linear)
 
 
-def float8_linear_config(float8: Float8Config, *, emulate: bool) -> "Float8LinearConfig":
-    """Return torchao's config for [float8]."""
-    from torchao.float8 import Float8LinearConfig  # slow to import, and bf16 runs do not need it
-
-    assert float8.recipe.torchao_recipe is not None, f"{float8.recipe_name} is none of torchao's"
-    return dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(float8.recipe.torchao_recipe),
-        emulate=emulate,
-        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
-        pad_inner_dim=float8.pad_inner_dim,
-    )
-
-
 def convert_linears(
     model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool
 ) -> None:
@@ -79,12 +61,17 @@ def convert_linears(
     if float8.recipe.torchao_recipe is None:
         convert_to_mxfp8(model, chosen, emulate=emulate)
     else:
-        from torchao.float8 import convert_to_float8_training  # slow to import
+        # torchao is slow to import, and bf16 runs do not need it.
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        settings = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(float8.recipe.torchao_recipe),
+            emulate=emulate,
+            enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
+            pad_inner_dim=float8.pad_inner_dim,
+        )
         convert_to_float8_training(
-            model,
-            config=float8_linear_config(float8, emulate=emulate),
-            module_filter_fn=lambda module, name: name in chosen,
+            model, config=settings, module_filter_fn=lambda module, name: name in chosen
         )
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}
@@ -93,11 +80,74 @@ def convert_linears(
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
 
 
-def build_scale_hook(model: nn.Module, *, float8: Float8Config) -> Callable[[], None]:
-    """Return the function to call after each optimizer step. If asked for, it computes the scales
-    of all weights for the next float8 all-gathers in one all-reduce; else it does nothing."""
+class MXFP8Linear(nn.Linear):
+    """A linear with the weight [N, K] of another, trained in MXFP8 (OCP Microscaling Formats 1.0).
+
+    e4m3 numbers share a power-of-two scale per 32 elements of the dimension that a matmul sums
+    over. `multiply(input, weight)` casts both operands of all three matmuls, and rounds the scale
+    up, so nothing saturates."""
+
+    def __init__(
+        self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], *, emulate: bool
+    ) -> None:
+        assert linear.bias is None, "no linear of the model has a bias"
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.emulate = emulate
+        self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., N] for `input` [..., K]; both are DTensors under tensor parallelism."""
+        weight = self.weight
+        if not isinstance(weight, DTensor):
+            return self._multiply(input, weight)
+
+        # Multiply local shards: torchao's casts of DTensors would gather the scales of each matmul.
+        assert isinstance(input, DTensor), "tensor parallelism makes a DTensor of the input"
+        last = Shard(input.ndim - 1)
+        by_column = weight.placements == (Shard(0),)
+        given, input_grad, output = (
+            (Replicate(), Partial(), last) if by_column else (last, last, Partial())
+        )
+        assert input.placements == (given,), f"the input is {input.placements}, not {given}"
+        local_input = input.to_local(grad_placements=[input_grad])
+        local_output = self._multiply(local_input, weight.to_local())
+        return DTensor.from_local(local_output, weight.device_mesh, [output], run_check=False)
+
+
+def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool) -> None:
+    """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place.
+
+    Raises ConfigError if the installed torchao has no MXFP8 for training."""
+    import torchao
+
+    try:
+        # A prototype, imported only for its users, because it may change or fail.
+        from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    except ImportError as error:
+        raise ConfigError(
+            "[float8] MXFP8 needs torchao 0.18, and the installed torchao "
+            f"{torchao.__version__} does not offer it for training ({error}); install that, or use "
+            "another recipe_name."
+        ) from error
+
+    def multiply(input: Tensor, weight: Tensor) -> Tensor:
+        # torchao's kernels do not run on meta, where nothing is computed anyway.
+        kernels = KernelPreference.EMULATED if emulate or input.is_meta else KernelPreference.AUTO
+        return _to_mxfp8_then_scaled_mm(input, weight, kernels, ScaleCalculationMode.RCEIL)
+
+    for name in chosen:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), f"{name} is a linear"
+        model.set_submodule(name, MXFP8Linear(linear, multiply, emulate=emulate))
+
+
+def update_scales(model: nn.Module, float8: Float8Config) -> None:
+    """Compute the scales of all weights for the next float8 all-gathers in one all-reduce, if
+    [float8] asks for it. To be called after each change of the weights."""
     if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # slow to import
 
-        return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
-    return lambda: None
+        precompute_float8_dynamic_scale_for_fsdp(model)

@@ -1,9 +1,7 @@
 """Measure what casts to float8 lose, on the casts of a real training step.
 
-torchao casts all tensors of a Float8Linear through one function: before a matmul, before FSDP
-gathers a weight, before tensor parallelism gathers an input. During a measurement that function is
-replaced by one that also records. Each cast carries the config object of its linear, which
-identifies the linear.
+torchao makes all casts of a Float8Linear through one function, which also records during a
+measurement. Each cast carries the config object of its linear, which identifies the linear.
 
 Shapes: L Float8Linears of the model, R roles of the tensors that are cast.
 """
@@ -31,8 +29,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(?:_checkpoint_wrapped_module\.)?")
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
-    """Return the magnitude from which values saturate instead of being rounded: half a spacing
-    above the largest number of a float8 type."""
+    """Return the magnitude from which values saturate: half a spacing above the largest number."""
     largest = torch.tensor(torch.finfo(dtype).max).to(dtype)
     below = (largest.view(torch.uint8) - 1).view(dtype)
     return 1.5 * largest.item() - 0.5 * below.item()
@@ -44,14 +41,12 @@ def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, T
     Returns [5] float64: the sum of squares, the sum of squared errors, and the numbers of values
     that became 0, that saturated, and in total; and the largest magnitude, [] float32."""
     values, rounded = tensor.float(), data.float()
-    signal, noise = (
-        torch.linalg.vector_norm(x).double().square() for x in (values, values - rounded / scale)
-    )
+    signal = torch.linalg.vector_norm(values).double().square()
+    noise = torch.linalg.vector_norm(values - rounded / scale).double().square()
     underflows = ((values != 0) & (rounded == 0)).sum()
     saturated = ((values * scale).abs() >= saturation_limit(data.dtype)).sum()
-    sums = torch.stack(
-        [signal, noise, underflows, saturated, torch.full_like(signal, tensor.numel())]
-    )
+    count = torch.full_like(signal, tensor.numel())
+    sums = torch.stack([signal, noise, underflows, saturated, count])
     return sums, torch.linalg.vector_norm(values, ord=math.inf)
 
 
@@ -74,13 +69,11 @@ class NumericsMonitor:
 
     def __init__(self, model: nn.Module, *, freq: int, device: torch.device) -> None:
         self._model, self._freq = model, freq
-        linears = [
-            (name, module) for name, module in model.named_modules() if is_float8_linear(module)
-        ]
-        self._rows = {id(linear.linear_mm_config): row for row, (_, linear) in enumerate(linears)}
+        linears = {name: m for name, m in model.named_modules() if is_float8_linear(m)}
+        self._rows = {id(m.linear_mm_config): row for row, m in enumerate(linears.values())}
         assert len(self._rows) == len(linears), "each Float8Linear makes a config object of its own"
         self._kinds: dict[str, dict[int | None, int]] = {}  # rows by the layer's number
-        for row, (name, _) in enumerate(linears):
+        for row, name in enumerate(linears):
             layer = _LAYER.match(name)
             self._kinds.setdefault(_LAYER.sub("", name), {})[int(layer[1]) if layer else None] = row
 

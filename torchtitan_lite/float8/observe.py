@@ -22,14 +22,11 @@ from .convert import is_float8
 
 MATMULS = {"mm": 1, "addmm": 1, "_mm_plus_mm": 2}
 """Number of matmuls that an operator computes, by its name; attention is not counted."""
-SCALED_MATMULS = {"_scaled_mm", "_scaled_mm_v2"}
-"""Matmuls of float8 operands."""
+SCALED_MATMULS = {"_scaled_mm", "_scaled_mm_v2"}  # of float8 operands
 FUSED = ("fused_all_gather_", "fused_matmul_reduce_", "fused_scaled_matmul_reduce_")
-"""Operators, by the start of their names, that async tensor parallelism has fused of a matmul and a
-collective."""
+"""Prefixes of operators that async tensor parallelism has fused of a matmul and a collective."""
 OBSERVED_TYPES = {torch.Tensor, nn.Parameter, DTensor}
-"""Tensor types whose operators are counted. A float8 tensor first splits an operator into those on
-its data and its scale."""
+"""Types whose operators are counted; a float8 tensor splits an operator into those on its parts."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +88,14 @@ class StepObserver(TorchDispatchMode):
         for line in self.lines(model, asked):
             logger.info(f"step {step} ran: {line}")
         of_ranks = on_all_ranks(lambda: "; ".join(self.mismatches(model, asked)))
-        differing = [rank for rank, found in enumerate(of_ranks) if found]
+        differing = {rank: found for rank, found in enumerate(of_ranks) if found}
         if not differing:
             return
 
+        rank, found = next(iter(differing.items()))
         message = (
             f"step {step} ran otherwise than [float8] and [parallelism] ask for on "
-            f"{len(differing)} of {len(of_ranks)} ranks, on rank {differing[0]}: "
-            f"{of_ranks[differing[0]]}"
+            f"{len(differing)} of {len(of_ranks)} ranks, on rank {rank}: {found}"
         )
         if deterministic:
             raise NumericError(

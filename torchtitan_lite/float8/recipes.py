@@ -42,10 +42,9 @@ class Recipe:
     16-byte multiples; an MX block has 32 elements (OCP MX specification 1.0)."""
     pads_tokens: bool = False
     """Whether [float8] pad_inner_dim can pad the tokens to that multiple."""
-    gathers_weights: bool = False
-    """Whether FSDP can gather weights in float8, which needs one scale per tensor."""
-    gathers_activations: bool = False
-    """Whether tensor parallelism can gather activations in float8, which needs the same."""
+    gathers_float8: bool = False
+    """Whether FSDP can gather weights in float8, and tensor parallelism activations: shards can be
+    cast before they are gathered if a tensor has one scale."""
     compute_dtype: str | None = None
     """The only [training] mixed_precision_param that its kernels cast; None: any."""
     capability_major: int | None = None
@@ -78,8 +77,7 @@ _ROWS = (
         name="tensorwise",
         torchao_recipe="tensorwise",
         pads_tokens=True,
-        gathers_weights=True,
-        gathers_activations=True,
+        gathers_float8=True,
         # One scale per tensor needs its amax first: 2 bytes in two kernels, kept for backward.
         compiled_casts=Casts(
             input=(Traffic(5, 3), Traffic(3, 1)),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lite.errors import NumericError
 from torchtitan_lite.logger import logger
 
 from .figures import BETWEEN_STEPS, CastErrors, StepRecord, Summary, Writer
@@ -80,6 +81,17 @@ class Skips:
     step: int = 0
     loss: float = 0.0
     grad_norm: float = 0.0
+
+    def error(self, limit: int) -> NumericError | None:
+        """Return the error that ends a run after `limit` steps, max_consecutive_skips."""
+        if self.consecutive < limit:
+            return None
+        return NumericError(
+            f"[training] max_consecutive_skips = {limit}: the {self.consecutive} steps up to "
+            f"{self.step} had no update, as their loss or gradient was not finite, or their loss a "
+            f"spike; step {self.step}: loss = {self.loss}, grad_norm = {self.grad_norm}. Lower "
+            "[optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
+        )
 
 
 class MetricsProcessor:

@@ -48,9 +48,9 @@ def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
 def local_offset(param: DTensor) -> list[int]:
     """Return the global index, per dimension, at which this rank's shard of `param` starts.
 
-    Mesh dimensions are processed from the last to the first, because tensor parallelism splits a
-    weight before FSDP splits each part. Each splits a dimension as torch.chunk does. torch's own
-    compute_local_shape_and_global_offset differs from FSDP where parts are uneven (torch 2.13)."""
+    Tensor parallelism, the last mesh dimension, splits a weight before FSDP splits each part, both
+    as torch.chunk does. torch's own compute_local_shape_and_global_offset differs from FSDP where
+    parts are uneven (torch 2.13)."""
     offset, size = [0] * param.ndim, list(param.shape)
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the parameter"
@@ -127,10 +127,7 @@ def init_weights(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether this rank's part of a tensor has neither NaN nor infinity.
-
-    Either makes the float64 sum not finite, and finite weights cannot overflow it. Unlike
-    isfinite().all(), the sum allocates no boolean copy.
-    """
+    """Return whether this rank's part of a tensor has neither NaN nor infinity."""
+    # Either makes the sum not finite. Unlike isfinite().all(), it allocates no boolean copy.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bool(local.sum(dtype=torch.float64).isfinite())

@@ -68,8 +68,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     [B, S, Q/2]."""
     pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
     if torch.compiler.is_compiling():
-        # The compiler does not support complex numbers. It fuses this form into one kernel; it
-        # would first store a tensor that is stacked from two halves.
+        # The compiler has no complex numbers. It fuses this form into one kernel, but would store a
+        # tensor that is stacked from two halves.
         cos, sin = (table[..., None, :, None] for table in (cos, sin))  # [(B,) S, 1, Q/2, 1]
         rotated = pairs * cos + pairs.flip(-1) * (sin * torch.arange(-1, 2, 2, device=x.device))
     else:
@@ -123,10 +123,9 @@ def attention_backend(
 ) -> str:
     """Return what computes this rank's attention: FLEX_ATTENTION or the name of an SDPA backend.
 
-    MATH, the only backend that is not fused, stores all S x S scores. PyTorch chooses in a fixed
-    order: cuDNN first on Hopper and Blackwell if its version has no known faults, flash attention
-    first elsewhere. On Hopper `sdpa_kernel(..., set_priority=True)` cannot replace that order: the
-    first choice in a process overwrites it (torch 2.11 to 2.13)."""
+    MATH, the only backend that is not fused, stores all S x S scores. PyTorch's order is fixed, as
+    the first choice in a process overwrites set_priority (torch 2.11 to 2.13): cuDNN first on
+    Hopper and Blackwell if its version has no known faults, flash attention first elsewhere."""
     masked, seq_len = args.document_bos_id is not None, args.max_seq_len
     if masked and device.type == "cuda":
         return "FLEX_ATTENTION"

@@ -93,7 +93,7 @@ class CrossEntropy:
         split over the vocabulary."""
         call = _call_on(logits, dim=-1, scale=scale)
         logits = logits.to_local() if isinstance(logits, DTensor) else logits
-        loss: Tensor = _OfLogits.apply(logits.flatten(0, 1), labels.flatten(), self, call)
+        loss: Tensor = _Loss.apply(logits.flatten(0, 1), None, labels.flatten(), self, call)
         return loss
 
     def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -103,7 +103,7 @@ class CrossEntropy:
         if isinstance(weight, DTensor):
             assert isinstance(x, DTensor), "x is a DTensor if the weight is one"
             x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
-        loss: Tensor = _OfLinear.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
+        loss: Tensor = _Loss.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
         return loss
 
     def _take(self, logits: Tensor, labels: Tensor, call: _Call) -> Tensor:
@@ -144,27 +144,17 @@ class CrossEntropy:
         return ((log_sum_exp - picked) * scales).sum()
 
 
-class _OfLogits(torch.autograd.Function):
+class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, loss: CrossEntropy, call: _Call
+        ctx: Any, x: Tensor, weight: Tensor | None, labels: Tensor, loss: CrossEntropy, call: _Call
     ) -> Tensor:
-        gradient = logits.clone() if call.with_gradient else logits
-        ctx.save_for_backward(gradient)
-        return loss._take(gradient, labels, call)
+        # Without a weight, x are the logits.
+        if weight is None:
+            gradient = x.clone() if call.with_gradient else x
+            ctx.save_for_backward(gradient, None)
+            return loss._take(gradient, labels, call)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(incoming), None, None, None
-
-
-class _OfLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss: CrossEntropy, call: _Call
-    ) -> Tensor:
         tokens = max(1, CHUNK_LOGITS // len(weight))
         x_grad = torch.empty_like(x) if call.with_gradient else None
         weight_grad: Tensor | None = None
@@ -192,4 +182,5 @@ class _OfLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad.mul_(incoming), weight_grad.mul_(incoming), None, None, None
+        weight_grad = None if weight_grad is None else weight_grad.mul_(incoming)
+        return x_grad.mul_(incoming), weight_grad, None, None, None

@@ -1,9 +1,9 @@
 """Tensor parallelism with sequence parallelism: the plan as data, and its float8 variant.
 
 Between blocks the residual stream is split along the sequence. A block gathers it once before its
-column-split linears and scatters the sum of its row-split ones. If all linears that read a gathered
-activation are tensorwise Float8Linears, it is cast before the gather, which then moves 1 byte per
-element. The same holds for the gradient of the output of such a row-split linear.
+column-split linears and scatters the sum of its row-split ones. An activation that only tensorwise
+Float8Linears read is cast before it is gathered, to 1 byte per element, and so is the gradient of
+the output of such a row-split linear.
 """
 
 import warnings

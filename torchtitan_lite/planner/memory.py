@@ -97,7 +97,7 @@ class Rank:
 
     def gathers_float8(self, tensor: str) -> bool:
         """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
-        gathers = self.degrees.tp > 1 and self.config.float8.recipe.gathers_activations
+        gathers = self.degrees.tp > 1 and self.config.float8.recipe.gathers_float8
         return gathers and self.only_cast(tensor)
 
     @cached_property

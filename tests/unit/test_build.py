@@ -6,7 +6,7 @@ import pytest
 import torch
 from sample_jobs import job_of
 
-from torchtitan_lite.build_model import asked_of_step, planned_device
+from torchtitan_lite.build import asked_of_step, planned_device
 from torchtitan_lite.config import Config, Float8Config, MetricsConfig, TrainingConfig
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.planner.meta_model import build_meta_model
