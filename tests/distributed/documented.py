@@ -61,7 +61,8 @@ def make_copy(folder: Path) -> dict[str, str]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the files that the pages take for the user's own: texts, and docs/data.md's config."""
+    """Write the files that the pages take for the user's own: texts, and docs/data.md's config,
+    with the shipped tokenizer instead of Llama's."""
     (folder / "my_texts").mkdir()
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse", "ast", "inspect", "typing"):
@@ -70,4 +71,4 @@ def write_inputs(folder: Path) -> None:
         r"^```toml\n# (my_8b.toml\n.*?)^```$", (folder / "docs/data.md").read_text(), re.M | re.S
     )
     name, _, text = config.partition("\n")
-    (folder / name).write_text(text)
+    (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))
