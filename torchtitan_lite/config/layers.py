@@ -57,14 +57,20 @@ Layer = dict[str, Setting]
 def read_files(path: Path) -> list[Layer]:
     """Return the settings of a file and of its chain of `base` files, the last base first."""
     layers: list[Layer] = []
-    chain: list[Path] = []
+    files: list[Path] = []
     while True:
-        chain.append(path)
-        content = _read_toml(chain)
-        if path.resolve() in [seen.resolve() for seen in chain[:-1]]:
-            raise ConfigError(
-                f"base files form a cycle: {_show_chain(chain)}; remove one of these `base` lines"
-            )
+        files.append(path)
+        chain = " -> ".join(map(str, files))
+        where = f"{path} (base files: {chain})" if layers else str(path)
+        try:
+            content = read_toml(path)
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if path.resolve() in [file.resolve() for file in files[:-1]]:
+            raise ConfigError(f"base files form a cycle: {chain}; remove one of these `base` lines")
+
         base = content.pop("base", None)
         layers.insert(0, {name: Setting(value, str(path)) for name, value in _flatten(content)})
         if base is None:
@@ -72,22 +78,6 @@ def read_files(path: Path) -> list[Layer]:
         if not isinstance(base, str) or "\0" in base:
             raise ConfigError(f"base = {show(base)} (from {path}): must be the path of a TOML file")
         path = path.parent / base
-
-
-def _read_toml(chain: list[Path]) -> dict[str, Any]:
-    where = str(chain[-1])
-    if len(chain) > 1:
-        where += f" (base files: {_show_chain(chain)})"
-    try:
-        return read_toml(chain[-1])
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _show_chain(chain: list[Path]) -> str:
-    return " -> ".join(map(str, chain))
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
