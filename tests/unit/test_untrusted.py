@@ -1,6 +1,8 @@
 """TOML and command lines from anyone: what cannot be a config is a ConfigError, whatever it is."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,21 @@ def test_a_command_line_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").touch()
     refused = load_or_refuse(str(tmp_path / "run.toml"), "--job.dump_folder", "caf\udce9")
     assert refused == r"'caf\udce9' on the command line is not UTF-8; rename the file"
+
+
+def test_run_train_takes_a_config_file_and_names_beyond_ascii_in_the_c_locale(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "café.toml").write_text("training.steps = 0", encoding="utf-8")
+    variables = {"LC_ALL": "C", "NGPU": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_lite.launch", "--job.config_file", "café.toml"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+    )
+    expected = "[training] steps = 0 (from café.toml): must be at least 1\n"
+    assert (result.returncode, result.stderr.decode()) == (2, expected)
 
 
 @pytest.mark.parametrize(
