@@ -13,7 +13,7 @@ python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100
 import argparse
 import json
 
-from torchtitan_lite.config import load_config
+from torchtitan_lite.config import asks_for_help, load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.planner.plan import make_plan, resolve_device
@@ -22,7 +22,7 @@ from torchtitan_lite.planner.report import format_plan
 
 def main(argv: list[str]) -> None:
     """Print the plan for the options in `argv`. Raises RunError."""
-    if {"-h", "--help"} & set(argv):
+    if asks_for_help(argv):
         print(__doc__)
         return
     parser = argparse.ArgumentParser(

@@ -3,6 +3,7 @@
 # In an active virtual or conda environment it installs there, otherwise in .venv of the project. pip's own
 # configuration decides where packages come from. A stamp in the environment lets a later use start at once.
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then sed -n '2,4s/^# //p' "$0" && exit; fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 extra=${1:-}
 env=${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}

@@ -1,15 +1,18 @@
-"""JSON files that carry a hash of their own fields and are validated before they are used.
+"""JSON and TOML from anyone, read into values that are safe to handle.
 
-A document is a JSON object. Its field `sha256` is the hash of all other fields, so that damage is
-noticed. Its file may come from anyone: size, kind of file, types and ranges are checked.
+Kind and size of the file, depth and size of the values are checked. A document is a JSON object
+whose field `sha256` is the hash of all other fields, so that damage is noticed.
 """
 
 import hashlib
 import json
 import stat
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import tomli
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from torchtitan_lite.files import replace_file
@@ -19,6 +22,10 @@ T = TypeVar("T")
 MAX_JSON_BYTES = 16 << 20
 """Largest JSON file that is read: three times the manifest of a checkpoint of 16,000 ranks. Parsed,
 it takes about 25 times its size in memory."""
+MAX_TOML_BYTES = 1 << 20
+MAX_DEPTH = 50
+"""Deepest nesting of lists and tables: far below what Python's recursive functions can handle."""
+MAX_DIGITS = 100
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 STRICT = ConfigDict(strict=True, extra="forbid")
 """`__pydantic_config__` of a dataclass that is read from a document; holds for nested ones too."""
@@ -40,14 +47,40 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file. Raises ValueError for anything else; OSError if the file
     cannot be read."""
-    content = read_regular(path, max_bytes=max_bytes)
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
-        raise ValueError(f"not JSON: {error}") from error
+    fields = _parse(json.loads, read_regular(path, max_bytes=max_bytes), "JSON")
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     return fields
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises ValueError for anything else; OSError if the file
+    cannot be read."""
+    return parse_toml(read_regular(path, max_bytes=MAX_TOML_BYTES))
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Return the tables of a TOML text. Raises ValueError."""
+    return _parse(tomli.loads, content, "valid TOML")
+
+
+def _parse(loads: Callable[[str], Any], content: bytes, kind: str) -> Any:
+    """Return the value of a text. Raises ValueError also for values that break functions on plain
+    values: lists and tables deeper than MAX_DEPTH, and huge whole numbers."""
+    try:
+        value = loads(content.decode())
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        raise ValueError(f"not {kind}: {error}") from error
+
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if any(isinstance(each, int) and abs(each) >= 10**MAX_DIGITS for each in level):
+            raise ValueError(f"holds a number of more than {MAX_DIGITS} digits")
+        tables = [each.values() for each in level if isinstance(each, dict)]
+        level = list(chain(*tables, *(each for each in level if isinstance(each, list))))
+    if level:
+        raise ValueError(f"holds a value nested more than {MAX_DEPTH} deep")
+    return value
 
 
 def write_document(path: Path, fields: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
     Readers find the old file or the new one, never a part of it, also after a crash. The new one is
     on disk when this returns. Raises OSError, leaving the old file."""
-    draft = draft_of(path)
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with draft.open("wb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
@@ -27,12 +27,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
         draft.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
-
-
-def draft_of(path: Path) -> Path:
-    """Return the path that `replace_file` writes before it renames: `.NAME.HOST.PID`, in the folder
-    of `path`."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
 def remove_folder(path: Path) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_lite.config import format_help, load_config
+from torchtitan_lite.config import asks_for_help, format_help, load_config
 from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
 from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
 from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
@@ -29,7 +29,8 @@ from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_
 USAGE = """\
 usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
 
-  CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml)
+  CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml); --job.config_file FILE
+                 does the same, and counts if both are given
   NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
   LOG_RANK       comma-separated local ranks that print everything; others print warnings and
                  errors only (0)
@@ -300,7 +301,7 @@ def say(*lines: str) -> None:
 
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for its end, report it, and exit with its exit code."""
-    if {"-h", "--help"} & set(argv):
+    if asks_for_help(argv):
         print(f"{USAGE}\n{format_help()}")
         sys.exit()
 

@@ -21,7 +21,13 @@ from torchtitan_lite.checkpoint.checkpointer import find_resume
 from torchtitan_lite.checkpoint.folders import remove_drafts
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, installed_versions
 from torchtitan_lite.collectives import on_rank0
-from torchtitan_lite.config import Config, format_help, load_config, shared_settings
+from torchtitan_lite.config import (
+    Config,
+    asks_for_help,
+    format_help,
+    load_config,
+    shared_settings,
+)
 from torchtitan_lite.errors import (
     STOPPED_EXIT_CODE,
     ConfigError,
@@ -252,7 +258,7 @@ def is_within(folder: Path, file: str | bytes | int | None) -> bool:
 def main() -> None:
     """Train as the command line says. A RunError is printed without a traceback."""
     init_logger()
-    if {"-h", "--help"} & set(sys.argv):
+    if asks_for_help(sys.argv[1:]):
         print(format_help())
         return
     try:

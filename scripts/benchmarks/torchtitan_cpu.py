@@ -102,4 +102,7 @@ def main(dimensions: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+        sys.exit()
     main(sys.argv.pop(1))

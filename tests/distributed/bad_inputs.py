@@ -18,6 +18,7 @@ BEFORE_START = [
     "--training.steps 10.5",
     "--training.steps true",
     "--training.steps 0",
+    "--training.steps 1000000000",
     "--training.steps",
     "--training.stesp 5",
     "--trainnig.steps 5",
@@ -32,7 +33,7 @@ BEFORE_START = [
     "--parallelism.pipeline_parallel_degree 2",
     "--training.local_batch_size 8 --training.global_batch_size 30",
     "--training.seq_len 9000",
-    "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 9",
+    "--activation_checkpoint.selective_ac_option 9",
     f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
     f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
     f"{FLOAT8} --float8.enable_fsdp_float8_all_gather "
@@ -156,9 +157,9 @@ the last checkpoint, the run folder, the logs, and the command that continues th
     exit code 6: rank 1 was killed by SIGKILL
     rank: 1
     step: 8
-    last checkpoint: outputs/checkpoint/step-00000006
-    run folder: outputs
-    logs: outputs/logs/2026-11-20T20-53-20-node0/9f_x/attempt_0/1/{{stdout,stderr}}.log
+    last checkpoint: outputs/debug_model/checkpoint/step-00000006
+    run folder: outputs/debug_model
+    logs: outputs/debug_model/logs/2026-11-20T20-53-20-node0/9f_x/attempt_0/1/{{stdout,stderr}}.log
     next: look at the logs and at the host of that rank; this continues from the last checkpoint: \
 NGPU=2 ./run_train.sh --checkpoint.enable
 

@@ -22,7 +22,6 @@ def check(
         {"training": {"steps": 20}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.1}},
         {"training": {"steps": 250}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.2}},
         {"activation_checkpoint": {"selective_ac_option": "6"}},
-        {"activation_checkpoint": {"mode": "full", "selective_ac_option": "7"}},
         {"compile": {"components": []}},
         {"float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"}},
         {"float8": {"precompute_float8_dynamic_scale_for_fsdp": True}},
@@ -107,6 +106,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
                 'the n_layers of [model] flavor = "debugmodel"',
             )
             for option in ("0", "7", "-1", "2.0", "ops", "٣")
+        ),
+        (
+            1,
+            {"activation_checkpoint": {"mode": "none", "selective_ac_option": "x"}},
+            '[activation_checkpoint] selective_ac_option = "x" must be "op", or a number from "1" '
+            'to "6", the n_layers of [model] flavor = "debugmodel"',
         ),
         (
             1,

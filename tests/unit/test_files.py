@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.files import draft_of, fsync_folder, hash_sources, remove_folder, replace_file
+from torchtitan_lite.files import fsync_folder, hash_sources, remove_folder, replace_file
 
 
 class Killed(BaseException):
@@ -19,12 +19,6 @@ def test_a_file_is_replaced(tmp_path, content):
     replace_file(path, content)
     assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_draft_stands_beside_its_file_and_is_of_this_process(tmp_path):
-    assert draft_of(tmp_path / "x.json").parent == tmp_path
-    assert draft_of(tmp_path / "x.json").name.startswith(".x.json.")
-    assert draft_of(tmp_path / "x.json").name.endswith(f".{os.getpid()}")
 
 
 def test_a_disk_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
@@ -52,7 +46,10 @@ def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(
 
     monkeypatch.setattr(os, "fsync", fsync)
     replace_file(path, "new")
-    assert synced == [(str(draft_of(path)), False), (str(tmp_path), True)]
+    (draft, replaced), last = synced
+    assert Path(draft).parent == tmp_path and Path(draft).name.startswith(".x.json.")
+    assert draft.endswith(f".{os.getpid()}")
+    assert (replaced, last) == (False, (str(tmp_path), True))
 
 
 def test_a_kill_leaves_the_old_file(tmp_path, monkeypatch):

@@ -184,7 +184,7 @@ def test_base_that_is_no_path(tmp_path: Path) -> None:
 
 
 def test_file_that_is_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path}: cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: not a regular file$"):
         read_files(tmp_path)
 
 
@@ -194,6 +194,13 @@ def test_file_that_links_to_itself(tmp_path: Path) -> None:
         ConfigError, match="loop.toml: cannot be read: Too many levels of symbolic links"
     ):
         read_files(tmp_path / "loop.toml")
+
+
+def test_base_that_links_to_itself(tmp_path: Path) -> None:
+    leaf = write(tmp_path / "leaf.toml", 'base = "loop.toml"')
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Too many levels of symbolic links"):
+        read_files(leaf)
 
 
 def test_file_that_is_not_utf8(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from .arithmetic import (
 )
 from .checks import check_config, check_decay
 from .keys import format_config_page, format_help
+from .layers import asks_for_help
 from .loading import dump_config, load_config, shared_settings
 from .sections import (
     ActivationCheckpointConfig,

@@ -106,7 +106,7 @@ def _check_model(config: Config) -> Iterator[str]:
         config.activation_checkpoint.mode,
         config.activation_checkpoint.selective_ac_option,
     )
-    if mode == "selective" and option not in ("op", *map(str, range(1, args.n_layers + 1))):
+    if option not in ("op", *map(str, range(1, args.n_layers + 1))):
         yield (
             f'[activation_checkpoint] selective_ac_option = {show(option)} must be "op", or a '
             f'number from "1" to "{args.n_layers}", the n_layers of [model] flavor = {flavor}'

@@ -12,6 +12,13 @@ from .sections import Config, Section
 
 KINDS = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "array": "list"}
 """Our names of the types of JSON Schema."""
+LIMITS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+"""Words for the limits of a number in JSON Schema."""
 INTRODUCTION = """\
 options: --job.config_file FILE.toml [--table.key value ...]
 
@@ -86,6 +93,10 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
         if choices and kind == "list":
             type_text = f"list of {type_text}"
 
+        doc = " ".join(field["description"].split())
+        limits = [f"{words} {value[rule]:,.12g}" for rule, words in LIMITS.items() if rule in value]
+        if limits:
+            doc += f" {', '.join(limits).capitalize()}."
         yield Key(
             table=table,
             name=name,
@@ -94,7 +105,7 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
             choices=choices,
             optional=value is not field,
             default=field["default"],
-            doc=" ".join(field["description"].split()),
+            doc=doc,
         )
 
 

@@ -1,14 +1,15 @@
 """Read the layers of a config: a chain of TOML files, then the command line. Names of earlier
 torchtitan releases still load, with a notice of the current name."""
 
+import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import tomli
-
+from torchtitan_lite.documents import parse_toml, read_toml
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
@@ -43,7 +44,10 @@ class Setting:
 
     def cite(self, name: str) -> str:
         """Begin a message about this setting: `[training] steps = 0 (from run.toml)`."""
-        return f"{show_key(name)} = {show(self.value)} (from {self.source})"
+        text = show(self.value)
+        if len(text) > 200:
+            text = f"{text[:200]}..."
+        return f"{show_key(name)} = {text} (from {self.source})"
 
 
 Layer = dict[str, Setting]
@@ -53,38 +57,27 @@ Layer = dict[str, Setting]
 def read_files(path: Path) -> list[Layer]:
     """Return the settings of a file and of its chain of `base` files, the last base first."""
     layers: list[Layer] = []
-    chain = [path]
+    files: list[Path] = []
     while True:
-        content = _read_toml(chain)
+        files.append(path)
+        chain = " -> ".join(map(str, files))
+        where = f"{path} (base files: {chain})" if layers else str(path)
+        try:
+            content = read_toml(path)
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if path.resolve() in [file.resolve() for file in files[:-1]]:
+            raise ConfigError(f"base files form a cycle: {chain}; remove one of these `base` lines")
+
         base = content.pop("base", None)
         layers.insert(0, {name: Setting(value, str(path)) for name, value in _flatten(content)})
         if base is None:
             return layers
-        if not isinstance(base, str):
+        if not isinstance(base, str) or "\0" in base:
             raise ConfigError(f"base = {show(base)} (from {path}): must be the path of a TOML file")
-
         path = path.parent / base
-        chain.append(path)
-        if path.resolve() in [seen.resolve() for seen in chain[:-1]]:
-            raise ConfigError(
-                f"base files form a cycle: {_show_chain(chain)}; remove one of these `base` lines"
-            )
-
-
-def _read_toml(chain: list[Path]) -> dict[str, Any]:
-    where = str(chain[-1])
-    if len(chain) > 1:
-        where += f" (base files: {_show_chain(chain)})"
-    try:
-        return tomli.loads(chain[-1].read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
-
-
-def _show_chain(chain: list[Path]) -> str:
-    return " -> ".join(map(str, chain))
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -100,8 +93,18 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
             yield name, value
 
 
-def read_command_line(argv: list[str]) -> tuple[Path, Layer, list[str]]:
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Return whether -h or --help is among the words, and not as the value of a key."""
+    values = [word for option, word in pairwise(argv) if re.fullmatch("--[^=]+", option)]
+    return "--help" in argv or argv.count("-h") > values.count("-h")
+
+
+def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
     """Return the config file, the overrides, and a message for each word that is neither."""
+    for word in argv:
+        if word != word.encode(errors="replace").decode():
+            raise ConfigError(f"{ascii(word)} on the command line is not UTF-8; rename the file")
+
     path = ""
     layer: Layer = {}
     problems: list[str] = []
@@ -149,7 +152,7 @@ def _parse(text: str, key: Key | None) -> object:
     if key and key.kind == "list" and not text.startswith("["):
         return text.split(",") if text else []
     try:
-        return tomli.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}".encode())["value"]
     except ValueError:
         return text
 

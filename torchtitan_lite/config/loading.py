@@ -21,13 +21,14 @@ RULES = {
     "finite_number": "must be a finite number",
     "string_type": "must be a string, in quotes",
     "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must not hold the character NUL",
     "tuple_type": "must be a list, in brackets",
     "model_type": "must be a list of tables",
     "missing": "must be set",
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "greater_than": "must be above {gt:,.12g}",
+    "greater_than_equal": "must be at least {ge:,.12g}",
+    "less_than": "must be below {lt:,.12g}",
+    "less_than_equal": "must be at most {le:,.12g}",
 }
 """Message for each kind of pydantic error. The braces are filled with the limit."""
 

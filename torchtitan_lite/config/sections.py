@@ -13,15 +13,20 @@ from torchtitan_lite.data.datasets import DATASETS
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.lr_schedule import DECAYS
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-AllOrCount = Annotated[int, Field(ge=-1)]
+MOST = 99_999_999
+"""Highest count. The name of a checkpoint's folder has as many digits for the step."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
+AllOrCount = Annotated[int, Field(ge=-1, le=MOST)]
+Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Peak = Annotated[float, Field(ge=1e-3, le=1e6)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+"""Strings that the operating system takes."""
+Name = Annotated[Text, Field(min_length=1)]
 Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
 Names = Annotated[tuple[Name, ...], Strict(False)]
@@ -40,7 +45,11 @@ class Section(BaseModel):
     """A TOML table. Unknown keys are refused, values are not converted, fields are frozen."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -58,22 +67,22 @@ class ModelConfig(Section):
     """Model family."""
     flavor: Name = "debugmodel"
     """Dimensions of the model: debugmodel, 8B, 70B or 405B; 8B_16layers: 8B with 16 layers."""
-    tokenizer_path: str = ""
+    tokenizer_path: Text = ""
     """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
 
 
 class OptimizerConfig(Section):
     name: Literal["AdamW"] = "AdamW"
     """Optimizer."""
-    lr: Positive = 8e-4
+    lr: Annotated[float, Field(gt=0, le=10)] = 8e-4
     """Peak learning rate."""
     beta1: Share = 0.9
     """Decay of the first moment."""
     beta2: Share = 0.95
     """Decay of the second moment."""
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """Decoupled weight decay, on every parameter."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
@@ -112,7 +121,7 @@ class TrainingConfig(Section):
     """Instead of dataset_path, several: [[training.datasets]], each a path and a weight (1.0)."""
     text_field: Name = "text"
     """Field of each .jsonl or .parquet row that holds the text."""
-    local_batch_size: Count = 8
+    local_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: AllOrCount = -1
     """Sequences per optimizer step over all ranks; -1: local_batch_size * data-parallel degree."""
@@ -298,16 +307,16 @@ class ProfilingConfig(Section):
 
 
 class CommConfig(Section):
-    init_timeout_seconds: Count = 300
+    init_timeout_seconds: Seconds = 300
     """Seconds that a collective may take up to the first step, which compiles."""
-    train_timeout_seconds: Count = 100
+    train_timeout_seconds: Seconds = 100
     """Seconds that a collective may take after the first step."""
-    trace_buf_size: Whole = 20000
+    trace_buf_size: Annotated[int, Field(ge=0, le=1_000_000)] = 20000
     """Collectives that the flight recorder keeps for a report after a time-out (NCCL); 0: off."""
 
 
 class DebugConfig(Section):
-    seed: Whole = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the weights and of the order of the data."""
     deterministic: bool = False
     """Use deterministic algorithms only, at some cost in speed."""

@@ -1,0 +1,74 @@
+"""The commands that README.md and docs/ show, and a fresh copy of the project to run them in."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from launching import ROOT
+
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./|python |pip |torchrun )")
+
+
+def list_commands(page: str) -> Iterator[str]:
+    """Yield the commands of the bash blocks and of the table of tasks of a page, in its order."""
+    text = (ROOT / page).read_text()
+    shown = r"^```bash\n(.*?)^```$|^\| [^\n]* \| ([^\n]*) \|$"
+    for block, row in re.findall(shown, text, re.M | re.S):
+        lines = re.sub(r"\\\n *", "", block).splitlines() or re.findall(r"`(.*?)`", row)
+        for line in lines:
+            command = re.sub(r"  +#.*|^#.*", "", line).strip()
+            if COMMAND.match(command) or (block and command):
+                yield command
+
+
+def make_copy(folder: Path) -> dict[str, str]:
+    """Copy the project's files into `folder`, and return the environment of its commands.
+
+    Their `python` is this one; it imports the copy. The copy counts as set up, so that nothing is
+    installed.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+    programs = folder / "env/bin"
+    programs.mkdir(parents=True)
+    for name, words in {"python": "", "torchrun": "-m torch.distributed.run "}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
+        (programs / name).chmod(0o755)
+    stamp = f"{folder}\n{(folder / 'pyproject.toml').read_text()}"
+    for extra in ("", "-dev"):
+        (folder / f"env/torchtitan_lite{extra}.stamp").write_text(stamp)
+
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+        "VIRTUAL_ENV": str(folder / "env"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that the pages take for the user's own: texts, and docs/data.md's config,
+    with the shipped tokenizer instead of Llama's."""
+    (folder / "my_texts").mkdir()
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("argparse", "ast", "inspect", "typing"):
+        shutil.copy(library / f"{name}.py", folder / "my_texts" / f"{name}.txt")
+    (config,) = re.findall(
+        r"^```toml\n# (my_8b.toml\n.*?)^```$", (folder / "docs/data.md").read_text(), re.M | re.S
+    )
+    name, _, text = config.partition("\n")
+    (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))

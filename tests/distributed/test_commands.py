@@ -1,0 +1,128 @@
+"""The commands that README.md and docs/ show work in a fresh copy, and each script has a --help."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from documented import PAGES, list_commands, make_copy, write_inputs
+from launching import ROOT
+
+DEFAULT_RUN = "./run_train.sh"
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "run_train.sh", *(ROOT / "scripts").rglob("*.*"))
+    if path.suffix in (".py", ".sh") and path.stem != "common"
+)
+REFUSED = "--debug.seed=-1"
+"""On GPUs' configs: run_train.sh checks the variables and the config, and refuses this alone."""
+BENCH = "python scripts/bench.py"
+INSTEAD = {
+    "./scripts/test.sh": "./scripts/test.sh --version",  # this test is one of its tests
+    # The network is not there for all.
+    'pip install -e ".[hf]"': "true",
+    'pip install -e ".[llama]"': "true",
+    # Llama's tokenizers have to be downloaded.
+    "python scripts/prepare_data.py make my_texts/ stores/mine --tokenizer Llama-3-8B/": (
+        "python scripts/prepare_data.py make my_texts/ stores/mine"
+    ),
+    "python scripts/prepare_data.py make my_texts/ stores/mine --tokenizer Llama-3.1-8B/": (
+        "python scripts/prepare_data.py make my_texts/ stores/mine"
+    ),
+    "python scripts/prepare_data.py inspect stores/mine --tokenizer Llama-3.1-8B/ --window 40": (
+        "python scripts/prepare_data.py inspect stores/mine --window 40"
+    ),
+    # The benchmark takes minutes; tests/distributed/test_bench_runs.py runs some of its rows.
+    f"{BENCH} --out bench.json": f"{BENCH} --help",
+    f"{BENCH} --quick": f'{BENCH} --quick --dry-run --device "H100 SXM"',
+    f'{BENCH} --only "8B compiled"': f'{BENCH} --only "8B compiled" --dry-run --device "H100 SXM"',
+    f"{BENCH} --check bench.json": f"{BENCH} --help",
+}
+"""What is run in place of commands that cannot run everywhere."""
+EXIT_CODES = {
+    "python scripts/checkpoint.py diff outputs/debug_model/checkpoint/step-000000{20,40}": 1
+}
+
+
+@dataclass(frozen=True)
+class Project:
+    """A fresh copy of the project."""
+
+    folder: Path
+    env: dict[str, str]
+    default_log: str
+    """Output of its default run."""
+
+    def run(self, command: str, *, timeout: int = 400) -> subprocess.CompletedProcess[str]:
+        """Run a shell command in the copy."""
+        words = ["bash", "-c", command]
+        return subprocess.run(
+            words, cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=timeout
+        )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A copy in which the default config has trained. After that its sequences are shorter."""
+    folder = tmp_path_factory.mktemp("project").resolve()
+    env = make_copy(folder)
+    write_inputs(folder)
+    result = Project(folder, env, "").run(DEFAULT_RUN, timeout=900)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+
+    config = folder / "train_configs/debug_model.toml"
+    config.write_text(config.read_text().replace("seq_len = 256", "seq_len = 32"))
+    return Project(folder, env, result.stdout)
+
+
+@pytest.mark.timeout(1000)
+def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None:
+    last_step = r"step 30/30  loss ([\d.]+)  grad_norm ([\d.]+)  tps "
+    summary = r"final loss ([\d.]+) nat, ([\d.]+) below the unigram entropy ([\d.]+) of the"
+    for page, pattern in (
+        ("README.md", last_step),
+        ("README.md", summary),
+        ("docs/metrics.md", last_step),
+    ):
+        shown, printed = (
+            re.search(pattern, (ROOT / page).read_text()),
+            re.search(pattern, project.default_log),
+        )
+        assert shown and printed, pattern
+        # The text is Python's library, which differs a little between versions.
+        assert [*map(float, printed.groups())] == pytest.approx(
+            [*map(float, shown.groups())], rel=0.1
+        )
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))])
+def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project) -> None:
+    shutil.rmtree(project.folder / "outputs/debug_model", ignore_errors=True)
+    for command in list_commands(page):
+        if command == DEFAULT_RUN:
+            continue  # the fixture has run it
+        on_gpus = "NGPU=8 " in command
+        instead = f"{command} {REFUSED}" if on_gpus else INSTEAD.get(command, command)
+        result = project.run(instead)
+        output = result.stdout[-2000:] + result.stderr[-2000:]
+        assert result.returncode == (2 if on_gpus else EXIT_CODES.get(command, 0)), output
+        assert "Traceback" not in result.stderr, output
+        if on_gpus:
+            expected = "[debug] seed = -1 (from the command line): must be at least 0\n"
+            assert result.stderr == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_answers_help(script: str, project: Project) -> None:
+    program = "bash" if script.endswith(".sh") else "python"
+    result = project.run(f"{program} {script} --help", timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) > 1 and "Traceback" not in result.stderr
+
+
+def test_every_command_that_is_not_run_is_documented() -> None:
+    documented = {command for page in PAGES for command in list_commands(page)}
+    assert {*INSTEAD, *EXIT_CODES, DEFAULT_RUN} <= documented

@@ -1,0 +1,152 @@
+"""TOML and command lines from anyone: what cannot be a config is a ConfigError, whatever it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config.keys import KEYS
+from torchtitan_lite.config.layers import asks_for_help
+from torchtitan_lite.errors import ConfigError
+
+FUZZ = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+NAMES = [*KEYS, "job.config_file", "model.converters", "training.batch_size", "no.such", "base"]
+SCALARS = (
+    st.booleans()
+    | st.integers()
+    | st.sampled_from([0, -1, 2**63, 10**26, 16**90 - 1])
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["", "\0", "op", "8B", "../x", "tensorwise", "a\nb"])
+    | st.dates()
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+
+
+def load_or_refuse(*words: str) -> Config | str:
+    """Return the config, or the message of its ConfigError, which must be printable."""
+    try:
+        return load_config(["--job.config_file", *words], world_size=2)
+    except ConfigError as error:
+        str(error).encode()
+        return str(error)
+
+
+@FUZZ
+@given(values=st.dictionaries(st.sampled_from(NAMES) | st.text(), VALUES, max_size=4))
+def test_any_table_loads_or_is_a_config_error(values: dict[str, object], tmp_path: Path) -> None:
+    tables: dict[str, object] = {}
+    for name, value in values.items():
+        table, _, key = name.rpartition(".")
+        section = tables.setdefault(table, {}) if table else tables
+        if isinstance(section, dict):
+            section[key] = value
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(tables), encoding="utf-8", newline="")
+    load_or_refuse(str(path))
+
+
+@FUZZ
+@given(content=st.binary() | st.text("[]{}=.,\"'#\n ab0-:").map(str.encode))
+def test_any_bytes_load_or_are_a_config_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    load_or_refuse(str(path))
+
+
+WORDS = st.text(st.characters(codec=None, exclude_characters="\0")) | st.builds(
+    "--{}{}{}".format, st.sampled_from(NAMES), st.sampled_from(["", "=", "=["]), st.text()
+)
+
+
+@FUZZ
+@given(words=st.lists(WORDS, max_size=5))
+def test_any_command_line_loads_or_is_a_config_error(words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.touch()
+    asks_for_help(words)
+    load_or_refuse(str(path), *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("training.steps = " + "[" * 60 + "]" * 60, "nested more than 50 deep"),
+        ("training.steps = " + "[" * 9000 + "]" * 9000, "not valid TOML: "),
+        ("a." * 400 + "b = 1", "nested more than 50 deep"),
+        ("debug.seed = " + "9" * 5000, "Exceeds the limit"),
+        ("debug.seed = 0x" + "f" * 5000, "a number of more than 100 digits"),
+        ("#" * (1 << 20) + "\n", "has 1048577 bytes, and the limit is 1048576"),
+        ('base = "a\\u0000b"', "must be the path of a TOML file"),
+        ('job.dump_folder = "a\\u0000b"', "must not hold the character NUL"),
+        ("[training]\n[[training.datasets.x]]", "unknown table"),
+    ],
+)
+def test_hostile_toml_is_refused_by_name(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(content)
+    refused = load_or_refuse(str(path))
+    assert isinstance(refused, str)
+    assert str(path) in refused and message in refused
+
+
+def test_a_pipe_is_no_config_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert load_or_refuse(str(tmp_path / "pipe")) == f"{tmp_path}/pipe: not a regular file"
+
+
+def test_nesting_on_the_command_line_is_refused_by_key(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    for depth in (49, 400, 9000):
+        word = "--float8.filter_fqns=" + "[" * depth + "]" * depth
+        refused = load_or_refuse(str(tmp_path / "run.toml"), word)
+        assert isinstance(refused, str)
+        assert refused.startswith("[float8] filter_fqns = ") and len(refused) < 400
+
+
+def test_a_command_line_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    refused = load_or_refuse(str(tmp_path / "run.toml"), "--job.dump_folder", "caf\udce9")
+    assert refused == r"'caf\udce9' on the command line is not UTF-8; rename the file"
+
+
+def test_run_train_takes_a_config_file_and_names_beyond_ascii_in_the_c_locale(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "café.toml").write_text("training.steps = 0", encoding="utf-8")
+    variables = {"LC_ALL": "C", "NGPU": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_lite.launch", "--job.config_file", "café.toml"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+    )
+    expected = "[training] steps = 0 (from café.toml): must be at least 1\n"
+    assert (result.returncode, result.stderr.decode()) == (2, expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["-h"], True),
+        (["--training.steps=3", "--help"], True),
+        (["--training.steps", "3", "-h"], True),
+        (["--job.description", "-h"], False),
+        (["--job.description", "run -h test"], False),
+        (["--job.description=-h"], False),
+        (["--job.description", "-h", "-h"], True),
+        ([], False),
+    ],
+)
+def test_help_is_asked_for_where_no_value_stands(words: list[str], asked: bool) -> None:
+    assert asks_for_help(words) is asked
