@@ -25,7 +25,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
     export.add_argument(
-        "step_dir", type=Path, help="checkpoint, such as outputs/checkpoint/step-00000100"
+        "step_dir",
+        type=Path,
+        help="checkpoint, such as outputs/debug_model/checkpoint/step-00000030",
     )
     export.add_argument("out_dir", type=Path, help="folder to make")
     export.add_argument(

@@ -286,12 +286,13 @@ class Trainer:
 
     def save_requested(self) -> bool:
         """Return whether the file that asks for a save is there, and remove it. Rank 0 only."""
-        if self.run_folder is None or not self.checkpointer.enabled:
-            return False
         request = self.job.folder / self.config.checkpoint.save_request_file
-        if not request.is_file():
+        if self.run_folder is None or not request.is_file():
             return False
         request.unlink(missing_ok=True)
+        if not self.checkpointer.enabled:
+            logger.warning(f"{request} asks for a save, and [checkpoint] enable = false: not saved")
+            return False
         logger.info(f"{request} asks for a save")
         return True
 
