@@ -130,10 +130,8 @@ def check_safetensors_installed() -> None:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Create a folder that is renamed to `target`, durably, at the end of the block, and removed if
-    the block raises.
-
-    Raises ConfigError if `target` or the draft of a killed call is in the way; StorageError if the
-    disk fails."""
+    the block raises. Raises ConfigError if `target` or the draft of a killed call is in the way;
+    StorageError if the disk fails."""
     target = target.resolve()
     draft = target.with_name(f".tmp-{target.name}")
     with storage_errors(target):
@@ -273,7 +271,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
         (folder / "tokenizer.model").write_bytes(content)
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
         ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        settings = {key: model.id_to_piece(number) for key, number in ends.items()}
+        settings: dict[str, Any] = {key: model.id_to_piece(id_) for key, id_ in ends.items()}
         # As in training, a text begins with BOS; EOS would end a prompt.
         settings |= {"add_bos_token": True, "add_eos_token": False}
         write_json(folder / "tokenizer_config.json", settings)

@@ -649,6 +649,18 @@ def test_a_tokenizer_of_another_type_is_none(
     assert "no tokenizer is exported: the checkpoint's config names none" in caplog.text
 
 
+def test_a_tokenizer_that_has_no_end_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe")):
+        manifest = CheckpointManifest(
+            world_size=1, model={}, config=tomli_w.dumps({"model": {"tokenizer_path": path}})
+        )
+        assert convert_hf.copy_tokenizer(manifest, tmp_path) is None
+        assert f'tokenizer_path = "{path}" not a regular file' in caplog.text
+
+
 def test_a_config_without_a_model_names_no_tokenizer(
     tmp_path: Path, step_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import sentencepiece
 
+from torchtitan_lite.documents import read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
 
 from .vocabularies import read_vocabulary
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
+MAX_BYTES = 1 << 30
+"""Largest file of a vocabulary that is read."""
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
@@ -28,7 +31,7 @@ class Tokenizer:
         setting = f'[model] tokenizer_path = "{given}"'
         try:
             self.path = _vocabulary_file(given) if given.is_dir() else given
-            content = self.path.read_bytes()
+            content = read_regular(self.path, max_bytes=MAX_BYTES)
             vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(
