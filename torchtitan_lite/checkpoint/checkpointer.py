@@ -170,7 +170,12 @@ class Checkpointer:
         check_model(manifest.model, self._manifest.model, path=path)
         state = states.model_state(self._model)
         self._read(path, state)
-        on_all_ranks(lambda: states.check_loaded(state, path=path))
+        for of_rank in on_all_ranks(lambda: states.count_not_finite(state)):
+            for name, count in of_rank.items():
+                raise CheckpointError(
+                    f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has "
+                    f"{count} values that are NaN or infinite; name another checkpoint."
+                )
         logger.info(f"weights from {path}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from torchtitan_lite.tables import format_columns
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 
 DRAFT_PREFIX = ".tmp-"
+ANY_STEP = "*/*/step-" + 8 * "[0-9]"
+"""Pattern of the checkpoints of all runs in a folder."""
 MOST_NAMED = 8
 """Most folders that a message names, the last ones."""
 OURS = re.compile(
@@ -238,10 +240,10 @@ def explain(path: Path, reason: str) -> str:
         return f"{path} is a Hugging Face model; make a checkpoint of it: {command}"
 
     there = next(folder for folder in (path, *path.parents) if folder.exists())
-    found = []
-    if there != there.parent:  # neither the root nor the working directory
-        runs = {step.parents[1] for step in there.glob("*/*/step-*") if STEP.fullmatch(step.name)}
-        found = _steps_in(there) or sorted(runs)
+    found: list[Path] = []
+    if there == path or there != there.parent:  # not "/" or "." for whatever is missing
+        with suppress(OSError):
+            found = _steps_in(there) or sorted({step.parents[1] for step in there.glob(ANY_STEP)})
     problem = ("is no checkpoint" if found else reason) if path.exists() else "is missing"
     if not found:
         return f"{path} {problem}"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.documents import read_json_object
-from torchtitan_lite.errors import CheckpointError, NumericError
+from torchtitan_lite.errors import NumericError
 from torchtitan_lite.models.init import all_finite
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
@@ -119,16 +119,6 @@ def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
             f"{name} is no longer finite after step {step}, so that step is not saved. Resume "
             "from an earlier checkpoint with a lower [optimizer] lr or a longer "
             "[lr_scheduler] warmup_steps."
-        )
-
-
-def check_loaded(state: Mapping[str, Tensor], *, path: Path) -> None:
-    """Raise CheckpointError if this rank's part of a loaded tensor has a value that is not
-    finite."""
-    for name, count in count_not_finite(state).items():
-        raise CheckpointError(
-            f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has {count} "
-            "values that are NaN or infinite; name another checkpoint."
         )
 
 
