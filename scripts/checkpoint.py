@@ -80,7 +80,8 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0, 1 if two checkpoints differ, 4 if one is broken or missing."""
+    """Return the exit code: 0, 1 if two checkpoints differ, 4 if one is broken or missing, 7 if the
+    disk fails, 130 after Ctrl-C."""
     args = parse_arguments(argv)
     try:
         return {"ls": ls, "verify": verify, "diff": diff}[args.command](args)
@@ -90,6 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return StorageError.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

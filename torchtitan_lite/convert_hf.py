@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import sentencepiece
 import tomli
 import tomli_w
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.checkpointer import write_tensors
 from torchtitan_lite.checkpoint.compare import changes, listed
-from torchtitan_lite.checkpoint.folders import storage_errors, unwritable
+from torchtitan_lite.checkpoint.folders import naming, storage_errors, unwritable
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
     CheckpointManifest,
@@ -28,7 +30,7 @@ from torchtitan_lite.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
-from torchtitan_lite.checkpoint.state import entries
+from torchtitan_lite.checkpoint.state import count_not_finite, entries
 from torchtitan_lite.data.tokenizer import (
     FILES_OF_A_FOLDER,
     TIKTOKEN_LINE,
@@ -65,17 +67,16 @@ def export_hf(
     check_safetensors_installed()
     with new_folder(out_dir) as draft:
         try:
-            reader, args = open_verified(step_dir)
-            dtypes: dict[str, torch.dtype] = {
-                name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
-                for name, saved in reader.manifest.tensors.items()
-                if name.startswith(PREFIX)
-            }
-            write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
+            with naming(step_dir):
+                reader, args = open_verified(step_dir)
+                dtypes: dict[str, torch.dtype] = {
+                    name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
+                    for name, saved in reader.manifest.tensors.items()
+                    if name.startswith(PREFIX)
+                }
+                write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
         except BrokenCheckpoint as broken:
-            raise CheckpointError(
-                f"{step_dir} is broken: {broken}; export another step."
-            ) from broken
+            raise CheckpointError(f"{broken}; export another step.") from broken
 
         tokenizer = copy_tokenizer(reader.manifest, draft)
         # transformers casts all weights to one type: here the narrowest that loses nothing.
@@ -86,8 +87,8 @@ def export_hf(
         if tokenizer:
             ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
             write_json(draft / "generation_config.json", ends)
-    step, kind = reader.manifest.progress.step, config["torch_dtype"]
-    logger.info(f"{out_dir}: {len(dtypes)} tensors of step {step}, {kind}")
+    step = reader.manifest.progress.step
+    logger.info(f"{out_dir}: {len(dtypes)} tensors of step {step}, {config['torch_dtype']}")
 
 
 def import_hf(hf_dir: Path, out_dir: Path) -> None:
@@ -126,31 +127,30 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
 def check_safetensors_installed() -> None:
     """Raise ConfigError unless safetensors is installed."""
     if find_spec("safetensors") is None:
-        raise ConfigError(
-            'the package safetensors is not installed; pip install "torchtitan-lite[hf]".'
-        )
+        fix = 'pip install "torchtitan-lite[hf]"'
+        raise ConfigError(f"the package safetensors is not installed; {fix}.")
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Create a folder that is renamed to `target`, durably, at the end of the block, and removed if
-    the block raises.
-
-    Raises ConfigError if `target` or the draft of a killed call is in the way; StorageError if the
-    disk fails."""
+    the block raises. Raises ConfigError if `target` or the draft of a killed call is in the way;
+    StorageError if the disk fails."""
     target = target.resolve()
     draft = target.with_name(f".tmp-{target.name}")
     with storage_errors(target):
-        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
-        if draft.exists() or taken:
-            found = draft if draft.exists() else target
-            raise ConfigError(f"{found} exists; remove it, or write to another folder.")
+        is_empty = target.is_dir() and not any(target.iterdir())
+        for path in (draft, target):
+            if path.exists() and not (path == target and is_empty):
+                raise ConfigError(f"{path} exists; remove it, or write to another folder.")
 
         draft.mkdir(parents=True)
         try:
             yield draft
             # On disk before the rename, so that a power cut leaves no incomplete `target`.
             for path in draft.iterdir():
+                # safetensors lets only the owner read; the folder's mode follows the umask.
+                path.chmod(draft.stat().st_mode & 0o666)
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             fsync_folder(draft)
@@ -175,9 +175,12 @@ def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
         # Very many layers would take much memory, on the meta device too.
         if args.n_layers > len(found):
             raise ValueError(f"n_layers is {args.n_layers}, and there are {len(found)} weights")
+        # An export that an import would refuse is refused too.
+        model_args(hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
         expected = weight_shapes(args)
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
-        raise BrokenCheckpoint(f"manifest.json: model: {type(error).__name__}: {error}") from error
+        reason = f"model: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise BrokenCheckpoint(f"manifest.json: {reason}") from error
     if differing := changes(expected, found, absent="missing"):
         raise BrokenCheckpoint(f"its model (expected -> saved): {listed(differing)}")
     return reader, args
@@ -251,7 +254,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     Warns if there is none, or none that can be copied."""
     missing = "no tokenizer is exported: "
     path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
-    if path is None:
+    if not isinstance(path, str):
         logger.warning(f"{missing}the checkpoint's config names none")
         return None
     try:
@@ -270,6 +273,12 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
         logger.warning(f"{missing}transformers finds no special tokens in a tiktoken file, {path}")
     else:
         (folder / "tokenizer.model").write_bytes(content)
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        settings: dict[str, Any] = {key: model.id_to_piece(id_) for key, id_ in ends.items()}
+        # As in training, a text begins with BOS; EOS would end a prompt.
+        settings |= {"add_bos_token": True, "add_eos_token": False}
+        write_json(folder / "tokenizer_config.json", settings)
     return tokenizer
 
 
@@ -292,9 +301,9 @@ def fitting_flavor(args: ModelArgs, folder: Path) -> str:
 
 
 def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
-    """Return the weights of the Hugging Face model in `folder`, memory-mapped, by their names in a
-    checkpoint. Raises CheckpointError for files that are missing or damaged, and for weights that
-    are not what config.json describes."""
+    """Return the weights of a Hugging Face model, memory-mapped, by their names in a checkpoint.
+    Raises CheckpointError for missing or damaged files, and for weights that are not finite or not
+    what config.json describes."""
     # Imported here because only the [hf] extra installs it.
     from safetensors.torch import load_file
 
@@ -307,6 +316,8 @@ def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in files:
         with hf_errors(folder / file):
+            if not stat.S_ISREG((folder / file).stat().st_mode):
+                raise ValueError("not a regular file")
             weights |= load_file(folder / file)
 
     # Compare them with config.json.
@@ -322,19 +333,21 @@ def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
         )
+    if counts := count_not_finite(weights):
+        bad = listed([f"{name} ({count} values)" for name, count in counts.items()])
+        raise CheckpointError(f"{folder} has weights that are NaN or infinite: {bad}.")
     return {ours: weights[theirs] for ours, theirs in names.items()}
 
 
 @contextmanager
 def hf_errors(path: Path) -> Iterator[None]:
     """Turn an error in reading a file of a Hugging Face model into a CheckpointError."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}; name the folder of a complete"
         raise CheckpointError(f"{path} {problem} Hugging Face model.") from error
-    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        problem = f"cannot be imported: {error}; if it is damaged, download it again."
+    except Exception as error:  # a malformed file can raise any
+        reason = " ".join(str(error).split())[:300]
+        problem = f"cannot be imported: {reason}; if it is damaged, download it again."
         raise CheckpointError(f"{path} {problem}") from error

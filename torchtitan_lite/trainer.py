@@ -309,11 +309,14 @@ class Trainer:
     def save_requested(self) -> bool:
         """Return whether the file that asks for a save is there, and remove it. Rank 0 only."""
         request = self.job.folder / self.config.checkpoint.save_request_file
-        wanted = bool(self.run_folder) and self.checkpointer.enabled and request.is_file()
-        if wanted:
-            request.unlink(missing_ok=True)
-            logger.info(f"{request} asks for a save")
-        return wanted
+        if self.run_folder is None or not request.is_file():
+            return False
+        request.unlink(missing_ok=True)
+        if not self.checkpointer.enabled:
+            logger.warning(f"{request} asks for a save, and [checkpoint] enable = false: not saved")
+            return False
+        logger.info(f"{request} asks for a save")
+        return True
 
     def save(self) -> None:
         """Save the state after the last finished step."""

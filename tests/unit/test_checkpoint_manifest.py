@@ -11,10 +11,12 @@ from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample_hostile import edits
 
 from torchtitan_lite.checkpoint import manifest
+from torchtitan_lite.checkpoint.folders import format_summaries, summarize
 from torchtitan_lite.checkpoint.manifest import (
     MANIFEST,
     NEW_RUN,
@@ -198,6 +200,28 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path_factory, at, bit):
     (folder / MANIFEST).write_bytes(content)
     with suppress(BrokenCheckpoint):
         assert read_manifest(folder) == SAMPLE  # of white space
+
+
+@given(fields=edits(json.loads(json.dumps({"format": 1, **asdict(SAMPLE)}))))
+@settings(max_examples=150, deadline=None)
+def test_any_value_in_a_manifest_is_read_or_refused(tmp_path_factory, fields):
+    folder = tmp_path_factory.mktemp("hostile")
+    text = json.dumps(fields | {"sha256": hash_fields(fields)})
+    (folder / MANIFEST).write_text(text)
+    try:
+        read_manifest(folder)
+    except BrokenCheckpoint as broken:
+        assert "\n" not in str(broken)
+    assert format_summaries([summarize(folder)])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mesh": {"dp_shard": 0}}, {"mesh": {"dp_shard": -2}}, {"mesh": {"tp": 10**400}}]
+)
+def test_a_degree_that_is_none(folder, changes):
+    edit(folder, **changes)
+    with pytest.raises(BrokenCheckpoint, match=r"^manifest\.json: mesh\.\w+: Input should be"):
+        read_manifest(folder)
 
 
 @pytest.mark.parametrize(

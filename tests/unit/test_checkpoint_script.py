@@ -1,12 +1,19 @@
 """The command line of checkpoints, as users call it."""
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sample_checkpoints import write_checkpoint
+
+from torchtitan_lite.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,10 +105,28 @@ def test_diff(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ls", "nowhere"), "nowhere has no checkpoints"),
-        (("diff", "a", "b"), "a is broken: manifest.json: No such file"),
+        (("ls", "nowhere"), "nowhere is missing."),
+        (("diff", "a", "b"), "a is missing"),
     ],
 )
 def test_what_is_not_there(arguments, message):
     result = checkpoint(*arguments)
     assert result.returncode == 4 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_a_long_verification(run, tmp_path):
+    step = tmp_path / "step-00000010"
+    shutil.copytree(run / "checkpoint" / step.name, step)
+    manifest = read_manifest(step)
+    files = manifest.files | {"__0_0.distcp": FileEntry(2**43, "0" * 64)}
+    os.truncate(step / "__0_0.distcp", 2**43)  # sparse: hours to hash
+    write_manifest(step, replace(manifest, files=files))
+    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), "verify", str(step)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        reads = Path(f"/proc/{process.pid}/fd")
+        while not any(link.readlink().name == "__0_0.distcp" for link in reads.iterdir()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130

@@ -251,6 +251,40 @@ def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_loaded_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    weights = states.model_state(Run(tmp_path).model)
+    weights["model.2.weight"] = torch.tensor([[1.0, value, value, 2.0]])
+    path = write_checkpoint(tmp_path, 5, weights)
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000005 cannot .*: model\.2\.weight has 2 values that are NaN",
+    ):
+        Run(tmp_path / "new").checkpointer.load_weights(path)
+
+
+def test_weights_that_are_no_checkpoint(tmp_path: Path) -> None:
+    checkpointer = Run(tmp_path / "run").checkpointer
+    with pytest.raises(CheckpointError, match=r"nowhere is missing$"):
+        checkpointer.load_weights(tmp_path / "nowhere")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"is a Hugging Face model; .*convert_hf\.py import"):
+        checkpointer.load_weights(tmp_path)
+
+
+def test_a_run_without_checkpoints_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = CheckpointManifest(world_size=1, model={}, config="")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with caplog.at_level("INFO"):
+        Checkpointer(
+            model, optimizer, CheckpointConfig(), folder=tmp_path, device=CPU, manifest=manifest
+        )
+    assert "checkpoints are off: [checkpoint] enable = false" in caplog.text
+
+
 def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_latest_k=2)
     for _ in range(4):

@@ -21,6 +21,8 @@ import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from hypothesis import given, settings
+from sample_hostile import edits
 from torch import Tensor
 
 from torchtitan_lite import convert_hf
@@ -37,6 +39,7 @@ from torchtitan_lite.convert_hf import INDEX, export_hf, import_hf, plan_shards
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import CheckpointError, ConfigError, StorageError
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.models.hf_llama import hf_config
 from torchtitan_lite.models.llama3 import Transformer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -384,6 +387,56 @@ def test_what_cannot_be_imported(tmp_path: Path, hf_dir: Path, damage: Any, mess
     assert list(tmp_path.iterdir()) == [hf_dir]
 
 
+def refusal(folder: Path) -> str:
+    """Why the model in `folder` is not imported."""
+    with pytest.raises(CheckpointError) as caught:
+        import_hf(folder, folder.parent / "out")
+    return str(caught.value)
+
+
+@given(config=edits(hf_config(DEBUG_ARGS, dtype=torch.float32, bos_id=1, eos_id=2)))
+@settings(max_examples=150, deadline=None)
+def test_any_value_in_a_config_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert len(refusal(folder)) < 2000  # the weights are missing
+
+
+INDEX_FILE = {"metadata": {"total_size": 8}, "weight_map": {"a": "a.safetensors", "b": "b"}}
+
+
+@given(index=edits(INDEX_FILE))
+@settings(max_examples=80, deadline=None)
+def test_any_value_in_an_index_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, index: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("hostile")
+    config = hf_config(DEBUG_ARGS, dtype=torch.float32, bos_id=1, eos_id=2)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / INDEX).write_text(json.dumps(index))
+    assert len(refusal(folder)) < 2000
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+def test_only_regular_files_are_imported(hf_dir: Path, name: str, kind: Any) -> None:
+    if name == INDEX:
+        (hf_dir / "model.safetensors").unlink()
+    (hf_dir / name).unlink(missing_ok=True)
+    kind(hf_dir / name)
+    assert f"{name} cannot be imported: not a regular file; " in refusal(hf_dir)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "[" * 900 + "]" * 900, "1e999"])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "vocab_size", "hidden_act"])
+def test_absurd_numbers_are_refused(hf_dir: Path, key: str, number: str) -> None:
+    config = json.loads((hf_dir / "config.json").read_text()) | {key: "HERE"}
+    (hf_dir / "config.json").write_text(json.dumps(config).replace('"HERE"', number))
+    assert len(refusal(hf_dir)) < 2000
+
+
 def flip_last_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -420,6 +473,11 @@ def set_model(folder: Path, **dimensions: Any) -> None:
             "step is broken: manifest.json: model: ZeroDivisionError",
         ),
         (lambda d: set_model(d, n_heads="8"), "step is broken: manifest.json: model: TypeError"),
+        (lambda d: set_model(d, norm_eps=None), "rms_norm_eps = null: must be a positive number"),
+        (
+            lambda d: set_model(d, max_seq_len=-1),
+            "max_position_embeddings = -1: must be a",
+        ),
     ],
 )
 def test_a_broken_checkpoint_is_not_exported(tmp_path: Path, damage: Any, message: str) -> None:
@@ -526,6 +584,26 @@ def test_the_shipped_tokenizer_is_exported(tmp_path: Path) -> None:
     source = SHIPPED_MODEL.with_name("dataloader.py").read_text()
     text = "def f(x):\n    return x  # \t∑é\n" + source
     assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    assert theirs(text).input_ids == [ours.bos_id, *ours.encode(text)]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_exported_files_follow_the_umask(tmp_path: Path, step_dir: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        export_hf(step_dir, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & ~umask}
+
+
+def test_weights_that_are_not_finite_are_not_imported(tmp_path: Path, hf_dir: Path) -> None:
+    head = safetensors.torch.load_file(hf_dir / "model.safetensors")["lm_head.weight"].clone()
+    head[3, :5], head[4, 0] = torch.nan, -torch.inf
+    edit_weights(hf_dir, **{"lm_head.weight": head})
+    with pytest.raises(CheckpointError, match=r"NaN or infinite: lm_head\.weight \(6 values\)"):
+        import_hf(hf_dir, tmp_path / "out")
 
 
 def test_a_tokenizer_json_is_exported_with_its_config(tmp_path: Path) -> None:
@@ -561,6 +639,26 @@ def test_without_a_tokenizer_the_weights_are_exported(
         'no tokenizer is exported: [model] tokenizer_path = "nowhere" cannot be read' in caplog.text
     )
     assert load(out).config.bos_token_id is None
+
+
+def test_a_tokenizer_of_another_type_is_none(
+    tmp_path: Path, step_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = replace(read_manifest(step_dir), config="[model]\ntokenizer_path = 3\n")
+    assert convert_hf.copy_tokenizer(manifest, tmp_path) is None
+    assert "no tokenizer is exported: the checkpoint's config names none" in caplog.text
+
+
+def test_a_tokenizer_that_has_no_end_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe")):
+        manifest = CheckpointManifest(
+            world_size=1, model={}, config=tomli_w.dumps({"model": {"tokenizer_path": path}})
+        )
+        assert convert_hf.copy_tokenizer(manifest, tmp_path) is None
+        assert f'tokenizer_path = "{path}" not a regular file' in caplog.text
 
 
 def test_a_config_without_a_model_names_no_tokenizer(

@@ -235,6 +235,8 @@ def test_what_an_older_config_json_leaves_out() -> None:
         ({"hidden_size": 64.0}, "hidden_size = 64.0: must be a positive whole number"),
         ({"vocab_size": True}, "vocab_size = true: must be a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be a positive whole number"),
+        ({"vocab_size": 2**31}, r"vocab_size = 2147483648: must be .* below 2\*\*31"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10{400}: must be a positive number"),
         ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps = "1e-5": must be a positive number'),
         ({"rope_theta": float("inf")}, "rope_theta = Infinity: must be a positive number"),
         (

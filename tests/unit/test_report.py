@@ -40,7 +40,7 @@ def test_checkpoints_are_found(run):
     assert step_folders(aside) == [aside]
 
 
-@pytest.mark.parametrize("name", ["a", "missing", "config.toml"])
+@pytest.mark.parametrize("name", ["a", "config.toml"])
 def test_a_folder_without_checkpoints_is_refused(run, name):
     with pytest.raises(
         CheckpointError,
@@ -77,3 +77,29 @@ def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
         "30    -       -                    -      -      -           -           "
         "broken: manifest.json: No such file or directory",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", r"is no checkpoint; .* holds .*/other, .*/run: name one\.$"),
+        ("missing", r"missing is missing; .* holds .*/other, .*/run: name one\.$"),
+        ("checkpoint/step-00000010", r"step-00000010 is missing; .* holds .*/run: name one\.$"),
+        ("run/checkpoint/step-00000030", r"30 is missing; .* holds .*10, .*20: name one\.$"),
+        ("hf", r"hf is a Hugging Face model; .* scripts/convert_hf.py import .*/hf NEW_FOLDER\.$"),
+    ],
+)
+def test_what_is_near_is_named(run, name, message):
+    write_checkpoint(run.parent / "other" / "checkpoint", 10)
+    (run.parent / "hf").mkdir()
+    (run.parent / "hf" / "config.json").touch()
+    with pytest.raises(CheckpointError, match=message):
+        step_folders(run.parent / name)
+
+
+def test_a_table_of_hostile_configs(run):
+    """Values that are valid TOML and of other types than a config's."""
+    config = "[float8]\nenable_float8_linear = 2020-01-01\nrecipe_name = [1, {a = 2}]\n"
+    path = write_checkpoint(run / "checkpoint", 30, config=config)
+    assert summarize(path).float8 == "[1, {'a': 2}]"
+    assert format_summaries([summarize(path)]).endswith("ok")

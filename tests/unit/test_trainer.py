@@ -1,13 +1,17 @@
 """The parts of the trainer that need no process group."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from torchtitan_lite.config import DebugConfig
+from torchtitan_lite.config import Config, DebugConfig
 from torchtitan_lite.metrics.processor import Skips
 from torchtitan_lite.parallel.distributed import set_determinism
+from torchtitan_lite.trainer import Trainer
 
 
 def test_too_many_steps_in_a_row_without_an_update_end_the_run() -> None:
@@ -34,3 +38,21 @@ def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.M
     finally:
         torch.use_deterministic_algorithms(False)
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_request_to_save_is_answered(
+    enabled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer: Any = SimpleNamespace(
+        run_folder="rank 0's",
+        checkpointer=SimpleNamespace(enabled=enabled),
+        job=SimpleNamespace(folder=tmp_path),
+        config=Config(),
+    )
+    assert Trainer.save_requested(trainer) is False
+    (tmp_path / "SAVE").touch()
+    with caplog.at_level("INFO"):
+        assert Trainer.save_requested(trainer) is enabled
+    assert not (tmp_path / "SAVE").exists()
+    assert ("[checkpoint] enable = false: not saved" in caplog.text) is not enabled

@@ -42,7 +42,6 @@ from .manifest import (
     TrainingProgress,
     broken_files,
     hash_file,
-    naming,
     write_manifest,
 )
 from .reading import METADATA, SafeReader, first_failure
@@ -95,7 +94,7 @@ def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
     group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
     share = (dist.get_rank(), dist.get_world_size())
     try:
-        with naming(path):
+        with folders.naming(path):
             manifest = on_rank0(lambda: SafeReader(path).manifest, group=group)
             found = on_all_ranks(
                 lambda: broken_files(path, manifest.files, hashes=hashes, share=share), group=group
@@ -135,6 +134,7 @@ class Checkpointer:
         self._saving: Future[Path] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if not self.enabled:
+            logger.info("checkpoints are off: [checkpoint] enable = false")
             return
 
         self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
@@ -156,7 +156,7 @@ class Checkpointer:
 
         # With more ranks than the run that saved it, some ranks share a random state.
         random_file = path / RANDOM_FILE.format(dist.get_rank() % manifest.world_size)
-        with naming(path):
+        with folders.naming(path):
             on_all_ranks(lambda: states.load_random_state(random_file, device=self._device))
 
         on_rank0(lambda: folders.set_aside_after(self.folder, manifest.progress.step))
@@ -165,15 +165,22 @@ class Checkpointer:
 
     def load_weights(self, path: Path) -> None:
         """Load only the weights of the checkpoint at `path`, of any data type. Raises
-        CheckpointError if it is broken or of another model."""
+        CheckpointError if it is broken, of another model or not finite."""
         manifest = verify(path, hashes=self._settings.verify_hashes)
         check_model(manifest.model, self._manifest.model, path=path)
-        self._read(path, states.model_state(self._model))
+        state = states.model_state(self._model)
+        self._read(path, state)
+        for of_rank in on_all_ranks(lambda: states.count_not_finite(state)):
+            for name, count in of_rank.items():
+                raise CheckpointError(
+                    f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has "
+                    f"{count} values that are NaN or infinite; name another checkpoint."
+                )
         logger.info(f"weights from {path}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
         readers: list[SafeReader] = []  # not returned: gathering large tables would be slow
-        with naming(path):
+        with folders.naming(path):
             on_all_ranks(lambda: readers.append(SafeReader(path)))
             readers[0].load(state, group=self.group)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torchtitan_lite.config.keys import show
 from torchtitan_lite.errors import CheckpointError
 
-from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files, naming
+from .folders import naming
+from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files
 from .reading import SafeReader
 
 MOST_LISTED = 8

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,10 @@ from torchtitan_lite.tables import format_columns
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 
 DRAFT_PREFIX = ".tmp-"
+ANY_STEP = "*/*/step-" + 8 * "[0-9]"
+"""Pattern of the checkpoints of all runs in a folder."""
+MOST_NAMED = 8
+"""Most folders that a message names, the last ones."""
 OURS = re.compile(
     rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.(?:{MANIFEST}|rank-\d{{5}}\.json)\..+"
 )
@@ -209,15 +213,50 @@ class CheckpointSummary:
 def step_folders(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or the checkpoints in it, by step, if it is a run folder or
     its folder of checkpoints. Raises CheckpointError if there is none."""
-    if STEP.fullmatch(path.name) or (path / MANIFEST).is_file():
+    if path.exists() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return [path]
+    if found := _steps_in(path):
+        return found
+    rule = "name a run folder, its folder of checkpoints, or a step's"
+    raise CheckpointError(f"{explain(path, f'has no checkpoints: {rule}')}.")
+
+
+def _steps_in(path: Path) -> list[Path]:
+    """Return the checkpoints in a folder of checkpoints or a run folder, by step."""
     children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
     for folder in (path, *children):
         if steps := named_steps(folder):
             return [step_folder(folder, step) for step in steps]
-    raise CheckpointError(
-        f"{path} has no checkpoints: name a run folder, its folder of checkpoints, or a step's."
-    )
+    return []
+
+
+def explain(path: Path, reason: str) -> str:
+    """Return why `path` is not a checkpoint that can be read: `reason`, unless it is missing or
+    something else is there. Names the checkpoints or runs that are near it."""
+    if (path / MANIFEST).exists():
+        return f"{path} {reason}"
+    if (path / "config.json").is_file():
+        command = f"python scripts/convert_hf.py import {path} NEW_FOLDER"
+        return f"{path} is a Hugging Face model; make a checkpoint of it: {command}"
+
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    found: list[Path] = []
+    if there == path or there != there.parent:  # not "/" or "." for whatever is missing
+        with suppress(OSError):
+            found = _steps_in(there) or sorted({step.parents[1] for step in there.glob(ANY_STEP)})
+    problem = ("is no checkpoint" if found else reason) if path.exists() else "is missing"
+    if not found:
+        return f"{path} {problem}"
+    return f"{path} {problem}; {there} holds {', '.join(map(str, found[-MOST_NAMED:]))}: name one"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Prepend the path of a checkpoint to the reason why it cannot be read."""
+    try:
+        yield
+    except BrokenCheckpoint as broken:
+        raise BrokenCheckpoint(explain(path, f"is broken: {broken}")) from broken
 
 
 def summarize(path: Path) -> CheckpointSummary:
@@ -228,6 +267,7 @@ def summarize(path: Path) -> CheckpointSummary:
         named = STEP.fullmatch(path.name)
         return CheckpointSummary(str(path), int(named[1]) if named else 0, [str(broken)])
     float8 = tomli.loads(manifest.config).get("float8", {})
+    recipe = str(float8.get("recipe_name"))
     return CheckpointSummary(
         path=str(path),
         step=manifest.progress.step,
@@ -237,7 +277,7 @@ def summarize(path: Path) -> CheckpointSummary:
         size=sum(entry.size for entry in manifest.files.values()),
         world_size=manifest.world_size,
         mesh=manifest.mesh,
-        float8=float8.get("recipe_name") if float8.get("enable_float8_linear") else None,
+        float8=recipe if float8.get("enable_float8_linear") else None,
     )
 
 

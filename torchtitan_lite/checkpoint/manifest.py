@@ -8,8 +8,8 @@ import platform
 import re
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +39,7 @@ TENSORS_SUFFIX = ".distcp"
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 BLOCK_BYTES = 1 << 20
 
+Size = Annotated[Count, Field(ge=1)]
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
 """Name of a file in the folder; never a path that leaves it."""
 
@@ -51,15 +52,6 @@ def _check_tables(config: str) -> str:
 
 class BrokenCheckpoint(CheckpointError):
     """A checkpoint that is damaged or is not one of ours. Its message is a reason on one line."""
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Prepend the path of a checkpoint to the reason why it is broken."""
-    try:
-        yield
-    except BrokenCheckpoint as broken:
-        raise BrokenCheckpoint(f"{path} is broken: {broken}") from broken
 
 
 @dataclass(frozen=True)
@@ -126,8 +118,8 @@ class CheckpointManifest:
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique to one save, the same on all ranks."""
     progress: TrainingProgress = NEW_RUN
-    world_size: Annotated[Count, Field(ge=1)]
-    mesh: dict[str, int] = field(default_factory=dict)
+    world_size: Size
+    mesh: dict[str, Size] = field(default_factory=dict)
     """Size of each dimension of the device mesh."""
     versions: dict[str, str] = field(default_factory=installed_versions)
     """Versions of torchtitan_lite, torch, torchao and python."""

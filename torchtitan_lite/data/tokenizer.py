@@ -19,10 +19,13 @@ from typing import Any
 
 import sentencepiece
 
+from torchtitan_lite.documents import read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
+MAX_BYTES = 1 << 30
+"""Largest file of a vocabulary that is read."""
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 # Llama 3's reference tokenizer (Meta, llama3/llama/tokenizer.py): how text is split before BPE; the
@@ -58,7 +61,7 @@ class Tokenizer:
                 names = ", ".join(FILES_OF_A_FOLDER)
                 raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
             self.path = [*inside, given][0]
-            content = self.path.read_bytes()
+            content = read_regular(self.path, max_bytes=MAX_BYTES)
             vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(

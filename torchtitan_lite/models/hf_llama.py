@@ -8,7 +8,6 @@ Shapes: H heads or key-value heads, Q head_dim, D dim.
 """
 
 import json
-import math
 from typing import Any
 
 import torch
@@ -140,8 +139,8 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
 def _positive(fields: dict[str, Any], key: str, *, whole: bool = False) -> Any:
     value: Any = fields.get(key)
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    rule = "must be a positive whole number" if whole else "must be a positive number"
-    _require(number and 0 < value < math.inf, key, value, rule)
+    kind, limit = ("whole number below 2**31", 2**31) if whole else ("number", 2**1023)
+    _require(number and 0 < value < limit, key, value, f"must be a positive {kind}")
     return value if whole else float(value)
 
 
