@@ -285,6 +285,7 @@ def build_metrics(
 
     On CPU all ranks measure their peaks here, at the same time.
     """
+    # Peaks of the precisions that this run computes in; on a float8 GPU always both, to compare.
     dist.barrier()
     config = job.config
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
@@ -294,6 +295,7 @@ def build_metrics(
     peaks = resolve_peaks(device, config.metrics, precisions=precisions, file=file)
     logger.info(f"{peaks}")
 
+    # Files that cannot be opened on rank 0 end all ranks.
     writers: list[Writer] = []
     on_rank0(
         lambda: writers.extend(
