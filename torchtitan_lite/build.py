@@ -260,6 +260,8 @@ def build_checkpointer(
         model_args=asdict(job.model_args),
         config_toml=job.to_toml(),
     )
+
+    # A run that resumes has its weights; initial_load_path is for a new one.
     initial = settings.initial_load_path
     if resume is not None:
         if initial is not None:
