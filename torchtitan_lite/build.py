@@ -26,7 +26,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
+from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.metrics.writers import build_writers
@@ -294,7 +294,7 @@ def build_metrics(
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
     file = job.folder / "peaks.json"
-    peaks = resolve_peaks(device, config.metrics, precisions=precisions, file=file)
+    peaks = find_peaks(device, config.metrics, precisions=precisions, file=file)
     logger.info(f"{peaks}")
 
     # Files that cannot be opened on rank 0 end all ranks.
