@@ -27,7 +27,7 @@ from torchtitan_lite.bench import (
 )
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger
-from torchtitan_lite.planner.plan import resolve_device
+from torchtitan_lite.planner.plan import find_device
 
 BUDGET_S = {"GPU": 525.0, "CPU": 300.0, "quick GPU": 240.0, "quick CPU": 180.0}
 USABLE_MEMORY = 0.98
@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def print_plan(options: argparse.Namespace) -> None:
     """Print the rows for the device of --dry-run, with predictions."""
-    spec = resolve_device(options.device)
+    spec = find_device(options.device)
     device = dataclasses.replace(spec, memory_gib=USABLE_MEMORY * spec.memory_gib)
     planned, refused = [], []
     for row in choose_rows("quick GPU" if options.quick else "GPU", options.only):

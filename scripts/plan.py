@@ -16,7 +16,7 @@ import json
 from torchtitan_lite.config import asks_for_help, load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
-from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     plan = make_plan(
         config,
         world_size=options.world_size,
-        device=resolve_device(options.device),
+        device=find_device(options.device),
         tps=options.tps,
     )
     print(json.dumps(plan, indent=2) if options.json else format_plan(plan))

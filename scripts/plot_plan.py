@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError, run_script
-from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 8
@@ -45,7 +45,7 @@ def list_bars(file: str, tps: float) -> list[Bar]:
     config = load_config(
         ["--job.config_file", str(ROOT / "train_configs" / file)], world_size=WORLD_SIZE
     )
-    plan = make_plan(config, world_size=WORLD_SIZE, device=resolve_device("H100 SXM"), tps=tps)
+    plan = make_plan(config, world_size=WORLD_SIZE, device=find_device("H100 SXM"), tps=tps)
     flops, peaks, percents = plan["flops_per_token"], plan["peaks"], plan["schedule"]
     ideal = {
         "mfu": {name: flops[name] / peaks[name] / 1e6 for name in ("fp8", "bf16") if flops[name]}

@@ -33,7 +33,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import cpu_name, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.run_folder import read_status
 from torchtitan_lite.tables import format_columns
 
@@ -135,7 +135,7 @@ def local_device() -> DeviceSpec | None:
     without a data sheet is planned as an H100."""
     if not torch.cuda.is_available():
         return None
-    spec = lookup_device(device_name()) or resolve_device("H100 SXM")
+    spec = lookup_device(device_name()) or find_device("H100 SXM")
     memory_gib = total_memory_gib(torch.device("cuda", 0)) or spec.memory_gib
     return replace(spec, name=device_name(), memory_gib=memory_gib)
 

@@ -26,7 +26,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
-from torchtitan_lite.metrics.hardware import host_memory_gib, resolve_peaks, total_memory_gib
+from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
 from torchtitan_lite.models.init import init_weights
@@ -258,6 +258,8 @@ def build_checkpointer(
         device=device,
         manifest=manifest,
     )
+
+    # A run that resumes has its weights; initial_load_path is for a new one.
     initial = settings.initial_load_path
     if resume is not None:
         if initial is not None:
@@ -283,15 +285,17 @@ def build_metrics(
 
     On CPU all ranks measure their peaks here, at the same time.
     """
+    # Peaks of the precisions that this run computes in; on a float8 GPU always both, to compare.
     dist.barrier()
     config = job.config
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
     file = job.folder / "peaks.json"
-    peaks = resolve_peaks(device, config.metrics, precisions=precisions, file=file)
+    peaks = find_peaks(device, config.metrics, precisions=precisions, file=file)
     logger.info(f"{peaks}")
 
+    # Files that cannot be opened on rank 0 end all ranks.
     writers: list[Writer] = []
     on_rank0(
         lambda: writers.extend(

@@ -265,9 +265,8 @@ def main() -> None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exit_code = run(load_config(sys.argv[1:], world_size=world_size))
     except RunError as error:
-        logger.info(
-            f"error:\n{error}"
-        )  # at info level, printed by LOG_RANK's ranks: most have the same
+        # At info level only LOG_RANK's ranks print it: most ranks have the same error.
+        logger.info(f"error:\n{error}")
         exit_code = error.exit_code
     end_process(exit_code)
 

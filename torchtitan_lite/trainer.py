@@ -86,7 +86,7 @@ class Trainer:
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
         self.tokens, self.save_wanted = progress.tokens, False
 
-        # Model and optimizer, loaded, then what measures them.
+        # Model, optimizer and checkpoint, then the measurements.
         ledger = self.build_training(mesh, progress=progress, resume=resume)
         freq = self.config.float8.log_numerics_freq
         self.numerics = NumericsMonitor(self.model, freq=freq, device=device)
@@ -144,6 +144,7 @@ class Trainer:
                     self.advance(step)
                     profiler.end_step(step)
             except Stopped as stopped:
+                # After the last step, in its validation, the signal cuts nothing short.
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()
                 if self.checkpointer.enabled and self.saved_step < self.step:
@@ -164,16 +165,16 @@ class Trainer:
         """Train one step, log it, and do what is due after it, outside the step's time."""
         config, first, last = self.config, step == self.first_step, step == self.last_step
 
-        # The step. The first one is observed: did float8 really run where it was asked for? Later
-        # ones measure float8's numerics when due; not the first, which compiles.
+        # The step. The first, which compiles, is observed: did float8 run where it was asked for?
+        # Later ones measure float8's numerics when due.
         measured = self.numerics.due(step) and not first
-        observer = StepObserver() if first else None
-        with self.numerics.observe() if measured else observer or contextlib.nullcontext():
+        observer = StepObserver() if first else contextlib.nullcontext()
+        with self.numerics.observe() if measured else observer:
             values = self.train_step(step)
         logged = self.metrics.end_step(step, values)
         if measured:
             self.metrics.log_numerics(step, self.numerics.figures())
-        if observer is not None:
+        if isinstance(observer, StepObserver):
             strict = config.debug.deterministic
             observer.report(self.model, self.asked, step=step, deterministic=strict)
         self.step, self.generators = step, random_state(self.device)
@@ -216,8 +217,7 @@ class Trainer:
         for accum_step in range(accum_steps):
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
-            last = accum_step == accum_steps - 1
-            cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+            cast(FSDPModule, self.model).set_requires_gradient_sync(accum_step == accum_steps - 1)
             losses.append(self.loss(*batch, scale=scale))
         loss = torch.stack(losses).sum()
 

@@ -11,7 +11,7 @@ from running import FLAVORS_OF_TESTS, TWO_LAYERS, train
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import find_device, make_plan
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 COMPILED = "--compile.enable"
@@ -145,6 +145,6 @@ def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
     for flavor, args in FLAVORS_OF_TESTS.items():
         monkeypatch.setitem(FLAVORS, flavor, args)
     config = load_config(["--job.config_file", str(TWO_LAYERS), *case.words], world_size=case.gpus)
-    device = resolve_device("B200" if case.device else "H100 SXM")
+    device = find_device("B200" if case.device else "H100 SXM")
     reserved = make_plan(config, world_size=case.gpus, device=device)["memory"]["reserved"] / 2**30
     return reserved + (CASTS if FLOAT8 in case.overrides and COMPILED not in case.overrides else 0)

@@ -30,7 +30,7 @@ from torchtitan_lite.bench import (
 from torchtitan_lite.config import check_config
 from torchtitan_lite.errors import ConfigError, RunError, StorageError
 from torchtitan_lite.metrics.devices import DeviceSpec
-from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
@@ -155,7 +155,7 @@ def test_rows_are_chosen_by_the_words_of_their_names() -> None:
 
 @pytest.mark.parametrize("name", ["H200", "H100 SXM"])
 def test_rows_have_as_many_layers_as_fit_the_gpu(name: str) -> None:
-    device = resolve_device(name)
+    device = find_device(name)
     layers = set()
     for row in ROWS["GPU"][:2]:
         planned, predictions = plan_row(row, device)
@@ -172,7 +172,7 @@ def test_rows_have_as_many_layers_as_fit_the_gpu(name: str) -> None:
 def test_a_row_that_the_device_cannot_run_is_refused_with_the_reason() -> None:
     float8 = ROWS["GPU"][1]
     with pytest.raises(ConfigError, match="the A100 SXM 80GB has no float8 matrix units"):
-        plan_row(float8, resolve_device("A100 SXM 80GB"))
+        plan_row(float8, find_device("A100 SXM 80GB"))
     tiny = DeviceSpec("tiny", 100, 200, 1, 1)
     with pytest.raises(ConfigError, match="not one layer fits tiny's 1 GiB"):
         plan_row(float8, tiny)

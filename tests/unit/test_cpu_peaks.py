@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.metrics import hardware
-from torchtitan_lite.metrics.hardware import cpu_name, measure_peak, resolve_cpu_peaks
+from torchtitan_lite.metrics.hardware import cpu_name, find_cpu_peaks, measure_peak
 
 CPU = torch.device("cpu")
 MEASURED = {"bf16": 0.2, "fp32": 0.1}
@@ -60,7 +60,7 @@ def test_the_peak_is_the_best_of_many_matmuls(monkeypatch):
 def test_ranks_measure_on_one_thread(tmp_path, monkeypatch, calls):
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    resolve_cpu_peaks(MEASURED, file=tmp_path / "peaks.json")
+    find_cpu_peaks(MEASURED, file=tmp_path / "peaks.json")
     assert (calls, threads) == (["bf16", "fp32"], [1, 1])
 
 
@@ -73,7 +73,7 @@ def test_measuring_leaves_the_random_state_alone(monkeypatch):
 
 def test_precisions_are_measured_in_one_order_whatever_order_they_come_in(tmp_path, calls):
     for precisions in (["fp32", "bf16"], ["bf16", "fp32"]):
-        assert resolve_cpu_peaks(precisions, file=tmp_path / str(precisions)) == MEASURED
+        assert find_cpu_peaks(precisions, file=tmp_path / str(precisions)) == MEASURED
     assert calls == ["bf16", "fp32"] * 2
 
 
@@ -87,7 +87,7 @@ def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
             ranks if isinstance((ranks := on_all_ranks(make))[0], tuple) else [*ranks, faster]
         ),
     )
-    assert resolve_cpu_peaks(MEASURED, file=tmp_path / "peaks.json") == {"bf16": 0.2, "fp32": 0.3}
+    assert find_cpu_peaks(MEASURED, file=tmp_path / "peaks.json") == {"bf16": 0.2, "fp32": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_a_rank_has_its_threads_but_no_more_than_its_share_of_the_cores(
 
 def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, calls, log):
     file = tmp_path / "peaks.json"
-    assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
+    assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
     assert log.messages == []
-    assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
-    assert resolve_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
+    assert find_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
+    assert find_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
     assert calls == ["bf16", "fp32"]
     assert [str(file) in message for message in log.messages] == [True, True]
     assert json.loads(file.read_text()) == {"cpu": cpu_name(), "threads": 1, "tflops": MEASURED}
@@ -144,7 +144,7 @@ def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, c
 def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
     file = tmp_path / "peaks.json"
     file.write_bytes(content)
-    assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
+    assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
     (message,) = log.messages
     assert f"{file} is damaged" in message
     assert json.loads(file.read_text())["tflops"] == {"bf16": 0.2}
@@ -152,7 +152,7 @@ def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
 
 def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path, calls):
     os.mkfifo(tmp_path / "peaks.json")
-    assert resolve_cpu_peaks(["bf16"], file=tmp_path / "peaks.json") == {"bf16": 0.2}
+    assert find_cpu_peaks(["bf16"], file=tmp_path / "peaks.json") == {"bf16": 0.2}
 
 
 @pytest.mark.parametrize(("cpu", "threads"), [("Another", 1), (None, 4)])
@@ -161,7 +161,7 @@ def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(
 ):
     file, here = tmp_path / "peaks.json", cpu_name()
     file.write_text(json.dumps({"cpu": cpu or here, "threads": threads, "tflops": {"bf16": 9.0}}))
-    assert resolve_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
+    assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
     (message,) = log.messages
     for part in (str(file), f"{cpu or here}, {threads} threads", f"{here}, 1 threads"):
         assert part in message

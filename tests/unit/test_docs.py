@@ -28,7 +28,7 @@ from torchtitan_lite.config import load_config
 from torchtitan_lite.metrics import figures
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner import roofline
-from torchtitan_lite.planner.plan import make_plan, resolve_device
+from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[2]
 METRICS, PLAN, FLOAT8 = (
@@ -39,7 +39,7 @@ METRICS, PLAN, FLOAT8 = (
 def plan(config: str, *overrides: str, tps: float | None = None) -> dict[str, Any]:
     words = ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), *overrides]
     return make_plan(
-        load_config(words, world_size=8), world_size=8, device=resolve_device("H100 SXM"), tps=tps
+        load_config(words, world_size=8), world_size=8, device=find_device("H100 SXM"), tps=tps
     )
 
 

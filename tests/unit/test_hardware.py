@@ -8,9 +8,9 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.metrics.hardware import (
     Peaks,
+    find_peaks,
     measure_peak,
     peak_memory_gib,
-    resolve_peaks,
     total_memory_gib,
 )
 
@@ -26,11 +26,11 @@ def measured_cpu(monkeypatch):
         assert file == FILE
         return {precision: {"bf16": 0.2, "fp32": 0.1}[precision] for precision in precisions}
 
-    monkeypatch.setattr(hardware, "resolve_cpu_peaks", measure)
+    monkeypatch.setattr(hardware, "find_cpu_peaks", measure)
 
 
 def resolve(device: torch.device, metrics: MetricsConfig, *precisions: str) -> Peaks:
-    return resolve_peaks(device, metrics, precisions=precisions, file=FILE)
+    return find_peaks(device, metrics, precisions=precisions, file=FILE)
 
 
 def test_cpu_peaks_of_the_precisions_in_use_are_measured_and_approximate():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.planner.plan import resolve_device
+from torchtitan_lite.planner.plan import find_device
 
 ROOT = Path(__file__).parents[2]
 MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
@@ -315,8 +315,8 @@ def test_a_refusal_is_no_traceback():
 def test_the_gpu_at_hand_is_planned_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert resolve_device(None).name == "H200"
-    assert resolve_device("l4").name == "L4"
+    assert find_device(None).name == "H200"
+    assert find_device("l4").name == "L4"
 
 
 def test_help(capsys):

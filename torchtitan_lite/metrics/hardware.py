@@ -85,7 +85,7 @@ def _known(**peaks: float | None) -> dict[Any, float]:
     return {precision: tflops for precision, tflops in peaks.items() if tflops is not None}
 
 
-def resolve_peaks(
+def find_peaks(
     device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision], file: Path
 ) -> Peaks:
     """Return the peaks of `device`, measuring those of `precisions` where necessary.
@@ -97,7 +97,7 @@ def resolve_peaks(
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()
         wanted |= unknown
-        measured = resolve_cpu_peaks(wanted, file=file) if wanted else {}
+        measured = find_cpu_peaks(wanted, file=file) if wanted else {}
         return Peaks("CPU", measured=measured, given=given, approximate=bool(unknown))
     name = torch.cuda.get_device_name(device)
     measured = {precision: measure_peak(precision, device) for precision in sorted(wanted)}
@@ -148,7 +148,7 @@ class _KeptPeaks(BaseModel):
     tflops: dict[Precision, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
 
 
-def resolve_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
+def find_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
     """Return the peaks of the fastest rank in TFLOPS. A collective call.
 
     Peaks kept in `file` are used if they are of the same CPU and number of threads. The others are

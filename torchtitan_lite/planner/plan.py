@@ -25,7 +25,7 @@ SECONDS_PER_DAY = 86_400
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
-def resolve_device(name: str | None) -> DeviceSpec:
+def find_device(name: str | None) -> DeviceSpec:
     """Return the data sheet of the device called `name`, by default of the GPU at hand.
 
     Raises ConfigError for an unknown name, and without a name if there is no GPU."""
