@@ -3,7 +3,8 @@
 # In an active virtual or conda environment it installs there, otherwise in .venv of the project. pip's own
 # configuration decides where packages come from. A stamp in the environment lets a later use start at once.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+cd "$root" # Python imports nothing of the user's folder
 extra=${1:-}
 env=${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}
 python=$env/bin/python

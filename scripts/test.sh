@@ -2,7 +2,7 @@
 # test.sh [PYTEST ARGUMENTS]: set up on first use, then lint, type-check and test: with arguments what these say, relative
 # to the project; else everything, two at a time, and tests of time-outs only beside each other.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 python=$(scripts/setup.sh dev)
 export OMP_NUM_THREADS=1
 "$python" -m ruff check

@@ -10,6 +10,7 @@ __version__ = "0.2.0"
 for _name in (
     "torchao",  # its optional CUDA extensions are not built for this machine
     "torch.utils._pytree",  # a deprecation within torchao
+    "torch.distributed.tensor._redistribute",  # reduces the gradient norm by one mesh dim at a time
 ):
     logging.getLogger(_name).setLevel(logging.ERROR)
 for _message in (
