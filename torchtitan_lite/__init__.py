@@ -10,7 +10,8 @@ __version__ = "0.2.0"
 for _name in (
     "torchao",  # its optional CUDA extensions are not built for this machine
     "torch.utils._pytree",  # a deprecation within torchao
-    "torch.distributed.tensor._redistribute",  # reduces the gradient norm by one mesh dim at a time
+    # It reduces the gradient norm over one dimension of the mesh at a time: pytorch/pytorch#174630.
+    "torch.distributed.tensor._redistribute",
 ):
     logging.getLogger(_name).setLevel(logging.ERROR)
 for _message in (

@@ -286,7 +286,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
     return its exit code. `path` is the run folder, `since` a time before the start."""
     on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
     cause, code, rank = find_outcome(status, end)
-    if status is not None and (status.exit_code, status.cause) != (code, cause):
+    if status is not None and (status.exit_code, status.cause or status.state) != (code, cause):
         ended = replace(status, cause=cause, exit_code=code, rank=rank, time=time.time())
         with suppress(RunError):  # a full disk: the lines below say the same
             write_status(path, replace(ended, state="stopped" if code == STOPPED else "failed"))

@@ -441,6 +441,13 @@ def test_a_killed_rank_is_reported_and_ends_the_status(
     )
 
 
+def test_a_run_that_is_done_stays_so_whatever_happens_to_its_agent(tmp_path: Path) -> None:
+    begun(tmp_path).update(step=7, state="done", exit_code=0)
+    before = status_on_file(tmp_path)
+    assert report(tmp_path, AgentEnd(os.getppid(), 1, signal.SIGTERM)) == 0
+    assert status_on_file(tmp_path) == before
+
+
 def test_the_agents_report_is_shown_where_no_worker_began_and_an_earlier_status_stays(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
