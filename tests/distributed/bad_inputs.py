@@ -2,6 +2,7 @@
 docs/errors.md` writes the page."""
 
 import os
+import re
 import socket
 import tempfile
 from pathlib import Path
@@ -93,7 +94,7 @@ def make_files(folder: Path) -> None:
 def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     """Return the exit code and message for `arguments` in `folder`, with "." for its path."""
     words, config_file = arguments.split(), "ok.toml"
-    variables = dict(word.split("=", 1) for word in words if word.partition("=")[0].isupper())
+    variables = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
     words = words[len(variables) :]
     if words[:1] == ["--job.config_file"]:
         config_file, words = words[1], words[2:]
