@@ -35,8 +35,7 @@ usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
 
   CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml)
   NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
-  LOG_RANK       comma-separated local ranks that print everything; others print warnings and
-                 errors only (0)
+  LOG_RANK       comma-separated local ranks that print more than warnings and errors (0)
   NNODES         nodes (1); for more, start this script on each of them with the next two:
   NODE_RANK      number of this node, from 0
   RDZV_ENDPOINT  host:port of node 0
@@ -58,6 +57,7 @@ DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PREFIX = "[rank${rank}] "
+ENDPOINT = re.compile(r"([^\s:/]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 DUPLICATE_SECONDS = 3.0
 """A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
 NEXT = {
@@ -97,7 +97,7 @@ class Launch:
             raise ConfigError(
                 f"NODE_RANK={self.node_rank} must be below NNODES={self.nnodes}; nodes count from 0"
             )
-        if not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[\da-fA-F:]+\]:\d{1,5}", self.endpoint):
+        if not ENDPOINT.fullmatch(self.endpoint) or int(self.endpoint.rpartition(":")[2]) > 65535:
             raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
         self.elastic: dict[str, Any] = {
             "run_id": "none",  # the same on all nodes
@@ -126,10 +126,10 @@ class Launch:
 def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool) -> dict[str, str]:
     """Return what `ngpu` workers get on top of `env`. Raises ConfigError."""
     log_rank = (env.get("LOG_RANK") or "0").replace(" ", "")
-    if not set(log_rank.split(",")) <= set(map(str, range(ngpu))):
+    ranks = [rank for rank in log_rank.split(",") if re.fullmatch("0|[1-9][0-9]{0,8}", rank)]
+    if ",".join(ranks) != log_rank or max(map(int, ranks)) >= ngpu:
         raise ConfigError(
-            f"LOG_RANK={log_rank} must be local ranks from 0 to NGPU - 1 = {ngpu - 1}, separated "
-            "by commas."
+            f"LOG_RANK={log_rank} must be comma-separated ranks of 0 to NGPU - 1 = {ngpu - 1}."
         )
     threads = max(1, len(os.sched_getaffinity(0)) // ngpu)
     added = {

@@ -238,11 +238,22 @@ NODES = {"NNODES": "2", "NGPU": "8", "NODE_RANK": "1", "RDZV_ENDPOINT": "head:29
         ({"NGPU": "9" * 5000}, "is not a whole number of 1 or more"),
         *(
             (NODES | {"RDZV_ENDPOINT": endpoint}, f"RDZV_ENDPOINT={endpoint} must be host:port of")
-            for endpoint in ("head", "head:", "head:x", ":29500", "a b:1", "http://head:29500")
+            for endpoint in (
+                "head",
+                "head:",
+                "head:x",
+                ":29500",
+                "a b:1",
+                "http://head:1",
+                "head:65536",
+            )
         ),
         *(
-            ({"LOG_RANK": ranks}, rf"LOG_RANK={ranks} must be local ranks from 0 to NGPU - 1 = 1")
-            for ranks in ("abc", "99", "-1", "0,2", "0,", "0;1")
+            (
+                {"LOG_RANK": ranks},
+                rf"LOG_RANK={ranks} must be comma-separated ranks of 0 to NGPU - 1 = 1",
+            )
+            for ranks in ("abc", "99", "-1", "0,2", "0,", "0;1", "00")
         ),
         (
             {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"},
