@@ -284,8 +284,9 @@ def test_a_signal_to_every_process_leaves_the_save_its_time(
 ) -> None:
     in_save = {"at": "written 9", "rank": 1}
     term = {"do": "send", "number": int(signal.SIGTERM), **in_save}
-    signals = [term | {"to": "torchrun"}, term, term | {"to": "run_train.sh"}]
-    faults = [*signals, {"do": "sleep", "seconds": LOCK_SECONDS + 5, **in_save}]
+    pause = {"do": "sleep", "seconds": 1, **in_save}  # else torchrun sees two signals as one
+    signals = [term | {"to": "torchrun"}, pause, term, term | {"to": "run_train.sh"}]
+    faults = [*signals, pause | {"seconds": LOCK_SECONDS + 5}]
     run = launcher.run(half_done, *SETTINGS, faults=faults)
     assert run.exit_code == 75, run.output
     assert run.told["cause"] == "stopped by SIGTERM after step 9"
