@@ -2,6 +2,7 @@
 # Train from a TOML file: install the project on first use, then start the launcher.
 # `./run_train.sh --help` lists the environment variables and every key of the config.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=$("$root/scripts/setup.sh")
+export PYTHONSAFEPATH=1 # Python 3.11 imports nothing from the working directory then
 LAUNCHED_AS=$0 exec "$python" -m torchtitan_lite.launch "$@" # LAUNCHED_AS: for the command to go on

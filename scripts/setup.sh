@@ -4,7 +4,8 @@
 # configuration decides where packages come from. A stamp in the environment lets a later use start at once.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then sed -n '2,4s/^# //p' "$0" && exit; fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+cd "$root" # Python imports nothing of the user's folder
 extra=${1:-}
 env=${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}
 python=$env/bin/python

@@ -3,7 +3,7 @@
 # beside each other. test.sh PYTEST-ARGUMENTS: only run pytest, in the project's folder.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then sed -n '2,3s/^# //p' "$0" && exit; fi
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 python=$(scripts/setup.sh dev)
 export OMP_NUM_THREADS=1
 if (($#)); then exec "$python" -m pytest "$@"; fi

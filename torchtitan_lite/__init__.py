@@ -10,6 +10,9 @@ __version__ = "0.2.0"
 for _name in (
     "torchao",  # its optional CUDA extensions are not built for this machine
     "torch.utils._pytree",  # a deprecation within torchao
+    "torch._higher_order_ops.wrap",  # selective recomputation; no block has in-place operators
+    # It reduces the gradient norm over one dimension of the mesh at a time: pytorch/pytorch#174630.
+    "torch.distributed.tensor._redistribute",
 ):
     logging.getLogger(_name).setLevel(logging.ERROR)
 for _message in (

@@ -9,22 +9,27 @@ WORDS...`. SPEC is JSON with four keys; WORDS are the arguments of `torchtitan_l
   failure     file descriptor for a line of JSON about the first worker that failed
 """
 
-import json
 import os
 import sys
+
+if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
+    del sys.path[0]  # as in torchtitan_lite.launch
+
+import json
 from contextlib import redirect_stderr
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from torchtitan_lite.patches import allow_long_saves
+from torchtitan_lite.patches import allow_long_saves, stop_workers_once
 
 
 def main() -> None:
     """Run the workers until they are done. Exit code 1, with a traceback, if they are not."""
     spec, words = json.loads(sys.argv[1]), sys.argv[2:]
     allow_long_saves()
+    stop_workers_once()
     logs = DefaultLogsSpecs(log_dir=spec["log_dir"], tee=Std.ALL)
     config = LaunchConfig(**spec["elastic"], logs_specs=logs)
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # as under torchrun

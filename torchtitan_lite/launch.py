@@ -1,19 +1,23 @@
 """The launcher of a run on this node: `python -m torchtitan_lite.launch`, which run_train.sh calls.
 
-It checks the environment and the config, starts torchtitan_lite.agent, passes signals on, and
-reports how the run ended. The agent is torch's elastic agent, which starts and restarts a worker,
-torchtitan_lite.train, for each rank. It is a process of its own because torch replaces all signal
-handlers, ignores a second signal, and waits for other nodes in C++, where no Python handler runs.
-The launcher does not import torch, so a wrong config is reported within a second.
+It checks environment and config, without torch and so within a second, starts the agent, passes
+signals on, and reports how the run ended. The agent, torch's elastic agent, starts and restarts a
+worker, torchtitan_lite.train, for each rank. It is a process of its own because torch replaces all
+signal handlers and waits for other nodes in C++, where no Python handler runs.
 """
 
-import json
 import os
+import sys
+
+if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
+    del sys.path[0]  # the imports below would find a random.py of the working directory
+
+import json
 import re
 import shlex
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,8 +36,7 @@ usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
   CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml); --job.config_file FILE
                  does the same, and counts if both are given
   NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
-  LOG_RANK       comma-separated local ranks that print everything; others print warnings and
-                 errors only (0)
+  LOG_RANK       comma-separated local ranks that print more than warnings and errors (0)
   NNODES         nodes (1); for more, start this script on each of them with the next two:
   NODE_RANK      number of this node, from 0
   RDZV_ENDPOINT  host:port of node 0
@@ -55,6 +58,7 @@ DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PREFIX = "[rank${rank}] "
+ENDPOINT = re.compile(r"([^\s:/]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 DUPLICATE_SECONDS = 3.0
 """A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
 NEXT = {
@@ -71,10 +75,8 @@ NEXT = {
 
 
 class Launch:
-    """What the user asked for: the variables of `env`, checked, and the command line.
-
-    `worker_env` is what workers get on top of `env`, `elastic` the arguments of torch's
-    LaunchConfig. Raises ConfigError."""
+    """What the user asked for: the variables of `env`, checked, and the command line. `elastic` has
+    the arguments of torch's LaunchConfig. Raises ConfigError."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, color: bool) -> None:
         gpus = count_cuda_devices(env)
@@ -84,20 +86,7 @@ class Launch:
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
         script = env.get("LAUNCHED_AS")
         self.program = shlex.quote(script) if script else "python -m torchtitan_lite.launch"
-        threads = max(1, len(os.sched_getaffinity(0)) // self.ngpu)
-        self.worker_env = {
-            "LOG_RANK": env.get("LOG_RANK") or "0",
-            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
-            SHUTDOWN: str(read_count(env, SHUTDOWN, 600, minimum=0)),
-            "PYTHONUNBUFFERED": "1",
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX,
-        }
-
-        # Spinning threads take the cores from working ones where others load the machine too.
-        if gpus == 0:
-            self.worker_env["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
-        if color and not env.get("NO_COLOR"):
-            self.worker_env["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
+        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, color=color)
 
         # c10d's rendezvous ignores node ranks, so several nodes use the static one.
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
@@ -107,10 +96,9 @@ class Launch:
             self.endpoint, rendezvous = env.get("RDZV_ENDPOINT", ""), "static"
         if self.node_rank >= self.nnodes:
             raise ConfigError(
-                f"NODE_RANK={self.node_rank} must be below NNODES={self.nnodes}; nodes count from "
-                "0."
+                f"NODE_RANK={self.node_rank} must be below NNODES={self.nnodes}; nodes count from 0"
             )
-        if ":" not in self.endpoint:
+        if not ENDPOINT.fullmatch(self.endpoint) or int(self.endpoint.rpartition(":")[2]) > 65535:
             raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
         self.elastic: dict[str, Any] = {
             "run_id": "none",  # the same on all nodes
@@ -136,10 +124,35 @@ class Launch:
         return re.sub(r" --checkpoint\.load_step[= ]\S+", "", line)
 
 
+def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool) -> dict[str, str]:
+    """Return what `ngpu` workers get on top of `env`. Raises ConfigError."""
+    log_rank = (env.get("LOG_RANK") or "0").replace(" ", "")
+    ranks = [rank for rank in log_rank.split(",") if re.fullmatch("0|[1-9][0-9]{0,8}", rank)]
+    if ",".join(ranks) != log_rank or max(map(int, ranks)) >= ngpu:
+        raise ConfigError(
+            f"LOG_RANK={log_rank} must be comma-separated ranks of 0 to NGPU - 1 = {ngpu - 1}."
+        )
+    threads = max(1, len(os.sched_getaffinity(0)) // ngpu)
+    added = {
+        "LOG_RANK": log_rank,
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads),
+        SHUTDOWN: str(read_count(env, SHUTDOWN, 600, minimum=0)),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX,
+    }
+
+    # Spinning threads take the cores from working ones where others load the machine too.
+    if gpus == 0:
+        added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
+    if color and not env.get("NO_COLOR"):
+        added["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
+    return added
+
+
 def read_count(env: Mapping[str, str], name: str, default: int | str, *, minimum: int) -> int:
     """Return the whole number in a variable that may be unset or empty. Raises ConfigError."""
     text = env.get(name) or str(default)
-    if not text.isdecimal() or int(text) < minimum:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
         raise ConfigError(f"{name}={text} is not a whole number of {minimum} or more.")
     return int(text)
 
@@ -149,28 +162,40 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = visible.split(",")  # such as 0, GPU-..., MIG-...; -1 hides all devices
         return sum(bool(re.match("[0-9GM]", name.strip())) for name in names)
-    try:
+    listed = ""
+    with suppress(OSError):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
-        return 0
     return sum(line.startswith("GPU") for line in listed.splitlines())
+
+
+def check_compiler_cache(env: Mapping[str, str], *, compiles: bool) -> None:
+    """Raise ConfigError unless the compiler can use its cache. torch makes it when imported."""
+    folder, problem = env.get("TORCHINDUCTOR_CACHE_DIR"), ""
+    try:
+        path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+        if compiles and re.search(r"[\s'\"]", str(path)):
+            problem = f"{path} has a space or a quote, with which [compile] fails"
+    except OSError as error:
+        problem = f"cannot be written: {error}"
+    if problem:
+        raise ConfigError(f"TORCHINDUCTOR_CACHE_DIR={folder}: {problem}; set it to another folder.")
 
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How the agent ended: its process id and exit code, whether it was asked to stop, and the
-    first worker that failed, if any."""
+    """How the agent ended."""
 
     pid: int
     exit_code: int
-    signalled: bool = False
-    rank: int | None = None
+    signalled: signal.Signals | None = None  # that asked the launcher to stop
+    rank: int | None = None  # of the first worker that failed, with its exit code
     rank_code: int = 0
 
 
 def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
-    """Run the agent until it ends, in a session of its own, so that Ctrl-C reaches the launcher
-    alone."""
+    """Run the agent, in a session of its own so that Ctrl-C reaches the launcher alone."""
     # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that this
     # process was started to ignore, as under nohup, is still ignored.
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -198,30 +223,29 @@ def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
     return AgentEnd(agent.pid, agent.returncode, signalled, **failure)
 
 
-def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> bool:
-    """Wait for the agent, and pass blocked `signals` on. Returns whether there was one.
+def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> signal.Signals | None:
+    """Wait for the agent, and pass blocked `signals` on. Returns the first one.
 
     The first one is passed on as SIGTERM, once: at a second one the agent would abandon its
     workers. As long as it has none, SIGTERM kills it. A second signal kills all processes."""
-    stopped_at: float | None = None
+    first, stopped_at = None, 0.0
     while agent.poll() is None:
         received = signal.sigtimedwait(signals, 0.1)
         if received is None:
             continue
-        if stopped_at is None:
-            stopped_at = time.monotonic()
+        if first is None:
+            first, stopped_at = signal.Signals(received.si_signo), time.monotonic()
             say("stopping and saving; Ctrl-C, or another signal after 3 s, kills the run")
             agent.terminate()
         elif (
             received.si_signo == signal.SIGINT or time.monotonic() - stopped_at > DUPLICATE_SECONDS
         ):
             kill(agent)
-    return stopped_at is not None
+    return first
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:
-    """Kill the agent, before it starts another worker, and then its workers with all that they have
-    started: each worker leads a process group."""
+    """Kill the agent, before it starts another worker, and then its workers' process groups."""
     children: list[str] = []
     with suppress(OSError):
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -242,6 +266,9 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
             return killed, lost, end.rank
         return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
 
+    if status is not None and status.exit_code == STOPPED and end.signalled:
+        # Workers know of a SIGTERM only.
+        return f"stopped by {end.signalled.name} after step {status.step}", STOPPED, None
     if status is not None and status.exit_code is not None:
         return status.cause or status.state, status.exit_code, status.rank
     if end.rank_code > 0:
@@ -260,10 +287,10 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
     return its exit code. `path` is the run folder, `since` a time before the start."""
     on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
     cause, code, rank = find_outcome(status, end)
-    if status is not None and status.exit_code != code:
-        ended = replace(status, state="failed", cause=cause, exit_code=code, rank=rank)
+    if status is not None and (status.exit_code, status.cause or status.state) != (code, cause):
+        ended = replace(status, cause=cause, exit_code=code, rank=rank, time=time.time())
         with suppress(RunError):  # a full disk: the lines below say the same
-            write_status(path, replace(ended, time=time.time()))
+            write_status(path, replace(ended, state="stopped" if code == STOPPED else "failed"))
 
     # No worker could say what went wrong, but the agent may have.
     if status is None and code == 1:
@@ -271,6 +298,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
             say(*(log_dir / "torchrun.log").read_text(errors="replace").splitlines()[-20:])
 
     step, last_checkpoint = (on_file.step, on_file.last_checkpoint) if on_file else (0, None)
+    advice = NEXT.get(code, NEXT[1]).format(path=shlex.quote(str(path)))
     effect = "continues from the last checkpoint" if last_checkpoint else "starts from step 1"
     say(
         f"exit code {code}: {cause}",
@@ -279,18 +307,17 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
         f"last checkpoint: {last_checkpoint or 'none'}",
         f"run folder: {path}",
         f"logs: {find_logs(log_dir, rank=rank, first_rank=launch.node_rank * launch.ngpu)}",
-        f"next: {NEXT.get(code, NEXT[1]).format(path=path)}; this {effect}: {launch.command()}",
+        f"next: {advice}; this {effect}: {launch.command()}",
     )
     return code
 
 
 def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
-    """Return the log files of the last attempt of `rank`, if it ran on this node, else `folder`.
-
-    torch writes RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log."""
-    attempts = [] if rank is None else folder.glob(f"*/attempt_*/{rank - first_rank}")
-    numbered = {int(path.parent.name.removeprefix("attempt_")): path for path in attempts}
-    return f"{numbered[max(numbered)]}/{{stdout,stderr}}.log" if numbered else str(folder)
+    """Return the log files of the last attempt of `rank`, if it ran on this node, else `folder`."""
+    # torch writes RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log.
+    attempts = [] if rank is None else list(folder.glob(f"*/attempt_*/{rank - first_rank}"))
+    last = max(attempts, key=lambda path: int(path.parent.name[len("attempt_") :]), default=None)
+    return str(folder) if last is None else f"{last}/{{stdout,stderr}}.log"
 
 
 def say(*lines: str) -> None:
@@ -307,10 +334,12 @@ def main(argv: list[str]) -> NoReturn:
 
     # Check everything that can be checked before any process starts.
     launch = Launch(os.environ, argv, color=os.isatty(1))
+    if not Path(launch.config_file).is_file():  # only one process could read a pipe
+        raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file; name a TOML file.")
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
+    check_compiler_cache(os.environ, compiles=config.compile.enable)
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)
-
     since = time.time()
     end = run_agent(launch, log_dir=log_dir)
     if end.exit_code == 0:

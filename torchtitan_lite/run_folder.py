@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ BLOCK_BYTES = 4096  # of most file systems; a full disk still takes a file of on
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # the last run that held it, or nothing yet
 LOCK_SECONDS = 10.0  # for a new run to wait: the workers of a killed agent need seconds to end
+FIXABLE = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
 FINAL_EXIT_CODES = {2, 3, 4, 5, STOPPED_EXIT_CODE}
 """Exit codes (config, data, checkpoint, numeric, stopped) after which a restart by torchrun's
 --max-restarts ends at once: it would fail again, or the user stopped the run."""
@@ -245,7 +247,8 @@ def _take_lock(path: Path) -> int:
     process ends. Raises ConfigError for a file of that name that no run has written."""
     file = path / LOCK_FILE
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    if not OWN_LOCK.match(os.read(lock, 100).decode(errors="replace")):
+    is_file = stat.S_ISREG(os.fstat(lock).st_mode)  # reading a pipe would fail
+    if not is_file or not OWN_LOCK.match(os.read(lock, 100).decode(errors="replace")):
         os.close(lock)
         raise ConfigError(
             f'[job] dump_folder = "{path}" holds a file {LOCK_FILE} that no run has left; move it '
@@ -336,9 +339,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fixable = isinstance(error, FileExistsError | NotADirectoryError | PermissionError)
-        fixable |= error.errno == errno.ELOOP  # a link in place of the lock
-        raise (ConfigError if fixable else StorageError)(
+        broken = error.errno not in FIXABLE
+        raise (StorageError if broken else ConfigError)(
             f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: '
             f"{error.strerror}; make room or fix its permissions, or name another folder."
         ) from error

@@ -3,14 +3,17 @@
 torchrun starts it on every process: `torchrun -m torchtitan_lite.train --job.config_file FILE`.
 """
 
-import errno
 import gc
+import os
+import sys
 
 if __name__ == "__main__":
     gc.disable()  # imports make many objects that stay; scanning them repeatedly is wasted time
+    if sys.path[0] == os.getcwd():  # noqa: PTH109
+        del sys.path[0]  # the imports below would find a random.py of the working directory
 
-import os
-import sys
+import errno
+import shlex
 from pathlib import Path
 
 import torch.distributed as dist
@@ -208,7 +211,8 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
         curves = trainer.job.folder / config.metrics.save_tb_folder
-        logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(curves)]
+        logger.info(f"curves: {shlex.join(command)}")
     logger.info(f"run folder: {trainer.job.folder}")
 
 

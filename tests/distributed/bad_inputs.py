@@ -2,6 +2,7 @@
 docs/errors.md` writes the page."""
 
 import os
+import re
 import socket
 import tempfile
 from pathlib import Path
@@ -11,7 +12,10 @@ from launching import ENV, ROOT
 
 FLOAT8 = "--float8.enable_float8_linear"
 BEFORE_START = [
-    "--job.config_file missing.toml",
+    "CONFIG_FILE=missing.toml",
+    "LOG_RANK=99",
+    "NGPU=two",
+    "RDZV_ENDPOINT=head NNODES=2 NODE_RANK=0",
     "--job.config_file syntax.toml",
     "--job.config_file cycle.toml",
     "--training.steps ten",
@@ -91,11 +95,13 @@ def make_files(folder: Path) -> None:
 def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     """Return the exit code and message for `arguments` in `folder`, with "." for its path."""
     words, config_file = arguments.split(), "ok.toml"
-    if words[0] == "--job.config_file":
+    variables = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
+    words = words[len(variables) :]
+    if words[:1] == ["--job.config_file"]:
         config_file, words = words[1], words[2:]
     if arguments in BEFORE_START:
         module = "torchtitan_lite.launch"
-        environment = ENV | {"NGPU": "1", "CONFIG_FILE": config_file}
+        environment = ENV | {"NGPU": "1", "CONFIG_FILE": config_file} | variables
     else:
         words = ["--job.config_file", config_file, *words]
         with socket.socket() as free:
@@ -139,7 +145,7 @@ def page(folder: Path) -> str:
 
 A message names the table and key, the rule, every number in it, and the fix. All errors in a config
 are reported together. The tables below list what typical mistakes print. A test runs each row on
-one process, with these arguments after `--job.config_file` and a valid file.
+one process, with these arguments after `--job.config_file` and a valid file, or these variables.
 
 ## Before any process starts
 

@@ -26,6 +26,7 @@ from launching import ENV, FOLDER, ROOT
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import committed_steps
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
+from torchtitan_lite.run_folder import LOCK_SECONDS
 
 pytestmark = pytest.mark.timeout(150)
 STEPS = 12
@@ -276,6 +277,21 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     assert ended(launcher.start(["bash", "-c", run.told["command"] or ""])).exit_code == 0
     assert checkpoints(half_done) == ["step-00000006", "step-00000009", "step-00000012"]
     assert_same_run(half_done, straight)
+
+
+def test_a_signal_to_every_process_leaves_the_save_its_time(
+    launcher: Launcher, half_done: Path
+) -> None:
+    in_save = {"at": "written 9", "rank": 1}
+    term = {"do": "send", "number": int(signal.SIGTERM), **in_save}
+    pause = {"do": "sleep", "seconds": 1, **in_save}  # else torchrun sees two signals as one
+    signals = [term | {"to": "torchrun"}, pause, term, term | {"to": "run_train.sh"}]
+    faults = [*signals, pause | {"seconds": LOCK_SECONDS + 5}]
+    run = launcher.run(half_done, *SETTINGS, faults=faults)
+    assert run.exit_code == 75, run.output
+    assert run.told["cause"] == "stopped by SIGTERM after step 9"
+    assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000009")
+    assert none_lives(half_done)
 
 
 @pytest.mark.parametrize("node_rank", ["0", "1"])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,14 @@ import pytest
 
 from torchtitan_lite import launch
 from torchtitan_lite.errors import ConfigError, RunError
-from torchtitan_lite.launch import NEXT, AgentEnd, Launch, find_outcome, report_end
+from torchtitan_lite.launch import (
+    NEXT,
+    AgentEnd,
+    Launch,
+    check_compiler_cache,
+    find_outcome,
+    report_end,
+)
 from torchtitan_lite.run_folder import RunFolder, Status
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +189,35 @@ def test_run_train_sets_up_and_hands_over_to_the_launcher(project: Project) -> N
     assert project.calls("torchtitan_lite.launch") == ["--training.steps=5 two words"]
 
 
+def test_run_train_works_through_a_link(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    link = tmp_path / "a folder" / "train"
+    link.symlink_to(project.path / "run_train.sh")
+    result = subprocess.run([link], env=project.env, cwd="/", capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (5, f"{link}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["torchtitan_lite.launch", "--training.steps=-1"], "must be at least 1"),
+        (["torchtitan_lite.agent"], "IndexError"),
+        (["torchtitan_lite.train", "--training.steps=-1"], "no config file"),
+    ],
+)
+def test_files_in_the_working_directory_are_not_imported(
+    words: list[str], told: str, tmp_path: Path
+) -> None:
+    for name in ("random.py", "numpy/__init__.py", "json.py", "torch.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('a file of the user')")
+    command = [sys.executable, "-m", *words]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert told in result.stdout + result.stderr
+
+
 def asked(*overrides: str, **env: str) -> Launch:
     """The launch that some variables describe, on a machine without GPUs unless they name some."""
     return Launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides, color=True)
@@ -198,7 +235,26 @@ NODES = {"NNODES": "2", "NGPU": "8", "NODE_RANK": "1", "RDZV_ENDPOINT": "head:29
         ({"NNODES": "1.5"}, "NNODES=1.5 is not a whole number of 1 or more"),
         ({"NNODES": "2"}, "NODE_RANK= is not a whole number of 0 or more"),
         (NODES | {"NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2; nodes count from 0"),
-        (NODES | {"RDZV_ENDPOINT": "head"}, "RDZV_ENDPOINT=head must be host:port of node 0"),
+        ({"NGPU": "9" * 5000}, "is not a whole number of 1 or more"),
+        *(
+            (NODES | {"RDZV_ENDPOINT": endpoint}, f"RDZV_ENDPOINT={endpoint} must be host:port of")
+            for endpoint in (
+                "head",
+                "head:",
+                "head:x",
+                ":29500",
+                "a b:1",
+                "http://head:1",
+                "head:65536",
+            )
+        ),
+        *(
+            (
+                {"LOG_RANK": ranks},
+                rf"LOG_RANK={ranks} must be comma-separated ranks of 0 to NGPU - 1 = 1",
+            )
+            for ranks in ("abc", "99", "-1", "0,2", "0,", "0;1", "00")
+        ),
         (
             {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "x"},
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=x is not a whole",
@@ -265,6 +321,7 @@ def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
         "FORCE_COLOR": "1",
     }
+    assert asked(LOG_RANK="0, 1").worker_env["LOG_RANK"] == "0,1"
     chosen = {"LOG_RANK": "1", "OMP_NUM_THREADS": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}
     added = asked(**chosen, NO_COLOR="1", NGPU="8").worker_env
     assert added.items() >= chosen.items() and "FORCE_COLOR" not in added
@@ -318,18 +375,27 @@ DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
     [
         (replace(LOST, cause="bad text", exit_code=3), replace(DEAD, rank_code=2), ("bad text", 3)),
         (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), AgentEnd(1, 1), ("SIGTERM", 75)),
-        (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, True), ("done", 0)),
+        (
+            Status("stopped", 0, 0, step=4, cause="SIGTERM", exit_code=75),
+            AgentEnd(1, 1, signal.SIGINT),
+            ("stopped by SIGINT after step 4", 75),
+        ),
+        (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, signal.SIGINT), ("done", 0)),
         (RUNNING, DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
         (replace(LOST, exit_code=1), DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
         (RUNNING, replace(DEAD, rank_code=-11), ("rank 9 was killed by SIGSEGV", 6, 9)),
         (LOST, DEAD, ("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 9)),
         (replace(LOST, rank=4), DEAD, ("rank 9 hangs (rank 9 was killed by SIGKILL)", 6, 4)),
-        (RUNNING, AgentEnd(1, 1, True), ("killed before it could stop at a step's end", 6)),
+        (
+            RUNNING,
+            AgentEnd(1, 1, signal.SIGINT),
+            ("killed before it could stop at a step's end", 6),
+        ),
         (RUNNING, AgentEnd(1, -9), ("the agent was killed by SIGKILL", 6)),
         (LOST, AgentEnd(1, -9), ("rank 9 hangs", 6)),
         (RUNNING, replace(DEAD, rank_code=7), ("rank 9 ended with exit code 7", 7, 9)),
         (None, replace(DEAD, rank_code=7), ("rank 9 ended with exit code 7", 7, 9)),
-        (None, AgentEnd(1, -15, True), ("stopped by a signal before the first step", 75)),
+        (None, AgentEnd(1, -15, signal.SIGTERM), ("stopped by a signal before the first step", 75)),
         (None, AgentEnd(1, 1), ("the agent failed", 1)),
     ],
 )  # fmt: skip
@@ -386,6 +452,13 @@ def test_a_killed_rank_is_reported_and_ends_the_status(
     )
 
 
+def test_a_run_that_is_done_stays_so_whatever_happens_to_its_agent(tmp_path: Path) -> None:
+    begun(tmp_path).update(step=7, state="done", exit_code=0)
+    before = status_on_file(tmp_path)
+    assert report(tmp_path, AgentEnd(os.getppid(), 1, signal.SIGTERM)) == 0
+    assert status_on_file(tmp_path) == before
+
+
 def test_the_agents_report_is_shown_where_no_worker_began_and_an_earlier_status_stays(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,6 +487,13 @@ def test_each_exit_code_has_its_advice(
     text = capfd.readouterr().err
     assert f"\nstep: 0\nlast checkpoint: none\nrun folder: {tmp_path}\n" in text
     assert f"next: {NEXT[exit_code].format(path=tmp_path)}; this starts from step 1: " in text
+
+
+def test_the_printed_path_of_a_command_is_quoted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report(tmp_path / "a run", replace(DEAD, rank_code=4))
+    assert f"scripts/checkpoint.py verify '{tmp_path}/a run'; this" in capfd.readouterr().err
 
 
 SUPERVISED = """
@@ -524,7 +604,10 @@ def test_a_signal_is_passed_on_once_and_the_end_awaited(
     process.send_signal(sent)
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (75, "saved\n")
-    assert "exit code 75: SIGTERM\n" in stderr
+    cause = f"stopped by {sent.name} after step 0"
+    assert f"exit code 75: {cause}\n" in stderr
+    left = status_on_file(supervised.folder)
+    assert (left["state"], left["cause"]) == ("stopped", cause)
 
 
 def test_a_signal_before_the_agent_can_act_on_it_ends_the_run(supervised: Supervised) -> None:
@@ -587,6 +670,36 @@ def test_help_names_the_environment_and_the_keys(capsys: pytest.CaptureFixture[s
     page = capsys.readouterr().out
     assert all(name in page for name in ("NGPU", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"))
     assert "--training.steps int (default: 1000)" in page
+
+
+def test_a_config_file_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "missing.toml", tmp_path / "pipe"):
+        monkeypatch.setenv("CONFIG_FILE", str(path))
+        with pytest.raises(ConfigError, match=f"^CONFIG_FILE={path} is not a file; name a TOML"):
+            launch.main([])
+
+
+def test_a_compilers_cache_that_it_cannot_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    check_compiler_cache({name: str(tmp_path / "new/cache")}, compiles=True)
+    check_compiler_cache({name: str(tmp_path / "a cache")}, compiles=False)
+    with pytest.raises(ConfigError, match=rf"{name}=.*/a cache has a space or a quote, with whic"):
+        check_compiler_cache({name: str(tmp_path / "a cache")}, compiles=True)
+    for path in ("/dev/null/cache", "/proc/cache"):
+        with pytest.raises(ConfigError, match=rf"{name}={path}: cannot be written: .*; set it"):
+            check_compiler_cache({name: path}, compiles=False)
+
+    def no_folder() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    with pytest.raises(ConfigError, match=f"{name}=None: cannot be written: .* No usable"):
+        check_compiler_cache({}, compiles=False)
 
 
 def test_the_launcher_needs_no_torch() -> None:

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -475,6 +476,15 @@ def test_on_a_full_disk_a_status_that_does_not_fit_leaves_the_old_one_whole(
     with pytest.raises(StorageError, match="No space left on device"):
         folder.update(step=4, state="failed", cause="full", exit_code=7)
     assert (tmp_path / "status.json").read_text() == before
+
+
+@pytest.mark.parametrize("name", [".lock", "status.json", "config.toml"])
+@pytest.mark.timeout(20)
+def test_a_pipe_under_a_name_of_the_run_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"holds (a file )?{re.escape(name)}"):
+        open_folder(tmp_path, resume=True)
+    assert (tmp_path / name).is_fifo()
 
 
 @pytest.mark.parametrize("kind", ["text", "link"])

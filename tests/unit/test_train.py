@@ -1,6 +1,8 @@
 """The parts of the main job before and around the training."""
 
 import errno
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.run_folder import RunFolder
 from torchtitan_lite.train import explain, open_folder, run_entries, start_facts
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
@@ -198,3 +202,31 @@ def test_other_failures_of_the_compiler_are_none(
     assert explain(failed, **arguments) is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
     assert explain(failed, **arguments) is None
+
+
+NOISE = """
+import torchtitan_lite
+from functools import partial
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+saved = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+mesh = init_device_mesh("cpu", (2, 2))
+DTensor.from_local(torch.ones(1), mesh, [Partial(), Partial()]).full_tensor()
+
+@partial(torch.compile, backend="aot_eager")
+def block(x):
+    return checkpoint(lambda x: (x.sin() @ x).cos(), x, use_reentrant=False, context_fn=saved)
+
+block(torch.ones(4, 4, requires_grad=True)).sum().backward()
+"""
+
+
+def test_torch_warns_of_nothing_that_no_user_can_act_on() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", NOISE]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stderr == ""
