@@ -3,6 +3,7 @@ refused."""
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -128,6 +129,15 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         tmp_path / "none",
         "cannot be read: No such file or directory; name a tokenizer's file or folder$",
     )
+
+
+@pytest.mark.timeout(20)
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "not a regular file$")
+    path = json_file(tmp_path / "tokenizer.json", "<s>", "</s>")
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    refused(path, "has a broken tokenizer_config.json beside it: not a regular file; fix or remove")
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def make_store(
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe = StoreRecipe(
         format=FORMAT,
-        source=source.name,
+        source=_printable(source.name),
         source_fingerprint=source.fingerprint,
-        tokenizer=tokenizer.name,
+        tokenizer=_printable(tokenizer.name),
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
@@ -115,6 +115,11 @@ def make_store(
         f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
     )
     return store
+
+
+def _printable(name: str) -> str:
+    """Return a path as valid Unicode, which a file name need not be."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ packages of the last two are optional, so they are imported where they are used.
 import base64
 import hashlib
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import sentencepiece
 
+from torchtitan_lite.documents import read_json_object, read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
 
@@ -33,6 +33,7 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPECIAL_TOKENS = 256
+MAX_BYTES = 2**30  # of a vocabulary file
 MAX_TEXT = 400_000
 MAX_RUN = 25_000
 
@@ -58,7 +59,7 @@ class Tokenizer:
                 names = ", ".join(FILES_OF_A_FOLDER)
                 raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
             self.path = [*inside, given][0]
-            content = self.path.read_bytes()
+            content = read_regular(self.path, max_bytes=MAX_BYTES)
             vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(
@@ -275,7 +276,7 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
         return next((found for found in ids if found is not None), -1)
 
     try:
-        named = json.loads(config.read_bytes()) if config.exists() else {}
+        named = read_json_object(config) if config.exists() else {}
         bos_id = special_id(named.get("bos_token"), ["<|begin_of_text|>", "<s>"])
         eos_id = special_id(named.get("eos_token"), ["<|end_of_text|>", "</s>"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
