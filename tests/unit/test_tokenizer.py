@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,23 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     refused(tmp_path / "empty", "is not a whole sentencepiece model")
+
+
+class PanicException(BaseException):
+    """What packages written in Rust raise; they do not let it be imported."""
+
+
+@pytest.mark.parametrize("error", [PanicException, RuntimeError])
+def test_a_vocabulary_that_fails_on_a_text_is_named(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(texts: list[str]) -> list[list[int]]:
+        raise error("index out of bounds")
+
+    tokenizer = build_tokenizer("")
+    monkeypatch.setattr(tokenizer, "_vocabulary", replace(tokenizer._vocabulary, encode=fail))
+    with pytest.raises(DataError, match=r"^tokenizer .*\.model fails: .*index out of bounds; get"):
+        tokenizer.encode("text")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -60,7 +61,8 @@ class Tokenizer:
                 raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
             self.path = [*inside, given][0]
             content = read_regular(self.path, max_bytes=MAX_BYTES)
-            vocabulary = read_vocabulary(content, self.path.parent)
+            with _panics_as_errors():
+                vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(
                 f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder"
@@ -93,11 +95,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS. Special tokens in a text are text."""
-        return self._vocabulary.encode([text])[0]
+        return self.encode_documents([text])[0][1:-1]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Return BOS, the ids and EOS of each text, computed on one core."""
-        return [[self.bos_id, *ids, self.eos_id] for ids in self._vocabulary.encode(texts)]
+        """Return BOS, the ids and EOS of each text, computed on one core.
+
+        Raises DataError for a broken vocabulary, which may show only now."""
+        try:
+            with _panics_as_errors():
+                encoded = self._vocabulary.encode(texts)
+        except Exception as error:
+            raise DataError(f"tokenizer {self.path} fails: {error}; get the file again") from error
+        return [[self.bos_id, *ids, self.eos_id] for ids in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; BOS and EOS have none.
@@ -105,6 +114,17 @@ class Tokenizer:
         This is the encoded text where a vocabulary is lossless, as Llama 3's is. A vocabulary of
         `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
         return self._vocabulary.decode(ids)
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Context manager that turns a panic in Rust, which is no Exception, into ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"panics: {error}") from error
 
 
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
