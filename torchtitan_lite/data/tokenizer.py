@@ -299,7 +299,7 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
         named = read_json_object(config) if config.exists() else {}
         bos_id = special_id(named.get("bos_token"), ["<|begin_of_text|>", "<s>"])
         eos_id = special_id(named.get("eos_token"), ["<|end_of_text|>", "</s>"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"has a broken {config.name} beside it: {error}; fix or remove that"
         ) from error
