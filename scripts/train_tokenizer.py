@@ -12,6 +12,7 @@ from pathlib import Path
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.tokenizer import train_tokenizer
 from torchtitan_lite.errors import RunError
+from torchtitan_lite.logger import init_logger
 
 
 def main() -> int:
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     args = parser.parse_args()
+    init_logger()
 
     try:
         source = open_source(args.source, text_field=args.text_field)

@@ -1,5 +1,6 @@
 """One logger for the package, on standard output."""
 
+import io
 import logging
 import os
 import sys
@@ -15,6 +16,8 @@ def init_logger() -> None:
     env = os.environ
     prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
     prefix = f"[rank{env['RANK']}] " if prefixed else ""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths and texts may have letters it lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]

@@ -99,6 +99,17 @@ def test_broken_files_are_refused(tmp_path):
         rows(path)
 
 
+@pytest.mark.parametrize("error", [IndexError, MemoryError, RuntimeError, TypeError])
+def test_any_error_of_the_library_names_the_file(tmp_path, monkeypatch, error):
+    def broken(*args: object, **options: object) -> None:
+        raise error("no such page")
+
+    path = write(tmp_path / "a.parquet", ["a"])
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", broken)
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: no such page$"):
+        rows(path)
+
+
 @pytest.mark.parametrize(
     ("module", "extra"),
     [("pyarrow", "parquet"), ("pyarrow.parquet", "parquet"), ("datasets", "hf")],

@@ -14,7 +14,7 @@ import pytest
 from torchtitan_lite.data import encoder
 from torchtitan_lite.data.encoder import EncodedBatch, encode_batches, encode_rows
 from torchtitan_lite.data.rows import Parser, TextRow
-from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +143,19 @@ def test_a_process_that_is_killed_as_it_starts_is_reported(monkeypatch):
         match="^a tokenizing process ended with exit code -9, on rows from a.txt, line 7 on",
     ):
         list(processes(iter([[text_row(b"text", line=7)]]), 1))
+
+
+def test_an_error_of_a_process_keeps_its_message(tmp_path):
+    """Such as that of a tokenizer that changes after it was opened."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(SHIPPED_MODEL.read_bytes())
+    tokenizer = build_tokenizer(str(path))
+    path.write_bytes(b"")
+    batches = iter([[text_row(b"text")]])
+    with pytest.raises(DataError, match=r"tokenizer\.model\" is not a whole sentencepiece model"):
+        list(
+            encode_batches(batches, parser=Parser("text"), tokenizer=tokenizer, dtype=U2, workers=1)
+        )
 
 
 def test_processes_end_with_the_one_that_started_them():

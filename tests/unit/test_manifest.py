@@ -1,6 +1,7 @@
 """The manifest: which damage it finds, and which formats it reads."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,35 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path_factory, at, bit):
         )  # of white space
     except DataError as error:
         assert "is damaged: manifest.json: " in str(error)
+
+
+def test_a_missing_folder_is_missing_and_not_damaged(tmp_path):
+    message = f"^token store {tmp_path}/none is missing; name the folder of a store$"
+    with pytest.raises(DataError, match=message) as caught:
+        read_manifest(tmp_path / "none")
+    assert not isinstance(caught.value, DamagedStoreError)
+
+
+@pytest.mark.timeout(20)
+def test_pipes_are_named_and_not_waited_for(store):
+    (store / "tokens-00001.bin").unlink()
+    os.mkfifo(store / "tokens-00001.bin")
+    problem = "tokens-00001.bin is no regular file"
+    assert list(wrong_sizes(store, read_manifest(store)).values()) == [problem]
+    (store / "manifest.json").unlink()
+    os.mkfifo(store / "manifest.json")
+    with pytest.raises(DataError, match="is damaged: manifest.json: not a regular file"):
+        read_manifest(store)
+
+
+def test_numbers_of_many_digits_are_refused(store):
+    change(store, tokens=10**400)
+    with pytest.raises(DataError, match=r"manifest.json: tokens: Input should be"):
+        read_manifest(store)
+    path = store / "manifest.json"
+    path.write_text(path.read_text().replace('"tokens": 1', f'"tokens": {"1" * 5000}', 1))
+    with pytest.raises(DataError, match="is damaged: manifest.json: not JSON: .*4300 digits"):
+        read_manifest(store)
 
 
 def test_a_manifest_that_is_missing_or_cut_off(store):

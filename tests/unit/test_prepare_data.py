@@ -68,8 +68,8 @@ def test_damage(tmp_path, corpus):
             2,
             "'0' is not a whole number of 1 or more",
         ),
-        (["verify", "nowhere"], 3, "token store nowhere is damaged: manifest.json: "),
-        (["inspect", "nowhere"], 3, "token store nowhere is damaged: manifest.json: "),
+        (["verify", "nowhere"], 3, "nowhere is missing; name the folder of a store"),
+        (["inspect", "nowhere"], 3, "nowhere is missing; name the folder of a store"),
         ([], 2, "the following arguments are required"),
     ],
 )
@@ -82,6 +82,28 @@ def test_bad_inputs(corpus, monkeypatch, arguments, exit_code, message):
     assert "Traceback" not in result.stderr
     after = [path for path in sorted(corpus.parent.rglob("*")) if not path.name.endswith(".lock")]
     assert [path for path in after if "partial" not in str(path)] == before
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_paths_that_are_not_text_and_letters_that_the_terminal_lacks(
+    tmp_path, monkeypatch, encoding
+):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    texts, store = tmp_path / os.fsdecode(b"t\xff"), tmp_path / os.fsdecode(b"s\xff")
+    texts.mkdir()
+    (texts / os.fsdecode(b"\xe9.txt")).write_text("Größe\n")
+    (texts / "b.jsonl").write_text("{")
+    results = [
+        prepare_data("make", texts, store, "--skip-bad", 1),
+        prepare_data("make", texts, store, "--skip-bad", 1),
+        prepare_data("verify", store),
+        prepare_data("inspect", store),
+    ]
+    assert [result.returncode for result in results] == [0] * 4, results
+    assert not any("Error" in result.stderr for result in results)
+    assert "'Gr" in results[3].stdout
+    missing = prepare_data("make", texts / os.fsdecode(b"\xfe"), store)
+    assert missing.returncode == 3 and "does not exist" in missing.stderr
 
 
 @pytest.mark.parametrize(

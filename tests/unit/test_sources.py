@@ -220,6 +220,23 @@ def test_a_pipe_is_refused(tmp_path):
         open_source(str(tmp_path / "a.txt"))
 
 
+def test_stray_files_are_bad_rows_and_other_endings_are_counted(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sources.logger, "propagate", True)
+    names = ("a.txt.gz", "b.md.ZST", "c.parquet")
+    write(tmp_path, dict.fromkeys(names, b"no such format"))
+    write(tmp_path, {"d.json.gz": b"", "x/e.json.gz": b"", "f.tar.bz2": b"", "README": b""})
+    rows = [row for chunk in open_source(str(tmp_path)).chunks() for row in chunk()]
+    assert [(row.file, row.problem) for row in rows] == [
+        (f"{tmp_path}/a.txt.gz", "not a .gz file"),
+        (f"{tmp_path}/b.md.ZST", "not a .ZST file"),
+        (f"{tmp_path}/c.parquet", "not a .parquet file"),
+    ]
+    assert caplog.messages == [
+        f"{tmp_path}: 4 files with other endings are not read: 2 .json.gz, 1 .tar.bz2, "
+        "1 without one"
+    ]
+
+
 def test_missing_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = rf"^{tmp_path}/none: does not exist; name a folder, or a file of \.txt \.md \.rst"

@@ -3,9 +3,11 @@ refused."""
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,9 +132,35 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.timeout(20)
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "not a regular file$")
+    path = json_file(tmp_path / "tokenizer.json", "<s>", "</s>")
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    refused(path, "has a broken tokenizer_config.json beside it: not a regular file; fix or remove")
+
+
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     refused(tmp_path / "empty", "is not a whole sentencepiece model")
+
+
+class PanicException(BaseException):
+    """What packages written in Rust raise; they do not let it be imported."""
+
+
+@pytest.mark.parametrize("error", [PanicException, RuntimeError])
+def test_a_vocabulary_that_fails_on_a_text_is_named(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(texts: list[str]) -> list[list[int]]:
+        raise error("index out of bounds")
+
+    tokenizer = build_tokenizer("")
+    monkeypatch.setattr(tokenizer, "_vocabulary", replace(tokenizer._vocabulary, encode=fail))
+    with pytest.raises(DataError, match=r"^tokenizer .*\.model fails: .*index out of bounds; get"):
+        tokenizer.encode("text")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

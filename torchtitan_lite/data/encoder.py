@@ -112,13 +112,16 @@ def _ask(worker: subprocess.Popen[bytes], batch: list[TextRow], *options: object
     try:
         pickle.dump((batch, *options), worker.stdin, pickle.HIGHEST_PROTOCOL)
         worker.stdin.flush()
-        return pickle.load(worker.stdout)
+        answer = pickle.load(worker.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         place = f"rows from {batch[0].file}, line {batch[0].line} on" if batch else "no rows"
         raise DataError(
             f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
             "killed (-9), memory may have run out: use fewer workers"
         ) from error
+    if isinstance(answer, DataError):
+        raise answer
+    return answer
 
 
 def serve() -> None:
@@ -128,9 +131,14 @@ def serve() -> None:
     open_tokenizer = cache(build_tokenizer)
     while requests.peek(1):
         batch, parser, path, dtype = pickle.load(requests)
-        encoded = encode_rows(batch, parser=parser, tokenizer=open_tokenizer(path), dtype=dtype)
         try:
-            pickle.dump(encoded, answers, pickle.HIGHEST_PROTOCOL)
+            answer: EncodedBatch | DataError = encode_rows(
+                batch, parser=parser, tokenizer=open_tokenizer(path), dtype=dtype
+            )
+        except DataError as error:
+            answer = error
+        try:
+            pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()
         except BrokenPipeError:
             os._exit(1)  # the process that asked was killed

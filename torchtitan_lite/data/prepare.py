@@ -74,18 +74,7 @@ def make_store(
     bad rows, changing text, no documents, or another kind of folder; OSError if writing fails."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
-    recipe = StoreRecipe(
-        format=FORMAT,
-        source=source.name,
-        source_fingerprint=source.fingerprint,
-        tokenizer=tokenizer.name,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
-    )
-    started = time.monotonic()
+    recipe, started = _recipe(source, tokenizer), time.monotonic()
 
     # Only one process makes a store; the others find it made.
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +104,21 @@ def make_store(
         f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
     )
     return store
+
+
+def _recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
+    """Describe what a store is made from. JSON needs valid Unicode, which no file name must be."""
+    return StoreRecipe(
+        format=FORMAT,
+        source=source.name.encode(errors="backslashreplace").decode(),
+        source_fingerprint=source.fingerprint,
+        tokenizer=tokenizer.name.encode(errors="backslashreplace").decode(),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
+    )
 
 
 @contextmanager

@@ -110,6 +110,8 @@ def reading(name: object, *errors: type[Exception]) -> Iterator[None]:
     """Context manager that turns these errors into `DataError: NAME: cannot be read: reason`."""
     try:
         yield
+    except DataError:
+        raise
     except errors as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{name}: cannot be read: {reason}") from error

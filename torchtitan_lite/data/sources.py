@@ -8,6 +8,8 @@ The libraries for parquet files and datasets are heavy and optional: imported wh
 
 import hashlib
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.logger import logger
 
 from .datasets import DATASETS, NamedDataset
 from .rows import (
@@ -35,7 +38,13 @@ from .rows import (
 PARQUET_ENDING = ".parquet"
 TEXT_KINDS = product((".txt", ".md", ".rst", ".py"), ("", ".gz", ".zst"))
 ENDINGS = (*map("".join, TEXT_KINDS), *JSONL_ENDINGS, PARQUET_ENDING)
+ENDING = re.compile(r"(\.\w+)?\.(gz|zst|bz2|xz|zip)$|\.\w+$|$")
 WHOLE_ENDINGS = (".gz", ".zst", PARQUET_ENDING)
+BEGINNINGS = {
+    ".gz": rb"\x1f\x8b",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    PARQUET_ENDING: b"PAR1",
+}
 KINDS = ".txt .md .rst .py .jsonl (each also with .gz or .zst) or .parquet"
 HF_PREFIX = "hf:"
 CHUNK_BYTES = 2**26
@@ -90,6 +99,8 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
     if not root.is_dir() and not (root.is_file() and root.name.lower().endswith(ENDINGS)):
         raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
+    if root.is_dir() and dataset.endings is None:
+        _report_others(root)
     return Source(name, parser, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
@@ -122,6 +133,17 @@ def _files(
             if not path.is_file():
                 raise DataError(f"{path}: is a broken link, or no regular file; remove it")
             yield path
+
+
+def _report_others(folder: Path) -> None:
+    """Log how many files of a folder are not read, by ending."""
+    names = (name for _, _, names in os.walk(folder) for name in names)
+    others = (name for name in names if not name.lower().endswith(ENDINGS))
+    endings = Counter(match[0] for name in others if (match := ENDING.search(name)))
+    counts = ", ".join(f"{count:,} {end or 'without one'}" for end, count in endings.most_common(9))
+    if counts:
+        total = endings.total()
+        logger.warning(f"{folder}: {total:,} files with other endings are not read: {counts}")
 
 
 def _hash(root: Path, dataset: NamedDataset) -> str:
@@ -159,7 +181,13 @@ def _chunks(root: Path, dataset: NamedDataset) -> Iterator[Chunk]:
 
 def _read_spans(spans: list[Span], text_field: str) -> Iterator[TextRow]:
     for span in spans:
-        if span.path.name.lower().endswith(PARQUET_ENDING):
+        beginning = BEGINNINGS.get(span.path.suffix.lower(), b"")
+        with reading(span.path, OSError), span.path.open("rb") as file:
+            found = file.read(4)
+        if found and not re.match(beginning, found):  # a stray file is one bad row
+            problem = f"not a {span.path.suffix} file"
+            yield TextRow(str(span.path), 0, 1, "text", b"", problem)
+        elif span.path.name.lower().endswith(PARQUET_ENDING):
             yield from read_parquet(span.path, text_field)
         else:
             yield from read_text_span(span)
@@ -170,7 +198,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[TextRow]:
     pyarrow = _import("pyarrow", wanted_by=path, extra="parquet")
     parquet = _import("pyarrow.parquet", wanted_by=path, extra="parquet")
     with (
-        reading(path, OSError, pyarrow.ArrowException),
+        reading(path, Exception),  # a broken file can raise anything
         parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file,
     ):
         columns = file.schema_arrow.names

@@ -13,6 +13,7 @@ of the file, while a memory map would kill the process with SIGBUS.
 
 import hashlib
 import os
+import stat
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -132,6 +133,8 @@ def write_manifest(path: Path, manifest: StoreManifest) -> None:
 def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
     """Read the manifest of a store. Raises DataError if it is missing, damaged or of another
     format."""
+    if not folder.is_dir():
+        raise DataError(f"token store {folder.absolute()} is missing; name the folder of a store")
     try:
         fields = read_json_object(folder / name, max_bytes=MAX_MANIFEST_BYTES)
         recipe = fields.get("recipe")
@@ -171,8 +174,11 @@ def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
     problems = {}
     for name, (size, _) in manifest.files().items():
         try:
-            if (found := (folder / name).stat().st_size) != size:
-                problems[name] = f"{name} has {found} bytes, not {size}"
+            found = (folder / name).stat()
+            if not stat.S_ISREG(found.st_mode):
+                problems[name] = f"{name} is no regular file"
+            elif found.st_size != size:
+                problems[name] = f"{name} has {found.st_size} bytes, not {size}"
         except OSError as error:
             problems[name] = f"{name}: {error.strerror}"
     return problems

@@ -7,10 +7,10 @@ packages of the last two are optional, so they are imported where they are used.
 import base64
 import hashlib
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -19,13 +19,11 @@ from typing import Any
 
 import sentencepiece
 
-from torchtitan_lite.documents import read_regular
+from torchtitan_lite.documents import read_json_object, read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
-MAX_BYTES = 1 << 30
-"""Largest file of a vocabulary that is read."""
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 # Llama 3's reference tokenizer (Meta, llama3/llama/tokenizer.py): how text is split before BPE; the
@@ -36,6 +34,7 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPECIAL_TOKENS = 256
+MAX_BYTES = 2**30  # of a vocabulary file
 MAX_TEXT = 400_000
 MAX_RUN = 25_000
 
@@ -62,7 +61,8 @@ class Tokenizer:
                 raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
             self.path = [*inside, given][0]
             content = read_regular(self.path, max_bytes=MAX_BYTES)
-            vocabulary = read_vocabulary(content, self.path.parent)
+            with _panics_as_errors():
+                vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(
                 f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder"
@@ -95,11 +95,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS. Special tokens in a text are text."""
-        return self._vocabulary.encode([text])[0]
+        return self.encode_documents([text])[0][1:-1]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Return BOS, the ids and EOS of each text, computed on one core."""
-        return [[self.bos_id, *ids, self.eos_id] for ids in self._vocabulary.encode(texts)]
+        """Return BOS, the ids and EOS of each text, computed on one core.
+
+        Raises DataError for a broken vocabulary, which may show only now."""
+        try:
+            with _panics_as_errors():
+                encoded = self._vocabulary.encode(texts)
+        except Exception as error:
+            raise DataError(f"tokenizer {self.path} fails: {error}; get the file again") from error
+        return [[self.bos_id, *ids, self.eos_id] for ids in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; BOS and EOS have none.
@@ -107,6 +114,17 @@ class Tokenizer:
         This is the encoded text where a vocabulary is lossless, as Llama 3's is. A vocabulary of
         `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
         return self._vocabulary.decode(ids)
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Context manager that turns a panic in Rust, which is no Exception, into ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"panics: {error}") from error
 
 
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
@@ -278,10 +296,10 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
         return next((found for found in ids if found is not None), -1)
 
     try:
-        named = json.loads(config.read_bytes()) if config.exists() else {}
+        named = read_json_object(config) if config.exists() else {}
         bos_id = special_id(named.get("bos_token"), ["<|begin_of_text|>", "<s>"])
         eos_id = special_id(named.get("eos_token"), ["<|end_of_text|>", "</s>"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"has a broken {config.name} beside it: {error}; fix or remove that"
         ) from error
