@@ -361,8 +361,8 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
         ([*CONFIG], "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
         (
             [*CONFIG, "--device", "H100"],
-            '--device "H100" is not known; use one of H100 SXM, H100 PCIe, H100 NVL, or plan '
-            "another GPU by its --bandwidth, --memory, --metrics.peak_tflops_bf16",
+            '--device "H100" is not known; use one of H100 SXM, H100 PCIe, H100 NVL. '
+            "scripts/plan.py plans any other by --bandwidth, --memory and --metrics.peak_tflops_b",
         ),
         ([*CONFIG, "--device", "H100SXM"], '--device "H100SXM" is not known; use one of H100 SXM'),
         ([*CONFIG, "--device", "?"], '--device "?" is not known; use one of A100 SXM 40GB'),

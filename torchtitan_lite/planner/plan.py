@@ -50,13 +50,13 @@ def resolve_device(
 
     device, bf16_tflops = lookup_device(name), metrics and metrics.peak_tflops_bf16
     if device is None and bf16_tflops and bandwidth_tb_s and memory_gib:
-        device = DeviceSpec(name, bf16_tflops, None, memory_gib, bandwidth_tb_s)
+        return DeviceSpec(name, bf16_tflops, None, memory_gib, bandwidth_tb_s)
     if device is None:
         near = [each for each in names if name.casefold() in each.casefold()]
         near = near or get_close_matches(name, names) or names
         raise ConfigError(
-            f'--device "{name}" is not known; use one of {", ".join(near)}, or plan another GPU by '
-            "its --bandwidth, --memory, --metrics.peak_tflops_bf16 and --metrics.peak_tflops_fp8."
+            f'--device "{name}" is not known; use one of {", ".join(near)}. scripts/plan.py plans '
+            "any other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
         )
     return dataclasses.replace(
         device,
@@ -250,29 +250,20 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
 
 
 def _find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
-    """Return what would fit: the fewest GPUs for each mode of activation checkpointing that
-    recomputes as much as the config's or more."""
-    job, configured = meta.job, meta.job.config.activation_checkpoint.mode
-    first = CHEAPEST_FIRST.index(configured) + 1 if configured in CHEAPEST_FIRST else None
-    more = CHEAPEST_FIRST[first:] if first else ()
-    jobs = {configured: job} | {
-        mode: job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
-        for mode in more
-    }
-
-    # Each mode is worth naming only if it needs fewer GPUs than the ones before.
+    """Return the fewest GPUs that would fit for each mode of activation checkpointing, unless they
+    are enough for a mode that recomputes less."""
     found: list[dict[str, Any]] = []
-    fewest = 2**12
-    for mode, tried in jobs.items():
-        times = 1
-        while times < fewest:
-            degrees = dataclasses.replace(job.degrees, dp_shard=times * job.degrees.dp_shard)
-            tried = dataclasses.replace(tried, degrees=degrees)
-            moments = dataclasses.replace(meta, job=tried).moments()
+    for mode in CHEAPEST_FIRST:
+        job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+        for shards in (2**k * job.degrees.dp_shard for k in range(12)):
+            tried = dataclasses.replace(
+                job, degrees=dataclasses.replace(job.degrees, dp_shard=shards)
+            )
+            moments, gpus = dataclasses.replace(meta, job=tried).moments(), tried.degrees.world_size
             if reserved_bytes(moments) <= device_bytes:
-                found.append({"world_size": degrees.world_size, "activation_checkpoint": mode})
-                fewest = times
-            times *= 2
+                if not found or gpus < found[-1]["world_size"]:
+                    found.append({"world_size": gpus, "activation_checkpoint": mode})
+                break
     return found
 
 
