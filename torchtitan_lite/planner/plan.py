@@ -110,7 +110,8 @@ def _check_device(config: Config, device: DeviceSpec) -> None:
     if float8.enable_float8_linear and device.fp8_tflops is None:
         raise ConfigError(
             f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
-            "units; plan another --device, or set it to false."
+            "units with a known peak; plan another --device, give [metrics] peak_tflops_fp8, or "
+            "set it to false."
         )
     if float8.recipe.capability_major is not None and not device.mxfp8:
         having = ", ".join(known.name for known in DEVICES if known.mxfp8)
@@ -231,7 +232,7 @@ def _plan_prediction(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
     if device.fp8_tflops is not None:
         return dataclasses.asdict(meta.predict(device))
     keys = [field.name for field in dataclasses.fields(Prediction)]
-    verdict = f"the {device.name} has no float8 matrix units."
+    verdict = f"the {device.name} has no float8 matrix units with a known peak."
     return dict.fromkeys(keys) | {"verdict": verdict, "converted": [], "better_kept": []}
 
 
