@@ -14,6 +14,7 @@ python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100
 
 import argparse
 import json
+import signal
 import sys
 
 from torchtitan_lite.config import load_config
@@ -59,5 +60,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when head has seen enough
     init_logger(sys.stderr)  # standard output has the plan alone
     run_script(main)

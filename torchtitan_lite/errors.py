@@ -3,8 +3,6 @@
 A message names `[table] key = value`, the rule, every number in it, and the fix.
 """
 
-import os
-import signal
 import sys
 from collections.abc import Callable
 
@@ -60,14 +58,9 @@ class StorageError(RunError):
 
 def run_script(main: Callable[[list[str]], None]) -> None:
     """Call `main` with the arguments of the command line. After a RunError, print it and exit with
-    its exit code. If `head`, say, has closed the output, exit as after SIGPIPE."""
+    its exit code."""
     try:
         main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python would write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
     except RunError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
