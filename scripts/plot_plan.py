@@ -58,7 +58,7 @@ def list_bars(file: str, tps: float) -> list[Bar]:
 
 def draw(groups: dict[str, list[Bar]], output: Path) -> None:
     """Draw `groups` of bars, each under its title, into the file `output`. Raises ConfigError
-    without matplotlib."""
+    without matplotlib, and for a file that cannot be written."""
     try:  # optional, and slow to import
         import matplotlib
         from matplotlib.figure import Figure
@@ -94,7 +94,10 @@ def draw(groups: dict[str, list[Bar]], output: Path) -> None:
                     left += microseconds
 
         axes.set(xlim=(-33, 177), ylim=(y + 0.7, -0.8))
-        figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
+        try:
+            figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
+        except OSError as error:
+            raise ConfigError(f"--output {output}: {error.strerror}") from error
 
 
 def main(argv: list[str]) -> None:

@@ -132,7 +132,7 @@ def device_name() -> str:
 
 def local_device() -> DeviceSpec | None:
     """Data sheet of the GPU at hand, with the memory that it really has; None on a CPU. A GPU
-    without a data sheet is planned as an H100."""
+    without a data sheet gets an H100's, for its layers: plan_row predicts no rate of it."""
     if not torch.cuda.is_available():
         return None
     spec = lookup_device(device_name()) or find_device("H100 SXM")
@@ -178,7 +178,8 @@ def plan_row(row: Row, device: DeviceSpec | None) -> tuple[Row, Result]:
 def _plan(row: Row, device: DeviceSpec) -> Result:
     plan = make_plan(row.config, world_size=1, device=device)
     reserved_gib = plan["memory"]["reserved"] / 2**30
-    return {"predicted_tps": plan["schedule"]["tps"], "predicted_memory_gib": reserved_gib}
+    tps = plan["schedule"]["tps"] if lookup_device(device.name) else None
+    return {"predicted_tps": tps, "predicted_memory_gib": reserved_gib}
 
 
 def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
@@ -254,7 +255,7 @@ def add_ratios(results: Sequence[Result]) -> None:
 
 
 def run_benchmark(
-    rows: Iterable[Row], device: DeviceSpec | None, *, budget_s: float, out: Path | None
+    rows: Sequence[Row], device: DeviceSpec | None, *, budget_s: float, out: Path | None
 ) -> dict[str, Any]:
     """Run `rows` within the time budget and return the report. It is written to the file `out`
     after every row. SIGTERM and SIGINT end the running row and the benchmark."""
@@ -297,6 +298,8 @@ def run_benchmark(
                 save("running")
             save(DONE)
         except KeyboardInterrupt:
+            left = rows[len(report["rows"]) + len(report["skipped"]) :]
+            report["skipped"] += [{"name": row.name, "reason": STOPPED} for row in left]
             save(STOPPED)
         except OSError as error:
             raise StorageError(f"--out {out} or {folder}: {error}; make room.") from error

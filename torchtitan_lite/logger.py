@@ -1,15 +1,16 @@
-"""One logger for the package, on standard output."""
+"""One logger for the package."""
 
 import io
 import logging
 import os
 import sys
+from typing import TextIO
 
 logger = logging.getLogger("torchtitan_lite")
 
 
-def init_logger() -> None:
-    """Print the time and the message of each record.
+def init_logger(stream: TextIO | None = None) -> None:
+    """Print the time and the message of each record to `stream`, by default standard output.
 
     Local ranks in LOG_RANK (default "0") print everything, others only warnings and errors. Each
     line begins with the rank unless torchrun prints it already."""
@@ -18,7 +19,7 @@ def init_logger() -> None:
     prefix = f"[rank{env['RANK']}] " if prefixed else ""
     if isinstance(sys.stdout, io.TextIOWrapper):  # paths and texts may have letters it lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(stream or sys.stdout)
     handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     talks = env.get("LOCAL_RANK", "0") in env.get("LOG_RANK", "0").split(",")

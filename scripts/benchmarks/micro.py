@@ -195,6 +195,13 @@ def report_logging(options: argparse.Namespace, overrides: list[str]) -> None:
     print(f"seconds of a logged step over an unlogged one: {Ratios.of(always, never)}")
 
 
+def positive(word: str) -> int:
+    """Return the number in an option. Raises ValueError below 1."""
+    if (value := int(word)) < 1:
+        raise ValueError(word)
+    return value
+
+
 def main(argv: list[str]) -> None:
     """Measure the part that `argv` names. Raises RunError."""
     parser = argparse.ArgumentParser(
@@ -215,9 +222,9 @@ def main(argv: list[str]) -> None:
         "dim": 256,
         "seq-len": 8192,
     }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=5)
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--processes", type=positive, default=1)
+    parser.add_argument("--pairs", type=positive, default=5)
     parser.add_argument("--source", default="pystdlib", help="text (default: Python's library)")
     options, overrides = parser.parse_known_args(argv)
     print(describe_machine())

@@ -9,8 +9,9 @@ Llama 3 does not use them. FSDP averages gradients, because gloo has no scaled s
 batch of random tokens that stays in memory, so that it spends no time on data.
 """
 
+import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -69,9 +70,18 @@ def import_torchtitan() -> None:
     utils._get_available_device_type, utils._get_device_module = found
 
 
-def main(dimensions: str) -> None:
+def main() -> None:
     """Train with the options on the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dimensions", type=json.loads)
+    dimensions = parser.parse_known_args()[0].dimensions
+    if importlib.util.find_spec("torchtitan") is None:
+        parser.error("this Python has no torchtitan; versus_torchtitan.py names one that has")
+
     # torchtitan reads sys.argv when it is imported.
+    del sys.argv[1]
     shard_one = SHARD_ONE in sys.argv
     sys.argv[:] = [word for word in sys.argv if word != SHARD_ONE]
     import_torchtitan()
@@ -86,7 +96,7 @@ def main(dimensions: str) -> None:
         ParallelDims.fsdp_enabled = True
         ParallelDims._mesh_exist = lambda self, name, degree: degree > 1 or name == "fsdp"
 
-    args = llama3.TransformerModelArgs(**json.loads(dimensions))
+    args = llama3.TransformerModelArgs(**dimensions)
     spec = dataclasses.replace(
         llama3.get_train_spec(),
         model_args={"debugmodel": args},
@@ -102,7 +112,4 @@ def main(dimensions: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or {"-h", "--help"} & set(sys.argv):
-        print(__doc__)
-        sys.exit()
-    main(sys.argv.pop(1))
+    main()

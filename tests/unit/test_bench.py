@@ -21,6 +21,7 @@ from torchtitan_lite.bench import (
     add_ratios,
     choose_rows,
     find_regressions,
+    format_report,
     measure,
     plan_row,
     read_earlier,
@@ -246,6 +247,34 @@ def test_the_report_is_on_file_and_every_key_is_documented(
     assert documented == keys | {"rows[].log_tail", "skipped[].name", "skipped[].reason"}
 
 
+def test_ctrl_c_keeps_what_is_done_and_names_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(row: Row, folder: Path, *, timeout_s: float) -> dict[str, Any]:
+        if row.compile:
+            raise KeyboardInterrupt
+        return result(row.recipe, compile=False)
+
+    monkeypatch.setattr(bench, "run_row", run)
+    rows = choose_rows("quick CPU", "")
+    report = run_benchmark(rows, None, budget_s=60.0, out=None)
+    done = [row["name"] for row in report["rows"]]
+    assert done == [row.name for row in rows if not row.compile]
+    text = format_report(report)
+    assert "\nstopped by a signal after" in text and "debugmodel       6 " in text
+    for row in rows:
+        assert (f"{row.name}: not run: stopped by a signal" in text) == row.compile
+
+
+def test_no_rate_is_predicted_for_a_gpu_without_a_data_sheet() -> None:
+    row, h100 = ROWS["GPU"][0], find_device("H100 SXM")
+    (_, known), (_, unknown) = (
+        plan_row(row, dataclasses.replace(h100, name=name)) for name in (h100.name, "Some GPU")
+    )
+    assert known["predicted_tps"] > 0 and unknown["predicted_tps"] is None
+    assert known["predicted_memory_gib"] == unknown["predicted_memory_gib"]
+
+
 def test_a_file_that_cannot_be_written_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,8 +337,9 @@ def test_the_plan_lists_rows_with_predictions_and_refused_rows_with_the_reason(
     capsys: pytest.CaptureFixture[str], script: Callable[[list[str]], None]
 ) -> None:
     script(["--dry-run", "--device", "H100 SXM", "--only", "op compiled b1"])
-    head, _, *lines = capsys.readouterr().out.splitlines()
+    head, _, *lines, last = capsys.readouterr().out.splitlines()
     assert head == "plan for H100 SXM"
+    assert last.startswith("predicted_tps: upper bound, without communication")
     assert [line.split()[:1] for line in lines[1:5]] == [["8B"]] * 4
     assert re.search(
         r"mxfp8: not run: .*torchao has no kernels of it for the H100", "\n".join(lines)

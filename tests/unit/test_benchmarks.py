@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from bare_loop import BARE, check_comparable, plain_loss
 from common import Figures, Ratios, Watched, check_values, measure_pairs, tokens_a_step, watch
 from micro import measure_loss
 from versus_torchtitan import (
+    ADAPTER,
     PARAMETERS,
     THEIRS,
     compare,
@@ -97,6 +99,22 @@ def test_a_command_that_takes_too_long_is_ended() -> None:
     with pytest.raises(RunError, match="ended with -15"):
         run("import time; time.sleep(60)", timeout_s=0.5)
     assert time.perf_counter() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--help"], 0, "rest are torchtitan's own options"),
+        ([], 2, "the following arguments are required: dimensions"),
+        (["no JSON"], 2, "argument dimensions: invalid loads value: 'no JSON'"),
+        (["{}"], 2, "this Python has no torchtitan"),
+    ],
+)
+def test_the_adapter_explains_itself(words: list[str], code: int, said: str) -> None:
+    command = [sys.executable, str(ADAPTER), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == code and "Traceback" not in result.stderr
+    assert said in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("line", [OURS, THEIRS_LINE])

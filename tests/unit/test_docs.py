@@ -84,7 +84,11 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     reference = PLAN.partition("\n## JSON\n")[2]
     rows = re.findall(r"^\| `([^`]+)` \|", reference, flags=re.MULTILINE)
     explained = {key for row in rows for key in expand_braces(row)}
-    assert explained == set(key_paths(plan("debug_model")))
+    too_large = plan(
+        "llama3_8b", "--training.local_batch_size=4", "--activation_checkpoint.mode=none"
+    )
+    assert too_large["memory"]["would_fit"]
+    assert explained == {*key_paths(plan("debug_model")), *key_paths(too_large)}
 
 
 def test_the_documented_command_prints_the_documented_report() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.planner.plan import find_device
+from torchtitan_lite.planner.report import format_plan
 
 ROOT = Path(__file__).parents[2]
 MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
@@ -233,6 +235,98 @@ def test_schedule_follows_from_the_rate(bf16_8b):
     )  # each of 8 ranks writes 1 GB/s
 
 
+def test_gpu_hours_are_beside_days(bf16_8b):
+    schedule = bf16_8b["schedule"]
+    assert schedule["run_gpu_hours"] == pytest.approx(8 * 24 * schedule["run_days"])
+    days = schedule["days_per_trillion_tokens"]
+    assert schedule["gpu_hours_per_trillion_tokens"] == pytest.approx(8 * 24 * days)
+
+
+def test_predictions_for_several_devices_say_that_they_leave_out_communication(float8_8b):
+    bound = "upper bound, without communication"
+    predicted = plan("llama3_8b_float8")
+    alone = plan("llama3_8b_float8", "--world-size", "1")
+    bounds = [found["schedule"]["bound"] for found in (predicted, float8_8b, alone)]
+    assert bounds == [bound, None, None]
+    leave_out = [found["prediction"]["without_communication"] for found in (float8_8b, alone)]
+    assert leave_out == [True, False]
+
+    lines = format_plan(predicted).splitlines()
+    assert f"What to expect: {bound}" in lines
+    for start in ("float8 helps: a step runs at 1.29x", "tps 12,687 per device", "microbatch "):
+        (line,) = (line for line in lines if line.startswith(start))
+        assert "without communication" in line
+    assert "without communication" not in format_plan(alone)
+
+
+def test_a_linear_that_pays_by_the_cast_it_shares_says_so():
+    found = plan("llama3_8b", "--parallelism.tensor_parallel_degree=2", *ROWWISE[:2])
+    (wv,) = (row for row in found["linears"] if row["kind"] == "attention.wv")
+    assert wv["time_ratio"] > 1 and found["prediction"]["better_kept"] == []
+    assert wv["shares_cast_with"] == ["attention.wq", "attention.wk"]
+    said = "1.03  float8: its input's cast is shared with attention.wq, attention.wk"
+    assert said in format_plan(found)
+
+    slower = format_plan(plan("llama3_8b", "--parallelism.tensor_parallel_degree=8", *ROWWISE[:2]))
+    said = "1.30  float8, better kept in bf16: its input's cast is shared with attention.wq"
+    assert said in slower and "1.31  float8, better kept in bf16\n" in slower
+
+
+def test_what_does_not_fit_is_planned_anyway_and_what_would_fit_is_named():
+    base = ["llama3_8b", "--world-size"]
+    found = plan(*base, "1", "--activation_checkpoint.mode=none")
+    assert not found["memory"]["fits"] and found["schedule"]["run_days"] > 0
+    layouts = [(each["world_size"], each["activation_checkpoint"]) for each in would_fit(found)]
+    assert layouts == [(4, "none"), (2, "full")]
+    for world_size, mode in layouts:
+        mode_word = f"--activation_checkpoint.mode={mode}"
+        assert plan(*base, str(world_size), mode_word)["memory"]["fits"]
+        assert not plan(*base, str(world_size // 2), mode_word)["memory"]["fits"]
+    report = format_plan(found)
+    assert "does not fit: the device has 80.00\nwould fit: 4 GPUs with activation" in report
+    assert "1,204.7 days" in report
+
+    hopeless = plan(*base, "1", "--training.local_batch_size=4096")
+    assert would_fit(hopeless) == []
+    assert "would fit: no number of GPUs; lower local_batch_size" in format_plan(hopeless)
+    assert would_fit(plan(*base, "8")) == []
+
+
+def would_fit(found: dict[str, Any]) -> list[dict[str, Any]]:
+    layouts: list[dict[str, Any]] = found["memory"]["would_fit"]
+    return layouts
+
+
+def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures(float8_8b):
+    peaks = ["--metrics.peak_tflops_bf16=989", "--metrics.peak_tflops_fp8=1979"]
+    figures = [*peaks, "--bandwidth=3.35", "--memory=80"]
+    found = plan("llama3_8b_float8", "--tps", "7773", *figures, device="Q100")
+    known = json.loads(json.dumps(float8_8b).replace('"H100 SXM"', '"Q100"'))
+    assert found == known
+    larger = plan("llama3_8b_float8", "--memory=160", "--bandwidth=7")["peaks"]
+    assert (larger["memory_gib"], larger["bandwidth_tb_s"]) == (160, 7)
+
+
+def test_no_tokenizer_is_needed_where_the_flavor_has_a_vocabulary(bf16_8b):
+    assert plan("llama3_8b", "--tps", "6297", "--model.tokenizer_path=/nowhere") == bf16_8b
+    with pytest.raises(DataError, match="tokenizer_path = ./nowhere. cannot be read"):
+        plan("debug_model", "--model.tokenizer_path=/nowhere")
+
+
+def test_standard_output_has_the_json_alone_and_may_be_closed():
+    words = [*CONFIG, "--device", "H100 SXM", "--json", "--activation_checkpoint.mode=auto"]
+    result = run_plan(*words)
+    assert json.loads(result.stdout)["request"]["activation_checkpoint"] == "none"
+    assert '[activation_checkpoint] mode = "auto" is "none" here' in result.stderr
+
+    pipe = subprocess.PIPE
+    command = [sys.executable, "scripts/plan.py", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == -signal.SIGPIPE
+
+
 def test_405b_on_512_gpus():
     found = plan("llama3_405b", "--world-size", "512")
     assert found["request"]["dp_shard"] * found["request"]["tp"] == 512
@@ -265,7 +359,14 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
     ("arguments", "message"),
     [
         ([*CONFIG], "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
-        ([*CONFIG, "--device", "H100"], '--device "H100" is not known; use one of'),
+        (
+            [*CONFIG, "--device", "H100"],
+            '--device "H100" is not known; use one of H100 SXM, H100 PCIe, H100 NVL. '
+            "scripts/plan.py plans any other by --bandwidth, --memory and --metrics.peak_tflops_b",
+        ),
+        ([*CONFIG, "--device", "H100SXM"], '--device "H100SXM" is not known; use one of H100 SXM'),
+        ([*CONFIG, "--device", "?"], '--device "?" is not known; use one of A100 SXM 40GB'),
+        ([*CONFIG, "--device", "H200", "--memory", "0"], "--memory 0.0 must be a positive number"),
         (
             [*CONFIG, "--device", "H100 SXM", "--world-size", "0"],
             "--world-size 0 must be at least 1",
@@ -309,7 +410,7 @@ def test_refusals(arguments, message, monkeypatch):
 def test_a_refusal_is_no_traceback():
     result = run_plan(*CONFIG, "--device", "H100")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith('--device "H100" is not known; use one of A100 SXM 40GB')
+    assert result.stderr.startswith('--device "H100" is not known; use one of H100 SXM')
 
 
 def test_the_gpu_at_hand_is_planned_for(monkeypatch):

@@ -58,3 +58,9 @@ def test_without_matplotlib_the_extra_is_named(
         ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""
     ):
         script.draw({}, tmp_path / "picture.svg")
+
+
+def test_a_file_that_cannot_be_written_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match=r"--output .*/none/x\.svg: No such file"):
+        script.draw({}, tmp_path / "none/x.svg")

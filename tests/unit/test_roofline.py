@@ -475,7 +475,7 @@ def test_a_small_step_waits_for_the_host_and_a_large_one_for_the_device() -> Non
 def test_verdicts(
     speedup: float, converted: list[str], better_kept: list[str], verdict: str
 ) -> None:
-    assert format_verdict(speedup, converted, better_kept) == verdict
+    assert format_verdict(speedup, "", converted, better_kept) == verdict
 
 
 def test_a_prediction_names_what_had_better_be_kept() -> None:

@@ -15,7 +15,7 @@ class DeviceSpec:
 
     name: str
     bf16_tflops: float  # dense, as fp8_tflops: a sparse peak is twice as high
-    fp8_tflops: float | None  # None if the device has no float8 matrix units
+    fp8_tflops: float | None  # None without float8 matrix units, or if not known
     memory_gib: float
     """GiB, which data sheets call GB. The driver keeps 1 to 2 %. ECC, on by default with GDDR6,
     takes a sixteenth: 48 and 24 GB are listed as 45 and 22.5."""

@@ -4,39 +4,64 @@ Each `_plan_x` computes one section in plain values; docs/plan.md documents ever
 """
 
 import dataclasses
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, MetricsConfig, ModelConfig
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.job import build_job
+from torchtitan_lite.job import TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
+from torchtitan_lite.models.flavors import find_flavor
 
 from .memory import MOMENT_WIDTHS, reserved_bytes
-from .meta_model import MetaModel, build_meta_model, resolve_auto
+from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_auto
 from .roofline import Prediction, Roofline
 
 SECONDS_PER_DAY = 86_400
+WITHOUT_COMMUNICATION = "upper bound, without communication"
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
-def find_device(name: str | None) -> DeviceSpec:
-    """Return the data sheet of the device called `name`, by default of the GPU at hand.
+def find_device(
+    name: str | None,
+    metrics: MetricsConfig | None = None,
+    *,
+    bandwidth_tb_s: float | None = None,
+    memory_gib: float | None = None,
+) -> DeviceSpec:
+    """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
+    bandwidth and memory given. One made of them and the peaks in `metrics` describes other GPUs.
 
-    Raises ConfigError for an unknown name, and without a name if there is no GPU."""
+    Raises ConfigError for an unknown name without these, and without a name if there is no GPU."""
     if name is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-    known = ", ".join(device.name for device in DEVICES)
+    names = [device.name for device in DEVICES]
     if name is None:
-        raise ConfigError(f"--device is needed where there is no GPU; use one of {known}.")
-    if (device := lookup_device(name)) is None:
-        raise ConfigError(f'--device "{name}" is not known; use one of {known}.')
-    return device
+        raise ConfigError(
+            f"--device is needed where there is no GPU; use one of {', '.join(names)}."
+        )
+
+    device, bf16_tflops = lookup_device(name), metrics and metrics.peak_tflops_bf16
+    if device is None and bf16_tflops and bandwidth_tb_s and memory_gib:
+        return DeviceSpec(name, bf16_tflops, None, memory_gib, bandwidth_tb_s)
+    if device is None:
+        near = [each for each in names if name.casefold() in each.casefold()]
+        near = near or get_close_matches(name, names) or names
+        raise ConfigError(
+            f'--device "{name}" is not known; use one of {", ".join(near)}. scripts/plan.py plans '
+            "any other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
+        )
+    return dataclasses.replace(
+        device,
+        memory_gib=memory_gib or device.memory_gib,
+        bandwidth_tb_s=bandwidth_tb_s or device.bandwidth_tb_s,
+    )
 
 
 def make_plan(
@@ -48,10 +73,9 @@ def make_plan(
     if the config does not fit `world_size`, computes in float32, whose matmul rates are not known,
     or uses float8 or a recipe that the device does not have.
     """
-    _check_device(config, device)
     device = device.with_given(config.metrics)
-    tokenizer = build_tokenizer(config.model.tokenizer_path).values
-    job = build_job(config, world_size=world_size, tokenizer=tokenizer)
+    _check_device(config, device)
+    job = build_job(config, world_size=world_size, tokenizer=_tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     meta = in_float8 = build_meta_model(job)
 
@@ -85,7 +109,8 @@ def _check_device(config: Config, device: DeviceSpec) -> None:
     if float8.enable_float8_linear and device.fp8_tflops is None:
         raise ConfigError(
             f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
-            "units; plan another --device, or set it to false."
+            "units with a known peak; plan another --device, give [metrics] peak_tflops_fp8, or "
+            "set it to false."
         )
     if float8.recipe.capability_major is not None and not device.mxfp8:
         having = ", ".join(known.name for known in DEVICES if known.mxfp8)
@@ -93,6 +118,18 @@ def _check_device(config: Config, device: DeviceSpec) -> None:
             f'[float8] recipe_name = "{float8.recipe_name}", but torchao has no kernels of it for '
             f"the {device.name}, only for {having}; plan another --device or recipe."
         )
+
+
+def _tokenizer_values(model: ModelConfig) -> TokenizerValues:
+    """Return the values of the tokenizer, or stand-ins where it is missing and the flavor has a
+    vocabulary."""
+    try:
+        return build_tokenizer(model.tokenizer_path).values
+    except DataError:
+        flavor = find_flavor(model.flavor)
+        if flavor is None or not flavor.vocab_size:
+            raise
+        return TokenizerValues(model.tokenizer_path, flavor.vocab_size, bos_id=0, fingerprint="")
 
 
 def _plan_request(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
@@ -161,6 +198,12 @@ def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
                 },
                 "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
                 "time_ratio": roofline.ratio(choice, converted) if device.fp8_tflops else None,
+                "shares_cast_with": [
+                    other.kind
+                    for other in converted
+                    if roofline.compiled and choice.converted
+                    if other.reads == choice.reads and other.kind != choice.kind
+                ],
                 "converted": choice.converted,
                 "kept_because": choice.kept_because,
             }
@@ -188,7 +231,7 @@ def _plan_prediction(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
     if device.fp8_tflops is not None:
         return dataclasses.asdict(meta.predict(device))
     keys = [field.name for field in dataclasses.fields(Prediction)]
-    verdict = f"the {device.name} has no float8 matrix units."
+    verdict = f"the {device.name} has no float8 matrix units with a known peak."
     return dict.fromkeys(keys) | {"verdict": verdict, "converted": [], "better_kept": []}
 
 
@@ -201,8 +244,27 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
         "reserved": round(reserved),
         "device_bytes": device_bytes,
         "fits": reserved <= device_bytes,
+        "would_fit": [] if reserved <= device_bytes else _find_fitting(meta, device_bytes),
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
+
+
+def _find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
+    """Return the fewest GPUs that would fit for each mode of activation checkpointing, unless they
+    are enough for a mode that recomputes less."""
+    found: list[dict[str, Any]] = []
+    for mode in CHEAPEST_FIRST:
+        job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+        for shards in (2**k * job.degrees.dp_shard for k in range(12)):
+            tried = dataclasses.replace(
+                job, degrees=dataclasses.replace(job.degrees, dp_shard=shards)
+            )
+            moments, gpus = dataclasses.replace(meta, job=tried).moments(), tried.degrees.world_size
+            if reserved_bytes(moments) <= device_bytes:
+                if not found or gpus < found[-1]["world_size"]:
+                    found.append({"world_size": gpus, "activation_checkpoint": mode})
+                break
+    return found
 
 
 def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> dict[str, Any]:
@@ -220,8 +282,10 @@ def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> di
     # A checkpoint holds each weight in float32 and its two moments.
     moment_width = MOMENT_WIDTHS[job.config.optimizer.state_dtype]
     checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)
+    bound = origin == "predicted" and job.degrees.world_size > 1
     return {
         "origin": origin,
+        "bound": WITHOUT_COMMUNICATION if bound else None,
         **{name: getattr(at, name) for name in RATES},
         "mfu_arithmetic_peak": arithmetic_peak and 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,
@@ -230,7 +294,9 @@ def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> di
         "tokens_per_day": tokens_per_second * SECONDS_PER_DAY,
         "run_tokens": run_tokens,
         "run_days": run_tokens / tokens_per_second / SECONDS_PER_DAY,
+        "run_gpu_hours": run_tokens / tps / 3600,
         "days_per_trillion_tokens": 1e12 / tokens_per_second / SECONDS_PER_DAY,
+        "gpu_hours_per_trillion_tokens": 1e12 / tps / 3600,
         "checkpoint_bytes": checkpoint_bytes,
         "checkpoint_s": checkpoint_bytes / job.degrees.world_size / 1e9,
     }

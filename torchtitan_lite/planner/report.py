@@ -15,13 +15,16 @@ Plan = Mapping[str, Any]
 def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`, section by section."""
     if_on = "" if plan["request"]["float8_recipe"] else ", if it were on"
+    prediction, bound = plan["prediction"], plan["schedule"]["bound"]
     sections = {
         "Run": _run(plan["request"], plan["peaks"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
-        f"Float8, linear by linear{if_on}": _linears(plan["linears"]),
-        "Prediction": _prediction(plan["prediction"]),
+        f"Float8, linear by linear{if_on}": _linears(plan["linears"], prediction["better_kept"]),
+        "Prediction": _prediction(prediction),
         "Memory of a rank": _memory(plan["memory"]),
-        "What to expect": _schedule(plan["schedule"], plan["peaks"]),
+        f"What to expect{f': {bound}' if bound else ''}": _schedule(
+            plan["schedule"], plan["peaks"]
+        ),
     }
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items())
 
@@ -63,7 +66,15 @@ def _model(model: Plan, flops: Plan) -> str:
     return f"{model['parameters']:,} parameters, {without}\n{table}"
 
 
-def _linears(linears: Sequence[Plan]) -> str:
+def _linears(linears: Sequence[Plan], better_kept: Sequence[str]) -> str:
+    def trained_in(row: Plan) -> str:
+        if not row["converted"]:
+            return f"kept: {row['kept_because']}"
+        kept_is_better, others = row["kind"] in better_kept, ", ".join(row["shares_cast_with"])
+        surprises = others and (kept_is_better or (row["time_ratio"] or 0) >= 1)
+        shared = f": its input's cast is shared with {others}" if surprises else ""
+        return f"float8{', better kept in bf16' if kept_is_better else ''}{shared}"
+
     header = ("linear", "count", "M x N x K per rank", *MATMULS, "/16", "fp8/bf16", "trained in")
     rows = [
         (
@@ -73,7 +84,7 @@ def _linears(linears: Sequence[Plan]) -> str:
             *(row["gemms"][name]["precision"] for name in MATMULS),
             "yes" if row["divisible_by_16"] else "no",
             _number(row["time_ratio"]),
-            "float8" if row["converted"] else f"kept: {row['kept_because']}",
+            trained_in(row),
         )
         for row in linears
     ]
@@ -94,7 +105,8 @@ def _prediction(prediction: Plan) -> str:
     rows = [
         [name, *(f"{1e3 * each:,.2f}" for each in seconds), ""] for name, seconds in times.items()
     ]
-    rows[-1][-1] = "the longer of device and host"
+    without = ", without communication" if prediction["without_communication"] else ""
+    rows[-1][-1] = f"the longer of device and host{without}"
     return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
 
 
@@ -109,7 +121,15 @@ def _memory(memory: Plan) -> str:
     fits = "fits" if memory["fits"] else "tight" if peak["total"] <= device else "does not fit"
     note = f"{fits}: the device has {device / GIB:,.2f}"
     rows.append(("reserved, at most", f"{memory['reserved'] / GIB:,.2f}", note))
-    return _table(("GiB", "", ""), rows)
+    table = _table(("GiB", "", ""), rows)
+    if memory["fits"]:
+        return table
+    layouts = [
+        "{world_size} GPUs with activation checkpointing {activation_checkpoint}".format_map(each)
+        for each in memory["would_fit"]
+    ]
+    more = "no number of GPUs; lower local_batch_size, or raise tensor_parallel_degree"
+    return f"{table}\nwould fit: {', or '.join(layouts) or more}"
 
 
 def _schedule(schedule: Plan, peaks: Plan) -> str:
@@ -123,14 +143,16 @@ def _schedule(schedule: Plan, peaks: Plan) -> str:
             ("hfu", "effective", ", with what is recomputed"),
         )
     ]
+    bound = f"; {schedule['bound']}" if schedule["bound"] else ""
     return (
-        f"tps {schedule['tps']:,.0f} per device ({schedule['origin']}), "
+        f"tps {schedule['tps']:,.0f} per device ({schedule['origin']}{bound}), "
         f"tflops {schedule['tflops']:,.2f}, step {schedule['step_s']:,.3f} s\n"
         f"{_table(('percent', '', ''), rows)}\n"
         f"{schedule['tokens_per_day']:.3g} tokens a day, "
-        f"{schedule['days_per_trillion_tokens']:,.1f} days for 10^12; "
-        f"the {schedule['run_tokens']:.3g} of this run take "
-        f"{24 * schedule['run_days']:,.1f} hours\n"
+        f"{schedule['days_per_trillion_tokens']:,.1f} days and "
+        f"{schedule['gpu_hours_per_trillion_tokens']:,.0f} GPU-hours for 10^12; "
+        f"the {schedule['run_tokens']:.3g} of this run take {24 * schedule['run_days']:,.1f} hours "
+        f"and {schedule['run_gpu_hours']:,.1f} GPU-hours\n"
         f"a checkpoint is {schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks: "
         f"{schedule['checkpoint_s']:,.1f} s where each writes 1 GB/s"
     )

@@ -63,6 +63,7 @@ class StepTime:
 class Prediction:
     """What float8 gains over bf16."""
 
+    without_communication: bool  # whether the times leave some out: on several devices
     step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
     verdict: str
     converted: list[str]  # kinds of linears in float8
@@ -72,15 +73,16 @@ class Prediction:
 
 
 def format_verdict(
-    step_speedup: float, converted: Sequence[str], better_kept: Sequence[str]
+    step_speedup: float, where: str, converted: Sequence[str], better_kept: Sequence[str]
 ) -> str:
-    """Return the prediction in one sentence."""
+    """Return the prediction in one sentence. `where` says what it leaves out."""
     if not converted:
         return "float8 gains nothing: no linear would be faster in it."
     gain = step_speedup - 1
     effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
     keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
-    return f"float8 {effect}: a step runs at {step_speedup:.2f}x the speed of bf16; {keep} in bf16."
+    speed = f"a step runs at {step_speedup:.2f}x the speed of bf16{where}"
+    return f"float8 {effect}: {speed}; {keep} in bf16."
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ class Roofline:
         converted = [linear.kind for linear in linears_in_float8]
         better_kept = [linear.kind for linear in linears_in_float8 if linear not in chosen]
         bf16, float8 = (self.step(linears, parameters, float8=on) for on in (False, True))
-        speedup = bf16.microbatch_s / float8.microbatch_s
-        verdict = format_verdict(speedup, converted, better_kept)
-        return Prediction(speedup, verdict, converted, better_kept, bf16, float8)
+        speedup, alone = bf16.microbatch_s / float8.microbatch_s, self.job.degrees.world_size == 1
+        where = "" if alone else ", without communication"
+        verdict = format_verdict(speedup, where, converted, better_kept)
+        return Prediction(not alone, speedup, verdict, converted, better_kept, bf16, float8)
