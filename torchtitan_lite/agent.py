@@ -22,14 +22,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from torchtitan_lite.patches import allow_long_saves, stop_workers_once
+from torchtitan_lite.patches import allow_long_saves
 
 
 def main() -> None:
     """Run the workers until they are done. Exit code 1, with a traceback, if they are not."""
     spec, words = json.loads(sys.argv[1]), sys.argv[2:]
     allow_long_saves()
-    stop_workers_once()
     logs = DefaultLogsSpecs(log_dir=spec["log_dir"], tee=Std.ALL)
     config = LaunchConfig(**spec["elastic"], logs_specs=logs)
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # as under torchrun

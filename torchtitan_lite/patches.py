@@ -10,11 +10,10 @@ Heavy modules of torch and torchao are imported by the functions that change the
 import inspect
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -262,25 +261,3 @@ def allow_long_saves() -> None:
     if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
         seconds = int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         PContext.close.__defaults__ = (None, seconds)  # of the parameters death_sig and timeout
-
-
-def stop_workers_once() -> None:
-    """Let torch's elastic agent ignore all signals after the first one that stops it.
-
-    Changes: `_terminate_process_handler` of torch's elastic multiprocessing.
-    Why: a second signal, as from a scheduler that signals every process, interrupts the agent while
-    its workers save. It ends and leaves them alone, and no one waits for the end of their save.
-    Upstream: not reported. Seen: torch 2.13.
-    Remove: once a second signal does not interrupt `PContext.close`.
-    """
-    from torch.distributed.elastic.multiprocessing import api
-
-    raise_signal = inspect.unwrap(api._terminate_process_handler)
-
-    @wraps(raise_signal)
-    def raise_first(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(each, signal.SIG_IGN)
-        raise_signal(number, frame)
-
-    api._terminate_process_handler = raise_first  # type: ignore[assignment]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +28,6 @@ from torch._inductor.cpu_vec_isa import VecISA
 from torch._logging._internal import warning_once
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.tensor import DTensor, Shard, _redistribute
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -308,26 +305,6 @@ def test_casts_to_float8_are_observed_until_the_context_ends() -> None:
         cast = cast_to_float8(x)
     cast_to_float8(x)
     assert len(seen) == 1 and seen[0][0] is x and seen[0][1] is cast
-
-
-def test_a_second_signal_interrupts_nothing_once_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = multiprocessing_api._terminate_process_handler
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    monkeypatch.setattr(multiprocessing_api, "_terminate_process_handler", handler)
-    try:
-        for patched in (False, True):
-            if patched:
-                patches.stop_workers_once()
-            for number in numbers:
-                signal.signal(number, multiprocessing_api._terminate_process_handler)
-            with pytest.raises(SignalException):
-                signal.raise_signal(signal.SIGTERM)
-            with nullcontext() if patched else pytest.raises(SignalException):
-                signal.raise_signal(signal.SIGINT)
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
