@@ -32,7 +32,7 @@ COLUMNS = {
 """Format of each column of a comparison."""
 
 
-class _Record(BaseModel, strict=True):
+class _Record(BaseModel, strict=True, allow_inf_nan=False):
     """The figures read of a line of metrics.jsonl."""
 
     step: float
