@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
 from torchtitan_lite.files import DISK_FULL, replace_file
 from torchtitan_lite.logger import logger
@@ -40,6 +42,10 @@ class Status:
     started: float
     time: float  # last change
     step: int = 0  # last finished step; of a failed run, the step that failed
+    total_steps: int | None = None
+    loss: float | None = None  # of the last logged step, like tps
+    tps: float | None = None  # tokens per second per device
+    eta_s: float | None = None  # from the last logged step to the end
     last_checkpoint: str | None = None
     cause: str | None = None
     exit_code: int | None = None
@@ -110,10 +116,11 @@ class RunFolder:
                 "run has ended."
             )
 
-    def running(self, *, step: int, last_checkpoint: str | None) -> None:
-        """Write the progress into status.json. Raises StorageError if the folder is not ours."""
+    def running(self, *, step: int, **progress: Any) -> None:
+        """Write the progress, other fields of Status, into status.json. Raises StorageError if the
+        folder is not ours."""
         self.check_is_ours(step=step)
-        _update_status(self.path, step=step, last_checkpoint=last_checkpoint)
+        _update_status(self.path, step=step, **progress)
 
     def done(self) -> None:
         """Write into status.json that the run reached its last step."""
@@ -164,9 +171,9 @@ def read_status(path: Path) -> Status | None:
     if not file.is_file():  # reading a pipe would block
         return None
     try:
-        status = Status(**json.loads(file.read_text()))
+        status = TypeAdapter(Status).validate_json(file.read_bytes())
         _time_name(status.started)
-    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
+    except (OSError, ValueError, ArithmeticError):
         return None
     return status
 

@@ -327,7 +327,12 @@ class Trainer:
         if self.run_folder is not None:
             saved = self.checkpointer.last_saved
             last_checkpoint = None if saved is None else str(saved)
-            self.run_folder.running(step=self.step, last_checkpoint=last_checkpoint)
+            self.run_folder.running(
+                step=self.step,
+                last_checkpoint=last_checkpoint,
+                total_steps=self.last_step,
+                **self.metrics.progress(last_step=self.last_step),
+            )
 
 
 def too_many_skips(skips: Skips, training: TrainingConfig) -> NumericError | None:
