@@ -203,6 +203,13 @@ def build_batches(
     )
     for problem in check_decay(job.config.lr_scheduler, steps=batches.last_step):
         raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
+    schedule = job.config.lr_scheduler
+    if (steps := schedule.total_steps or batches.last_step) < schedule.warmup_steps:
+        logger.info(
+            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is longer than the schedule of "
+            f"{steps} steps: the warm-up is shortened to {steps}, and nothing follows it; set "
+            f"warmup_steps to less, or total_steps to the whole run's steps"
+        )
     log_data(batches, training)
     if not validation.enable:
         return batches, None

@@ -9,6 +9,7 @@ if __name__ == "__main__":
     gc.disable()  # imports make many objects that stay; scanning them repeatedly is wasted time
 
 import os
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -223,7 +224,8 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
         curves = trainer.job.folder / config.metrics.save_tb_folder
-        logger.info(f"curves: {sys.executable} -m tensorboard.main --logdir {curves}")
+        command = shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(curves)])
+        logger.info(f"curves: {command}")
     logger.info(f"run folder: {trainer.job.folder}")
 
 
