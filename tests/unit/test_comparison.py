@@ -1,6 +1,7 @@
 """Runs beside each other at equal tokens: figures by hand, the table, what a folder may lack."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -179,6 +180,22 @@ def test_a_run_that_is_not_there_is_refused(runs: list[Path], tmp_path: Path, ex
         ConfigError, match=r"typo/metrics\.jsonl: No such file or directory; name a run folder"
     ):
         read_runs([*runs, missing])
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_refused_without_waiting(
+    runs: list[Path], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "other" / "metrics.jsonl"
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: is not a file; name a run folder"):
+        read_runs([*runs, path.parent])
 
 
 @pytest.mark.parametrize("chosen", [[], [0], [0, 1, 0]])
