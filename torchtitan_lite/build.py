@@ -13,7 +13,13 @@ from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
-from torchtitan_lite.config import Config, MetricsConfig, TrainingConfig, check_decay
+from torchtitan_lite.config import (
+    Config,
+    LRSchedulerConfig,
+    MetricsConfig,
+    TrainingConfig,
+    check_decay,
+)
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
@@ -219,6 +225,7 @@ def build_batches(
     )
     for problem in check_decay(job.config.lr_scheduler, steps=batches.last_step):
         raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
+    log_short_warmup(job.config.lr_scheduler, steps=batches.last_step)
     log_data(batches, training)
     if not validation.enable:
         return batches, None
@@ -229,6 +236,16 @@ def build_batches(
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
     )
+
+
+def log_short_warmup(schedule: LRSchedulerConfig, *, steps: int) -> None:
+    """Log that the warm-up of a run of `steps` is shortened, if it is."""
+    if (total := schedule.total_steps or steps) < schedule.warmup_steps:
+        logger.info(
+            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is longer than the schedule of "
+            f"{total} steps: the warm-up is shortened to {total}, and nothing follows it; set "
+            "warmup_steps to less, or total_steps to the whole run's steps"
+        )
 
 
 def build_checkpointer(

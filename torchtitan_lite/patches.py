@@ -8,7 +8,6 @@ Heavy modules of torch and torchao are imported by the functions that change the
 """
 
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-NEEDLESS_WARNINGS = {
-    "torch._higher_order_ops.wrap": "context_fn is passed to torch.utils.checkpoint",
-    "torch.distributed.tensor._redistribute": "_NormPartial(",
-}
-"""Texts in the warnings that are not logged, by torch's logger."""
 
 # ----- The compiler -----
 
@@ -152,23 +145,6 @@ def keep_shared_casts() -> None:
             return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
 
     config.post_grad_custom_post_pass = KeepSharedCasts()
-
-
-def hide_needless_warnings() -> None:
-    """Do not log two warnings of torch about what this package does on purpose.
-
-    Changes: filters of the loggers that `NEEDLESS_WARNINGS` names.
-    Why: they ask for a check that is done: compiled blocks that keep some operators' results have
-    no in-place operators, and the gradient norm, one number a step, is reduced over one mesh
-    dimension after the other. Upstream: not reported. Seen: torch 2.13.
-    Remove: once torch does not log them, or a block gets an in-place operator.
-    """
-    for name in NEEDLESS_WARNINGS:
-        logging.getLogger(name).addFilter(_is_needed)
-
-
-def _is_needed(record: logging.LogRecord) -> bool:
-    return NEEDLESS_WARNINGS[record.name] not in record.getMessage()
 
 
 # ----- torchao -----

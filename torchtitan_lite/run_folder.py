@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
 from torchtitan_lite.files import DISK_FULL, replace_file
 from torchtitan_lite.logger import logger
@@ -43,6 +45,10 @@ class Status:
     started: float
     time: float  # last change
     step: int = 0  # last finished step; of a failed run, the step that failed
+    total_steps: int | None = None
+    loss: float | None = None  # of the last logged step, like tps
+    tps: float | None = None  # tokens per second per device
+    eta_s: float | None = None  # from the last logged step to the end
     last_checkpoint: str | None = None
     cause: str | None = None
     exit_code: int | None = None
@@ -188,11 +194,9 @@ def read_status(path: Path) -> Status | None:
     if not file.is_file():  # reading a pipe would block
         return None
     try:
-        content = json.loads(file.read_text())
-        known = content.keys() & Status.__dataclass_fields__.keys()
-        status = Status(**{key: content[key] for key in known})
+        status = TypeAdapter(Status).validate_json(file.read_bytes())
         _time_name(status.started)
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
+    except (OSError, ValueError, ArithmeticError):
         return None
     return status
 

@@ -350,4 +350,9 @@ class Trainer:
         if self.run_folder is not None:
             saved = self.checkpointer.last_saved
             last_checkpoint = None if saved is None else str(saved)
-            self.run_folder.update(step=self.step, last_checkpoint=last_checkpoint)
+            self.run_folder.update(
+                step=self.step,
+                last_checkpoint=last_checkpoint,
+                total_steps=self.last_step,
+                **self.metrics.progress(last_step=self.last_step),
+            )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> No
 def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_one_aside(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "run"
+    folder = tmp_path / "a run"
     train(
         folder,
         f"{STEPS}=2",
@@ -112,10 +113,17 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     # The resolved config alone repeats the run.
     before = read_losses(folder)
     arguments = ["-m", "torchtitan_lite.train", "--job.config_file", str(folder / "config.toml")]
-    finish(*arguments, processes=2)
+    output = finish(*arguments, processes=2)
     assert read_losses(folder) == before
     (previous,) = (folder / "previous").iterdir()
     assert read_losses(previous) == before
+
+    # What the run said, and how far it got.
+    assert "warmup_steps = 5 is longer than the schedule of 2 steps" in output
+    (curves,) = re.findall(r"curves: (.*)", output)
+    assert shlex.split(curves)[-2:] == ["--logdir", str(folder / "tb")]
+    progress = {name: first[name] for name in ("total_steps", "loss", "eta_s")}
+    assert progress == {"total_steps": 2, "loss": before[-1], "eta_s": 0.0} and first["tps"] > 0
 
 
 @pytest.mark.timeout(300)

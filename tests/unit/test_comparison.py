@@ -1,6 +1,7 @@
 """Runs beside each other at equal tokens: figures by hand, the table, what a folder may lack."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -132,15 +133,41 @@ def test_a_run_without_a_step_is_refused(runs: list[Path], content: str) -> None
         read_runs(runs)
 
 
-@pytest.mark.parametrize("line", ["\x00", "[]", '{"step": 3}', '{"step": "three"}'])
+NO_RECORD = [
+    "\x00",
+    "[]",
+    "3",
+    '{"step": 3}',
+    '{"step": "three"}',
+    '{"step": 1' + "0" * 400 + "}",
+    "1" * 5000,
+    "[" * 400 + "]" * 400,
+    "[" * 100_000,
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("line", NO_RECORD, ids=range(len(NO_RECORD)))
 def test_a_line_that_is_no_record_is_refused(runs: list[Path], line: str) -> None:
     file = runs[0] / "metrics.jsonl"
     first, *rest = file.read_text().splitlines(keepends=True)
-    file.write_text("".join([first, f"{line}\n", *rest]))
+    file.write_text("".join([first, f"{line}\n", *rest]), errors="surrogateescape")
+    shown = repr(line[:60].replace("\udcff", "\ufffd"))
     with pytest.raises(
         ConfigError,
-        match=rf"metrics\.jsonl: line 2 is not the record of a step: {re.escape(repr(line))}",
+        match=rf"metrics\.jsonl: line 2 is not the record of a step: {re.escape(shown)}",
     ):
+        read_runs(runs)
+
+
+@pytest.mark.parametrize("figure", ["step", "tokens", "loss", "grad_norm", "tps", "mfu"])
+@pytest.mark.parametrize("value", ["true", '"1"', "[1]", "1e999", "NaN", "1" + "0" * 400])
+def test_a_figure_of_another_type_is_refused(runs: list[Path], figure: str, value: str) -> None:
+    file = runs[0] / "metrics.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    damaged = re.sub(rf'"{figure}": [^,}}]+', f'"{figure}": {value}', first)
+    file.write_text("".join([damaged, *rest]))
+    with pytest.raises(ConfigError, match=r"line 1 is not the record of a step"):
         read_runs(runs)
 
 
@@ -153,6 +180,22 @@ def test_a_run_that_is_not_there_is_refused(runs: list[Path], tmp_path: Path, ex
         ConfigError, match=r"typo/metrics\.jsonl: No such file or directory; name a run folder"
     ):
         read_runs([*runs, missing])
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_refused_without_waiting(
+    runs: list[Path], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "other" / "metrics.jsonl"
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: is not a file; name a run folder"):
+        read_runs([*runs, path.parent])
 
 
 @pytest.mark.parametrize("chosen", [[], [0], [0, 1, 0]])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.metrics.hardware import cpu_name, find_cpu_peaks, measure_peak
 
@@ -139,6 +140,8 @@ def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, c
         b'{"cpu": "x", "threads": 1, "tflops": {"bf16": 0}}',
         b'{"cpu": "x", "threads": 1, "tflops": {"bf16": NaN}}',
         b'{"cpu": "x", "threads": 1, "tflops": {"int8": 1.0}}',
+        b'{"cpu": "x", "threads": 1' + b"0" * 400 + b', "tflops": {}}',
+        b"[" * 100_000,
     ],
 )
 def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
@@ -153,6 +156,11 @@ def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
 def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path, calls):
     os.mkfifo(tmp_path / "peaks.json")
     assert find_cpu_peaks(["bf16"], file=tmp_path / "peaks.json") == {"bf16": 0.2}
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path, calls):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not a file, and a run keeps one there"):
+        find_cpu_peaks(["bf16"], file=tmp_path)
 
 
 @pytest.mark.parametrize(("cpu", "threads"), [("Another", 1), (None, 4)])

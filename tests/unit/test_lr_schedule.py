@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from torchtitan_lite.build import log_short_warmup
 from torchtitan_lite.config import LRSchedulerConfig
 from torchtitan_lite.lr_schedule import DECAYS, lr_factor
 
@@ -58,3 +59,17 @@ def test_a_decay_of_the_table_is_a_choice_of_the_config(decay_type: str) -> None
 def test_another_decay_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="'linear', 'sqrt' or 'cosine'"):
         LRSchedulerConfig(decay_type="step")
+
+
+@pytest.mark.parametrize(
+    ("steps", "total_steps", "said"),
+    [(20, None, "20"), (200, None, ""), (20, 1000, ""), (300, 50, "50")],
+)
+def test_a_warm_up_longer_than_the_schedule_is_said_to_be_shortened(
+    steps: int, total_steps: int | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        log_short_warmup(LRSchedulerConfig(warmup_steps=200, total_steps=total_steps), steps=steps)
+    assert [f"shortened to {said}, and" in message for message in caplog.messages] == [True] * bool(
+        said
+    )

@@ -457,6 +457,24 @@ def test_nothing_is_settled_before_the_first_step():
     assert run.recorder.records == []
 
 
+def test_progress_shows_the_last_record_and_the_time_left_at_the_average_step():
+    run = Run()
+    assert run.metrics.progress(last_step=6) == {"loss": None, "tps": None, "eta_s": None}
+    run.train_step(9.0)
+    assert run.metrics.progress(last_step=6) == {"loss": 9.0, "tps": 1000 / 9 / 2, "eta_s": None}
+    run.train_step(2.0)  # the first is warm-up
+    assert run.metrics.progress(last_step=6) == {"loss": 8.0, "tps": 250.0, "eta_s": 8.0}
+    run.train_step(3.0)
+    assert run.metrics.progress(last_step=6)["eta_s"] == pytest.approx(3 * 2.1)
+
+
+def test_progress_has_no_loss_that_is_not_finite():
+    run = Run()
+    run.train_step(1.0)
+    run.metrics._last_record = replace(run.recorder.records[0], loss=math.nan)
+    assert run.metrics.progress(last_step=6)["loss"] is None
+
+
 def test_summary_leaves_the_first_step_out_of_the_medians():
     run = Run()
     for seconds in (50.0, 1.0, 2.0, 4.0):

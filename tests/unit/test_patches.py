@@ -5,12 +5,10 @@ A test that fails after an upgrade because a fault no longer occurs says that it
 
 import inspect
 import json
-import logging
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +23,10 @@ from torch._functorch import partitioners
 from torch._inductor import config
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.cpu_vec_isa import VecISA
-from torch._logging._internal import warning_once
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.tensor import DTensor, Shard, _redistribute
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchao.float8 import float8_ops, fsdp_utils
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
@@ -338,66 +333,3 @@ def test_a_stopped_run_may_save_for_as_long_as_the_variable_says(
     monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", OldConfig)
     patches.allow_long_saves()
     assert OldContext().close() == 45
-
-
-def logged_by(name: str, act: Callable[[], object]) -> list[str]:
-    """What a logger logs while `act` runs."""
-    seen: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        act()
-    finally:
-        logging.getLogger(name).removeHandler(handler)
-    return seen
-
-
-@pytest.fixture
-def unfiltered() -> Iterator[None]:
-    """Begin and end with loggers that hide nothing."""
-
-    def remove() -> None:
-        for name in patches.NEEDLESS_WARNINGS:
-            logging.getLogger(name).removeFilter(patches._is_needed)
-
-    remove()
-    yield
-    remove()
-
-
-def reduce_norm() -> None:
-    """Reduce a gradient norm over the mesh of two FSDP ranks and two of tensor parallelism."""
-    _redistribute._warned_flatten_issues.clear()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    weight = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0), Shard(0)], run_check=False)
-    weight.grad = weight.clone()
-    torch.nn.utils.get_total_norm([weight.grad]).full_tensor()
-    dist.destroy_process_group()
-
-
-def compile_with_policy() -> None:
-    """Compile a block that keeps the results of some operators."""
-    warning_once.cache_clear()
-    torch._dynamo.reset()
-    layer = torch.nn.Linear(4, 4)
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    block = checkpoint_wrapper(layer, context_fn=contexts, preserve_rng_state=False)
-    torch.compile(block, backend="aot_eager")(torch.ones(2, 4)).sum().backward()
-
-
-@torch_213
-@pytest.mark.usefixtures("unfiltered")
-@pytest.mark.parametrize(
-    ("name", "act"),
-    [
-        ("torch._higher_order_ops.wrap", compile_with_policy),
-        ("torch.distributed.tensor._redistribute", reduce_norm),
-    ],
-)
-def test_a_needless_warning_is_logged_unless_patched(name: str, act: Callable[[], None]) -> None:
-    assert patches.NEEDLESS_WARNINGS[name] in "".join(logged_by(name, act))
-    patches.hide_needless_warnings()
-    assert logged_by(name, act) == []
-    assert logged_by(name, lambda: logging.getLogger(name).warning("another")) == ["another"]

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import os
@@ -6,12 +7,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchtitan_lite import run_folder
 from torchtitan_lite.errors import (
@@ -22,7 +26,7 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
-from torchtitan_lite.run_folder import RunFolder, make_log_folder, read_end, read_status
+from torchtitan_lite.run_folder import RunFolder, Status, make_log_folder, read_end, read_status
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
 CONFIG = "steps = 1\n"
@@ -64,19 +68,24 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
         "started": start["time"],
         "time": start["time"],
         "step": 0,
+        "total_steps": None,
+        "loss": None,
+        "tps": None,
+        "eta_s": None,
         "last_checkpoint": None,
         "cause": None,
         "exit_code": None,
         "rank": None,
         "job": f"process {os.getppid()} on {socket.gethostname()}",
     }
-    folder.update(step=7, last_checkpoint="step-00000005")
+    folder.update(step=7, last_checkpoint="step-00000005", loss=2.5)
     folder.update(step=7, state="done", exit_code=0)
     end = status_on_file(folder.path)
     assert end["time"] >= start["time"]
     assert end == start | {
         "state": "done",
         "step": 7,
+        "loss": 2.5,
         "last_checkpoint": "step-00000005",
         "exit_code": 0,
         "time": end["time"],
@@ -142,7 +151,9 @@ STARTED = '{"state": "running", "time": 0, "started": %s}'
         '{"state": "running"}',
         '{"other": 1}',
         "[" * 10**5,
-        *(STARTED % s for s in ('"x"', "NaN", "1e300")),
+        *(STARTED % s for s in ('"x"', "NaN", "1e300", "1" + "0" * 400, "1" * 5000)),
+        *(STARTED % f'0, "{name}": [3]' for name in ("step", "loss", "tps", "cause", "exit_code")),
+        STARTED % ('0, "before": ' + "[" * 400 + "]" * 400),
     ],
 )
 def test_a_status_of_another_form_is_none(tmp_path: Path, content: str) -> None:
@@ -524,6 +535,34 @@ def test_a_run_notices_that_its_folder_has_gone(tmp_path: Path, how: str) -> Non
     ):
         folder.update(step=2)
     assert path.exists() == (how == "taken")
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+FIELDS = [field.name for field in dataclasses.fields(Status)]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), st.integers(0, 200))
+@settings(max_examples=100, deadline=None)
+def test_a_status_has_the_types_that_it_says_or_is_none(changes: dict, cut: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        good = dataclasses.asdict(Status("running", started=1.0, time=2.0, step=3, tps=4.0))
+        (Path(folder) / "status.json").write_text(json.dumps(good | changes)[: 200 + cut])
+        status = read_status(Path(folder))
+    if status is not None:
+        assert status.state in ("running", "done", "stopped", "failed")
+        assert isinstance(status.step, int) and isinstance(status.started, float)
+        assert all(
+            value is None or isinstance(value, float)
+            for value in (status.loss, status.tps, status.eta_s)
+        )
 
 
 def test_a_pipe_in_place_of_the_status_is_not_waited_for(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from torchtitan_lite.metrics.writers import TensorBoardWriter
+from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
 CURVES = {

@@ -1,14 +1,25 @@
+import errno
 import json
 import logging
 import math
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from fake_wandb import FakeWandb
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sample_records import NUMERICS, RECORD, SUMMARY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.hardware import Peaks
+from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.writers import (
     ConsoleWriter,
     JsonlWriter,
@@ -232,6 +243,111 @@ def test_several_writers_at_once(tmp_path, monkeypatch, log, keys):
         [1, 2] if metrics.enable_wandb else []
     )
     assert (tmp_path / "wandb").exists() == metrics.enable_wandb
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "numerics.jsonl", "tb", "wandb"])
+@pytest.mark.parametrize("kind", ["other", "pipe", "device", "link to nowhere"])
+def test_what_is_of_another_kind_is_refused(tmp_path, name, kind):
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "other":
+        path.mkdir() if name.endswith(".jsonl") else path.touch()
+    else:
+        path.symlink_to("/dev/full" if kind == "device" else tmp_path / "nowhere")
+    with pytest.raises(
+        ConfigError, match=rf"{name} is not a (file|folder), and a run keeps one there"
+    ):
+        build_writers(MetricsConfig(enable_wandb=True), dump_folder=tmp_path, **RUN)
+
+
+class FullDisk:
+    """A file on a disk without space, which takes the first `room` writes."""
+
+    def __init__(self, file, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 5, 7], ids=["at the start", "for its texts", "for a step"])
+def test_a_run_goes_on_when_tensorboards_disk_is_full(tmp_path, monkeypatch, log, room):
+    original = type(tmp_path).open
+
+    def opened(path, *arguments, **options):
+        file = original(path, *arguments, **options)
+        return FullDisk(file, room) if "tfevents" in path.name else file
+
+    monkeypatch.setattr(type(tmp_path), "open", opened)
+    writers = build_writers(MetricsConfig(), dump_folder=tmp_path, **RUN)
+    processor = processor_of(writers)
+    for step in range(1, 4):
+        processor._tell(lambda writer, step=step: writer.write(replace(RECORD, step=step)))
+    processor.close()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    (warning,) = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+    assert warning.startswith("TensorBoard failed and is left out") and "No space left" in warning
+
+
+def test_a_run_ends_when_its_own_disk_is_full(tmp_path):
+    writers = build_writers(MetricsConfig(enable_tensorboard=False), dump_folder=tmp_path, **RUN)
+    writers[1]._file = FullDisk(writers[1]._file, 1)
+    processor = processor_of(writers)
+    processor._tell(lambda writer: writer.write(RECORD))
+    with pytest.raises(OSError, match="No space left on device"):
+        processor._tell(lambda writer: writer.write(RECORD))
+
+
+def processor_of(writers) -> MetricsProcessor:
+    return MetricsProcessor(
+        log_freq=1,
+        ledger=FlopsLedger({"bf16": 1}, {"bf16": 0}, 0, 0, {}),
+        peaks=Peaks("Tesla T4"),
+        device=torch.device("cpu"),
+        n_devices=1,
+        writers=writers,
+        start_tokens=0,
+    )
+
+
+KEYS = [*RECORD.to_json(), "unknown"]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
+    max_leaves=6,
+)
+ANY_LINE = (
+    st.binary(max_size=60)
+    | VALUES.map(lambda value: json.dumps(value).encode())
+    | st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3).map(
+        lambda changes: json.dumps(RECORD.to_json() | changes).encode()
+    )
+    | st.sampled_from([b"[" * 100_000, b'{"step": ' + b"1" * 400 + b"}", b"1" * 5000])
+    | st.just(b'{"step": 1, "x": ' + b"[" * 400 + b"]" * 400 + b"}")
+)
+
+
+@given(st.lists(ANY_LINE, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_no_line_stops_a_resume(lines):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "metrics.jsonl")
+        ours = json.dumps(RECORD.to_json()).encode()
+        path.write_bytes(b"\n".join([ours, *lines]))
+        JsonlWriter(path, resume_step=12).close(None)
+        kept = path.read_bytes().splitlines()
+        assert kept[0] == ours and set(kept) <= {ours, *b"\n".join(lines).splitlines()}
 
 
 def test_without_tensorboard(tmp_path):

@@ -3,6 +3,7 @@
 Equal tokens are the token counts at which every run has logged a step; nothing is interpolated.
 """
 
+import errno
 import functools
 import math
 import os
@@ -32,7 +33,7 @@ COLUMNS = {
 """Format of each column of a comparison."""
 
 
-class _Record(BaseModel, strict=True):
+class _Record(BaseModel, strict=True, allow_inf_nan=False):
     """The figures read of a line of metrics.jsonl."""
 
     step: float
@@ -55,7 +56,7 @@ def read_runs(paths: Sequence[Path]) -> Runs:
     """
     files = [(path if path.is_file() else path / "metrics.jsonl").absolute() for path in paths]
     folders = [file.parent for file in files]
-    if len(set(folders)) < len(folders) or len(folders) < 2:
+    if len(set(folders)) < max(len(folders), 2):
         named = " ".join(map(str, paths)) or "none"
         raise ConfigError(f"a comparison needs two different runs or more, and got: {named}.")
     parent = os.path.commonpath([folder.parent for folder in folders])
@@ -66,11 +67,12 @@ def _read_records(path: Path) -> dict[str, NDArray[np.float64]]:
     """Read a metrics.jsonl. An incomplete last line, as a live run may have, is left out. Raises
     ConfigError if the file cannot be read or has no step."""
     try:
+        if path.stat() and not path.is_file():  # reading a pipe would block
+            raise OSError(errno.EINVAL, "is not a file")
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; name a run folder, or its metrics.jsonl."
-        ) from error
+        reason = error.strerror
+        raise ConfigError(f"{path}: {reason}; name a run folder, or its metrics.jsonl.") from error
 
     records = []
     for number, line in enumerate(lines, start=1):
@@ -99,8 +101,7 @@ def equal_tokens(runs: Runs) -> NDArray[np.float64]:
 
 def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
     """Return each run's values of COLUMNS; NaN if unknown. A final loss is the mean of the `last`
-    steps at equal tokens, speeds are medians without the first step, and differences are from the
-    first run, in percent."""
+    steps at equal tokens, speeds are medians without the first step."""
     equal = equal_tokens(runs)
     rows: list[dict[str, Any]] = []
     for name, figures in runs.items():

@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
 
@@ -140,12 +141,12 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
     return together * 2 * size**3 / typical / 1e12
 
 
-class _KeptPeaks(BaseModel):
+class _KeptPeaks(BaseModel, allow_inf_nan=False):
     """Content of peaks.json: the CPU, the threads of a rank, and its peaks."""
 
     cpu: str
     threads: float
-    tflops: dict[Precision, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    tflops: dict[Precision, Annotated[float, Field(gt=0)]]
 
 
 def find_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
@@ -174,6 +175,8 @@ def find_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Pre
 def _read_kept(file: Path, *, cpu: str, threads: float) -> dict[Precision, float]:
     """Return the peaks kept in `file`, or none if it does not exist, is damaged, or was written on
     another CPU or with another number of threads."""
+    if file.is_dir():
+        raise ConfigError(f"{file} is not a file, and a run keeps one there; move it elsewhere.")
     if not file.is_file():  # opening a pipe would block
         return {}
     try:

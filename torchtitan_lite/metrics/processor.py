@@ -5,6 +5,7 @@ own work, and times are between events that are recorded there too. A later call
 once the device has passed the end of the step: usually the call of the next step.
 """
 
+import math
 import statistics
 import time
 from array import array
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.errors import NumericError
-from torchtitan_lite.logger import logger
 
 from .figures import BETWEEN_STEPS, CastErrors, StepRecord, Summary, Writer
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
+from .writers import warn_left_out
 
+STEP_TIME_WEIGHT = 0.1
+"""Weight of the newest record in the moving average of step times."""
 StepValues = dict[str, Any]
 """Figures that a step computed, by their names in StepRecord, and `consecutive_skips`: the steps
 without an update since the last one that had one. A figure is a number, or a float32 scalar on the
@@ -63,14 +66,16 @@ class _EndedStep:
     """A step whose values are on their way to the host."""
 
     spans: list[Span]
-    copied: StepValues
-    """Also step and time. The tensors are on the host, and complete after the event `arrives`."""
+    computed: StepValues
+    """Also step and time."""
+    copy: Tensor
+    """The tensors in `computed`, on the host, complete after the event `arrives`."""
     arrives: Any
 
     def values(self) -> StepValues:
         """Return the step's values as numbers, once they have arrived."""
-        copied = self.copied.items()
-        return {name: v.item() if isinstance(v, Tensor) else v for name, v in copied}
+        tensors = [name for name, value in self.computed.items() if isinstance(value, Tensor)]
+        return self.computed | dict(zip(tensors, self.copy.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ class MetricsProcessor:
         self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds
         self._steady_tps = array("d")  # of each record but the first; 8 bytes a record
         self._times = {"training": 0.0, "data": 0.0, "compile": 0.0}
+        self._mean_step_s: float | None = None  # moving average over records, without warm-up
 
     # ----- The clock -----
 
@@ -177,15 +183,14 @@ class MetricsProcessor:
         includes warm-up.
         """
         # The copy is queued behind the step's work, and the event behind the copy.
-        on_device = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        copies = torch.stack([*on_device.values()]).to("cpu", non_blocking=True)
+        on_device = [value for value in values.values() if isinstance(value, Tensor)]
+        copy = torch.stack(on_device).to("cpu", non_blocking=True)
         ended = self.record_event()
 
         self._last_ended = _EndedStep(
             spans=[*self._spans, ("step", self._began, ended)],
-            copied=values
-            | {"step": step, "time": time.time()}
-            | dict(zip(on_device, copies, strict=True)),
+            computed=values | {"step": step, "time": time.time()},
+            copy=copy,
             arrives=ended,
         )
         self._pending.append(self._last_ended)
@@ -199,7 +204,7 @@ class MetricsProcessor:
             return
         last.arrives.synchronize()
         self._take_arrived()
-        if self._last_record is None or self._last_record.step < last.copied["step"]:
+        if self._last_record is None or self._last_record.step < last.computed["step"]:
             self._write_record(last.values())
         self._tell(lambda writer: writer.flush())
 
@@ -233,10 +238,12 @@ class MetricsProcessor:
 
         tokens, self._tokens = values["tokens"] - self._tokens, values["tokens"]
         tps = tokens / training_s / self.n_devices
+        step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
         if self._last_record is not None:
             self._steady_tps.append(tps)
+            before = step_time_s if self._mean_step_s is None else self._mean_step_s
+            self._mean_step_s = before + STEP_TIME_WEIGHT * (step_time_s - before)
 
-        step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
         computed = {name: value for name, value in values.items() if name != "consecutive_skips"}
         computed["skipped_steps"] = int(values["skipped_steps"])
@@ -272,6 +279,16 @@ class MetricsProcessor:
         self._times[name] = self._times.get(name, 0.0) + seconds
         self.write_scalars(step, {f"{name}_s": seconds})
 
+    def progress(self, *, last_step: int) -> dict[str, float | None]:
+        """Return loss and tps of the last record, and the seconds to `last_step`; None if unknown
+        or not finite."""
+        record, figures = self._last_record, {"loss": math.nan, "tps": math.nan, "eta_s": math.nan}
+        if record is not None:
+            figures |= {"loss": record.loss, "tps": record.tps}
+            if self._mean_step_s is not None:
+                figures["eta_s"] = (last_step - record.step) * self._mean_step_s
+        return {name: x if math.isfinite(x) else None for name, x in figures.items()}
+
     def summary(self) -> Summary | None:
         """Return the outcome so far, or None if no step was trained."""
         if self._last_record is None:
@@ -295,7 +312,4 @@ class MetricsProcessor:
                 if not writer.spare:
                     raise
                 self.writers.remove(writer)
-                reason = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    f"{writer.spare} failed and is left out for the rest of the run: {reason}"
-                )
+                warn_left_out(writer.spare, error)

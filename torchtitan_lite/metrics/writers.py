@@ -4,39 +4,28 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import tomli
+from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
-from .figures import (
-    CAST_CHARTS,
-    CHARTS,
-    FIGURES,
-    STEP_FIGURES,
-    CastErrors,
-    StepRecord,
-    Summary,
-    Writer,
-    figure_of,
-)
+from .figures import STEP_FIGURES, CastErrors, StepRecord, Summary, Writer, figure_of
+from .tensorboard_writer import TensorBoardWriter
 
 COLORS = (31, 32, 33, 34, 35, 36)
 """ANSI codes of the foreground colours from red to cyan."""
-FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
-"""TensorBoard's tags of the outcome, by which the HParams tab compares runs."""
-EVENT_FILES = "events.out.tfevents.*"
 UPLOAD_TIMEOUT_S = 60.0
 """How long a run may wait for wandb's server at its end, while devices idle. Data that arrives
 later stays in the run folder."""
@@ -55,31 +44,61 @@ def build_writers(
     """Open the writers of a run's main rank, to continue after `resume_step` (0: a new run).
 
     `hparams` are the values to compare runs by, with the same names in each run. `numerics` says
-    whether casts to float8 will be measured. Raises ConfigError if wandb cannot start.
+    whether casts to float8 will be measured. Raises ConfigError if wandb cannot start, or if
+    another kind of file is in a writer's place.
     """
+    lines, casts = dump_folder / "metrics.jsonl", dump_folder / "numerics.jsonl"
+    tb = dump_folder / metrics.save_tb_folder
+    kinds = {lines: "file", casts: "file"}
+    if metrics.enable_tensorboard:
+        kinds[tb] = "folder"
+    if metrics.enable_wandb:
+        kinds[dump_folder / "wandb"] = "folder"
+    for path, kind in kinds.items():
+        if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):
+            raise ConfigError(
+                f"{path} is not a {kind}, and a run keeps one there; move it elsewhere, or name "
+                "another [job] dump_folder."
+            )
+
     color = wants_color(disabled=metrics.disable_color_printing)
     writers: list[Writer] = [
         ConsoleWriter(total_steps=total_steps, color=color),
-        JsonlWriter(dump_folder / "metrics.jsonl", resume_step=resume_step),
+        JsonlWriter(lines, resume_step=resume_step),
     ]
-
     # A file that an earlier process left is cut at the resumed step, also if nothing is measured.
-    numerics_file = dump_folder / "numerics.jsonl"
-    if numerics or numerics_file.exists():
-        writers.append(JsonlWriter(numerics_file, resume_step=resume_step, numerics=True))
-
+    if numerics or casts.exists():
+        writers.append(JsonlWriter(casts, resume_step=resume_step, numerics=True))
     if metrics.enable_tensorboard:
-        tensorboard = TensorBoardWriter(
-            dump_folder / metrics.save_tb_folder,
-            resume_step=resume_step,
-            config_toml=config_toml,
-            hparams=hparams,
-            numerics=numerics,
-        )
-        writers.append(tensorboard)
+        with _left_out_if_broken(TensorBoardWriter.spare):
+            tensorboard = TensorBoardWriter(
+                tb,
+                resume_step=resume_step,
+                config_toml=config_toml,
+                hparams=hparams,
+                numerics=numerics,
+            )
+            writers.append(tensorboard)
     if metrics.enable_wandb:
-        writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
+        with _left_out_if_broken(WandbWriter.spare):
+            wandb_run = WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams)
+            writers.append(wandb_run)
     return writers
+
+
+@contextmanager
+def _left_out_if_broken(name: str) -> Iterator[None]:
+    """Log an error of the disk, instead of raising it."""
+    try:
+        yield
+    except OSError as error:
+        warn_left_out(name, error)
+
+
+def warn_left_out(name: str, error: Exception) -> None:
+    """Log that a run goes on without one of its writers."""
+    reason = f"{type(error).__name__}: {error}"
+    logger.warning(f"{name} failed and is left out for the rest of the run: {reason}")
 
 
 # ----- Console -----
@@ -153,8 +172,9 @@ class JsonlWriter(Writer):
     def __init__(self, path: Path, *, resume_step: int, numerics: bool = False) -> None:
         """Open `path`, and drop lines after `resume_step` and an unfinished one. The file is
         replaced in one move, so that a crash meanwhile loses nothing."""
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        replace_file(path, "".join(f"{line}\n" for line in lines if _step_of(line) <= resume_step))
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        kept = [line + b"\n" for line in lines if _step_of(line) <= resume_step]
+        replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
         self._numerics = numerics
 
@@ -179,107 +199,16 @@ class JsonlWriter(Writer):
         self._file.close()
 
 
-def _step_of(line: str) -> float:
+class _Line(BaseModel):
+    step: int
+
+
+def _step_of(line: bytes) -> float:
     """Return the step of a line, or infinity if it is not a valid line."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, LookupError, TypeError):
+        return _Line.model_validate_json(line, strict=True).step
+    except ValidationError:
         return math.inf
-
-
-# ----- TensorBoard -----
-
-
-class TensorBoardWriter(Writer):
-    """A run's TensorBoard folder. An unknown figure leaves no point.
-
-    Pages, config and hparams are written once, when the run begins; a resumed run adds only points.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        resume_step: int,
-        config_toml: str,
-        hparams: Mapping[str, bool | float | str],
-        numerics: bool,
-    ) -> None:
-        # Slow to import, and needed only on the rank that writes.
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams as hparam_summaries
-
-        # An earlier process may have trained past `resume_step`: TensorBoard drops those points.
-        is_resumed = any(folder.glob(EVENT_FILES))
-        self._events = SummaryWriter(str(folder), purge_step=resume_step + 1)
-        self._file = self._events._get_file_writer()
-
-        # torch would write a bool as 0 or 1.
-        shown = {
-            name: str(value).lower() if isinstance(value, bool) else value
-            for name, value in hparams.items()
-        }
-        *start, self._session_end = hparam_summaries(shown, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
-        if is_resumed:
-            return
-        self._events.add_custom_scalars(_layout(numerics=numerics))
-        self._events.add_text("config", f"```toml\n{config_toml}\n```", 0)
-        for summary in start:
-            self._file.add_summary(summary)
-        self._events.flush()
-
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        # Loaded with SummaryWriter.
-        from tensorboard.compat.proto.summary_pb2 import Summary as Points
-
-        # One event for all points takes a fifth of the time of an event for each.
-        points = [
-            Points.Value(tag=tag, simple_value=value)
-            for name, value in scalars.items()
-            for tag in _tags(name)
-        ]
-        self._file.add_summary(Points(value=points), step)
-        self._events.flush()
-
-    def flush(self) -> None:
-        for path in Path(self._events.log_dir).glob(EVENT_FILES):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-    def close(self, summary: Summary | None) -> None:
-        if summary is not None:
-            step = summary.last.step
-            self._events.add_scalar(FINAL_LOSS, summary.last.loss, step)
-            if summary.tps is not None:
-                self._events.add_scalar(MEDIAN_TPS, summary.tps, step)
-            self._file.add_summary(self._session_end)
-        self._events.close()
-
-
-def _tags(name: str) -> list[str]:
-    """Return the tags of a figure, last the one that charts use; none if it has no curve.
-
-    The Custom Scalars tab calls a curve "tag (run)", and takes everything after the first
-    parenthesis for the run. So a tag with a parenthesis would draw no curve there.
-    """
-    _, slash, suffix = name.partition("/")
-    tag = figure_of(name).tag
-    tags = [tag, f"pages/{name}"] if "(" in tag else [tag + slash + suffix]
-    return tags if tag else []
-
-
-def _layout(*, numerics: bool) -> dict[str, dict[str, list]]:
-    """Return the pages in torch's format: per chart a regular expression for each curve."""
-    layout: dict[str, dict[str, list]] = {}
-    for chart, (page, title) in CHARTS.items():
-        names = [name for name, figure in FIGURES.items() if chart in figure.charts]
-        patterns = [f"^{re.escape(_tags(name)[-1])}$" for name in names]
-        layout.setdefault(page, {})[title] = ["Multiline", patterns]
-
-    for prefix, (page, title) in CAST_CHARTS.items() if numerics else ():
-        pattern = f"^{re.escape(_tags(prefix)[-1])}"
-        layout.setdefault(page, {})[title] = ["Multiline", [pattern]]
-    return layout
 
 
 # ----- Weights & Biases -----
@@ -316,7 +245,7 @@ class WandbWriter(Writer):
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
                 dir=str(dump_folder),
-                id=id_file.read_text() if id_file.exists() else None,
+                id=id_file.read_text(errors="replace") if id_file.is_file() else None,
                 resume="allow",
                 config=tomli.loads(config_toml) | {"hparams": dict(hparams)},
                 settings={"finish_timeout": UPLOAD_TIMEOUT_S},

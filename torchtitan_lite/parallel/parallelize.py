@@ -32,8 +32,6 @@ def parallelize(
     training: TrainingConfig,
 ) -> None:
     """Make `model`, on meta and already converted to float8, parallel in place over `mesh`."""
-    patches.hide_needless_warnings()
-
     # Tensor parallelism comes first, because FSDP shards what it has already split. On one rank
     # its DTensors would only cost time.
     if mesh["tp"].size() > 1:

@@ -1,0 +1,116 @@
+"""TensorBoard curves and their pages, the run's config, and values to compare runs by."""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .figures import CAST_CHARTS, CHARTS, FIGURES, Summary, Writer, figure_of
+
+FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
+"""Tags of the outcome, by which the HParams tab compares runs."""
+EVENT_FILES = "events.out.tfevents.*"
+
+
+class TensorBoardWriter(Writer):
+    """A run's TensorBoard folder. An unknown figure leaves no point.
+
+    Pages, config and hparams are written once, when the run begins; a resumed run adds only points.
+    """
+
+    spare = "TensorBoard"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume_step: int,
+        config_toml: str,
+        hparams: Mapping[str, bool | float | str],
+        numerics: bool,
+    ) -> None:
+        # Slow to import, and needed only on the rank that writes.
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary
+
+        # TensorBoard reads the files of a folder in the order of their names.
+        is_resumed = any(folder.glob(EVENT_FILES))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = EVENT_FILES.replace("*", f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}")
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._write_event(file_version="brain.Event:2")
+        # An earlier process may have trained past `resume_step`: TensorBoard drops those points.
+        purge = SessionLog(status=SessionLog.START)
+        self._write_event(step=resume_step + 1, session_log=purge)
+
+        # torch would write a bool as 0 or 1.
+        shown = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in hparams.items()
+        }
+        *start, self._session_end = summary.hparams(shown, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
+        if not is_resumed:
+            config = summary.text("config", f"```toml\n{config_toml}\n```")
+            for first in (summary.custom_scalars(_layout(numerics=numerics)), config, *start):
+                self._write_event(summary=first)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._write_points(step, {tag: x for name, x in scalars.items() for tag in _tags(name)})
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self, summary: Summary | None) -> None:
+        if summary is not None:
+            outcome = {FINAL_LOSS: summary.last.loss, MEDIAN_TPS: summary.tps}
+            known = {tag: value for tag, value in outcome.items() if value is not None}
+            self._write_points(summary.last.step, known)
+            self._write_event(summary=self._session_end)
+        self._file.close()
+
+    def _write_points(self, step: int, points: Mapping[str, float]) -> None:
+        # Loaded by the constructor.
+        from tensorboard.compat.proto.summary_pb2 import Summary as Points
+
+        # One event for all points takes a fifth of the time of an event for each.
+        values = [Points.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+        self._write_event(step=step, summary=Points(value=values))
+
+    def _write_event(self, **event: Any) -> None:
+        """Write an event; the operating system has it when this returns. torch's SummaryWriter
+        would write in a thread, and print a traceback there if the disk is full."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._file.flush()
+
+
+def _tags(name: str) -> list[str]:
+    """Return the tags of a figure, last the one that charts use; none if it has no curve.
+
+    The Custom Scalars tab calls a curve "tag (run)", and takes everything after the first
+    parenthesis for the run. So a tag with a parenthesis would draw no curve there.
+    """
+    _, slash, suffix = name.partition("/")
+    tag = figure_of(name).tag
+    tags = [tag, f"pages/{name}"] if "(" in tag else [tag + slash + suffix]
+    return tags if tag else []
+
+
+def _layout(*, numerics: bool) -> dict[str, dict[str, list]]:
+    """Return the pages in torch's format: per chart a regular expression for each curve."""
+    layout: dict[str, dict[str, list]] = {}
+    for chart, (page, title) in CHARTS.items():
+        names = [name for name, figure in FIGURES.items() if chart in figure.charts]
+        patterns = [f"^{re.escape(_tags(name)[-1])}$" for name in names]
+        layout.setdefault(page, {})[title] = ["Multiline", patterns]
+
+    for prefix, (page, title) in CAST_CHARTS.items() if numerics else ():
+        pattern = f"^{re.escape(_tags(prefix)[-1])}"
+        layout.setdefault(page, {})[title] = ["Multiline", [pattern]]
+    return layout
