@@ -151,6 +151,7 @@ def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
         ARGS,
         seq_len=32,
         high_precision="fp32",
+        float8_matmuls={},
         recomputed=recomputed_modules(model, ac, compiled=False, fused_attention=False),
     )
     return sum(ledger.recompute.values())
