@@ -144,8 +144,11 @@ def test_pipes_are_named_and_not_waited_for(store):
 
 
 def test_numbers_of_many_digits_are_refused(store):
-    change(store, tokens=10**400)
+    change(store, tokens=10**40)
     with pytest.raises(DataError, match=r"manifest.json: tokens: Input should be"):
+        read_manifest(store)
+    change(store, tokens=10**400)
+    with pytest.raises(DataError, match="holds a number of more than 100 digits"):
         read_manifest(store)
     path = store / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 1', f'"tokens": {"1" * 5000}', 1))
