@@ -313,7 +313,7 @@ class Trainer:
             return False
         request.unlink(missing_ok=True)
         if not self.checkpointer.enabled:
-            logger.warning(f"{request} asks for a save, and [checkpoint] enable = false: not saved")
+            logger.warning(f"{request} asks for a save, but [checkpoint] enable = false: not saved")
             return False
         logger.info(f"{request} asks for a save")
         return True

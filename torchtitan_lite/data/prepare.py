@@ -128,7 +128,7 @@ def exclusive(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info(f"waiting for another process, which has {path}")
+            logger.info(f"waiting for another process that holds {path}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

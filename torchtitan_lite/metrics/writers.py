@@ -98,7 +98,7 @@ def _left_out_if_broken(name: str) -> Iterator[None]:
 def warn_left_out(name: str, error: Exception) -> None:
     """Log that the run continues without a writer."""
     reason = f"{type(error).__name__}: {error}"
-    logger.warning(f"{name} failed and is left out for the rest of the run: {reason}")
+    logger.warning(f"{name} failed and is disabled for the rest of the run: {reason}")
 
 
 # ----- Console -----
