@@ -1,4 +1,4 @@
-"""The parts of a run, each built from its job: model, batches, checkpointer, metrics."""
+"""Build each part of a run from its job: model, batches, checkpointer, metrics."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -46,7 +46,7 @@ from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
 
 
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
-    """Derive the job, with "auto" values chosen for this device, and its tokenizer. Seed torch.
+    """Derive the job and its tokenizer, and choose "auto" values for this device. Seed torch.
 
     A collective call. Raises ConfigError or DataError.
     """
@@ -55,7 +55,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=dist.get_world_size(), tokenizer=tokenizer.values)
 
-    # The rank with the least memory decides for all.
+    # The smallest memory of any rank decides for all.
     memory_gib = on_all_ranks(
         lambda: total_memory_gib(device) or host_memory_gib() / local_world_size()
     )
@@ -66,8 +66,8 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 
 
 def planned_device(device: torch.device, metrics: MetricsConfig) -> DeviceSpec | None:
-    """Return the data sheet that float8 is planned by; None on CPU, for an unknown GPU and for one
-    whose float8 peak is not known."""
+    """Return the device's data sheet for planning float8; None on CPU, for an unknown GPU, and for
+    one without a known float8 peak."""
     on_gpu = device.type == "cuda"
     spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
     spec = spec and spec.with_given(metrics)
@@ -80,9 +80,9 @@ def planned_device(device: torch.device, metrics: MetricsConfig) -> DeviceSpec |
 def build_model(
     job: Job, mesh: DeviceMesh, *, device: torch.device
 ) -> tuple[Transformer, FlopsLedger, Asked]:
-    """Build the model: on meta, in float8, sharded, then initialised.
+    """Build the model on meta, convert it to float8, shard it, then initialise its weights.
 
-    Returns the model, its FLOPs per token, and the float8 operations that a step must show.
+    Returns the model, its FLOPs per token, and the float8 operations expected in each step.
     """
     config, float8, training = job.config, job.config.float8, job.config.training
     dtype = getattr(torch, training.mixed_precision_param)
@@ -107,9 +107,9 @@ def build_model(
             logger.info(f"predicted: {meta.predict(spec).verdict}")
     log_flops(meta.ledger, document_mask=training.document_mask)
 
-    # Make it parallel, then fill its shards.
+    # Parallelize the model, then allocate and initialise its shards.
     if config.compile.enable:
-        tag_compiler_cache(attention)  # its key does not contain the backend
+        tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
         keep_shared_casts()
     parallelize(
@@ -139,13 +139,13 @@ def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLed
         matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
         fsdp_gathers=len(fsdp_groups) if gathers_weights else 0,
         tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
-        # At least one fusion a block: the compiler chooses which collectives it fuses.
+        # At least one fusion per block: the compiler chooses which collectives it fuses.
         fused=microbatches * job.model_args.n_layers if fuses else 0,
     )
 
 
 def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
-    """Log the FLOPs per token by precision, and how they were counted."""
+    """Log the FLOPs per token by precision, and what the count assumes."""
     shares = (f"{n / ledger.total:.2%} {name}" for name, n in ledger.by_precision.items() if n)
     line = f"{ledger.total:,} FLOPs per token: {', '.join(shares)}"
     if ledger.emulated:
@@ -160,7 +160,7 @@ def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
 def build_guard(
     training: TrainingConfig, progress: TrainingProgress, *, device: torch.device
 ) -> UpdateGuard:
-    """Build the guard that skips updates, which counts on after `progress`."""
+    """Build the guard that skips bad updates; its counts continue from `progress`."""
     return UpdateGuard(
         training,
         device=torch.device("cpu") if training.enable_cpu_offload else device,
@@ -174,9 +174,9 @@ def build_guard(
 
 
 def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProgress:
-    """Return the progress to continue from, and log the keys that have changed since.
+    """Return the progress to continue from, and log the config keys that have changed.
 
-    Raises CheckpointError for a checkpoint of another model.
+    Raises CheckpointError if the checkpoint is of another model.
     """
     if resume is None:
         return NEW_RUN
@@ -189,10 +189,10 @@ def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProg
 def build_batches(
     job: Job, tokenizer: Tokenizer, *, dp_rank: int, progress: TrainingProgress
 ) -> tuple[TrainingBatches, ValidationBatches | None]:
-    """Build the batches of a data-parallel rank after `progress`, and those of its validation.
+    """Build a data-parallel rank's training batches after `progress`, and its validation batches.
 
-    Raises DataError for data that has changed, or that is not the same on all ranks, and
-    ConfigError if the data ends the run within the schedule's warm-up or decay.
+    Raises DataError if the data has changed or differs between ranks, and ConfigError if the data
+    would end within the schedule's warm-up or decay.
     """
     training, validation = job.config.training, job.config.validation
     corpus, validation_corpus = build_corpora(
@@ -239,7 +239,7 @@ def build_batches(
 
 
 def log_short_warmup(schedule: LRSchedulerConfig, *, steps: int) -> None:
-    """Log that the warm-up of a run of `steps` is shortened, if it is."""
+    """Log it if a run of `steps` is shorter than its warm-up."""
     if (total := schedule.total_steps or steps) < schedule.warmup_steps:
         logger.info(
             f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is longer than the schedule of "
@@ -257,8 +257,8 @@ def build_checkpointer(
     device: torch.device,
     resume: CheckpointManifest | None,
 ) -> Checkpointer:
-    """Build the Checkpointer of the run folder, and load the checkpoint to continue from, or the
-    weights to start with, if there are any."""
+    """Build the Checkpointer, and load the checkpoint `resume` or, in a new run, initial weights.
+    Without either, load nothing."""
     settings = job.config.checkpoint
     assert mesh.mesh_dim_names is not None, "build_mesh names its dimensions"
     manifest = CheckpointManifest(
@@ -276,7 +276,7 @@ def build_checkpointer(
         manifest=manifest,
     )
 
-    # A run that resumes has its weights; initial_load_path is for a new one.
+    # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
     if resume is not None:
         if initial is not None:
@@ -302,7 +302,7 @@ def build_metrics(
 
     On CPU all ranks measure their peaks here, at the same time.
     """
-    # Peaks of the precisions that this run computes in; on a float8 GPU always both, to compare.
+    # Find the peak of each precision in use. On a float8 GPU find both, to compare runs.
     dist.barrier()
     config = job.config
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
@@ -312,7 +312,7 @@ def build_metrics(
     peaks = find_peaks(device, config.metrics, precisions=precisions, file=file)
     logger.info(f"{peaks}")
 
-    # Files that cannot be opened on rank 0 end all ranks.
+    # If rank 0 cannot open its files, all ranks end.
     writers: list[Writer] = []
     on_rank0(
         lambda: writers.extend(

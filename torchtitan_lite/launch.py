@@ -1,16 +1,16 @@
 """The launcher of a run on this node: `python -m torchtitan_lite.launch`, which run_train.sh calls.
 
-It checks environment and config, without torch and so within a second, starts the agent, passes
-signals on, and reports how the run ended. The agent, torch's elastic agent, starts and restarts a
-worker, torchtitan_lite.train, for each rank. It is a process of its own because torch replaces all
-signal handlers and waits for other nodes in C++, where no Python handler runs.
+It checks environment and config within a second, without importing torch. Then it starts the agent,
+forwards signals, and reports how the run ended. The agent is torch's elastic agent: it starts and
+restarts one worker, torchtitan_lite.train, per rank. It needs its own process, because torch
+replaces all signal handlers and waits for other nodes in C++, where no Python handler runs.
 """
 
 import os
 import sys
 
 if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
-    del sys.path[0]  # the imports below would find a random.py of the working directory
+    del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import json
 import re
@@ -34,7 +34,7 @@ USAGE = """\
 usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
 
   CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml); --job.config_file FILE
-                 does the same, and counts if both are given
+                 does the same, and takes precedence
   NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
   LOG_RANK       comma-separated local ranks that print more than warnings and errors (0)
   NNODES         nodes (1); for more, start this script on each of them with the next two:
@@ -71,12 +71,12 @@ NEXT = {
     7: "make room",
     75: "start it again when you like",
 }
-"""What to do before a run is started again, by its exit code."""
+"""Advice on what to do before the next start, by exit code."""
 
 
 class Launch:
-    """What the user asked for: the variables of `env`, checked, and the command line. `elastic` has
-    the arguments of torch's LaunchConfig. Raises ConfigError."""
+    """The checked environment variables and the command line of a launch. Raises ConfigError.
+    `elastic` has the arguments of torch's LaunchConfig."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, color: bool) -> None:
         gpus = count_cuda_devices(env)
@@ -125,7 +125,7 @@ class Launch:
 
 
 def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool) -> dict[str, str]:
-    """Return what `ngpu` workers get on top of `env`. Raises ConfigError."""
+    """Return the variables that workers need in addition to `env`. Raises ConfigError."""
     log_rank = (env.get("LOG_RANK") or "0").replace(" ", "")
     ranks = [rank for rank in log_rank.split(",") if re.fullmatch("0|[1-9][0-9]{0,8}", rank)]
     if ",".join(ranks) != log_rank or max(map(int, ranks)) >= ngpu:
@@ -141,7 +141,7 @@ def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX,
     }
 
-    # Spinning threads take the cores from working ones where others load the machine too.
+    # On a shared machine, spinning threads would take cores from threads that work.
     if gpus == 0:
         added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
     if color and not env.get("NO_COLOR"):
@@ -150,7 +150,7 @@ def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool
 
 
 def read_count(env: Mapping[str, str], name: str, default: int | str, *, minimum: int) -> int:
-    """Return the whole number in a variable that may be unset or empty. Raises ConfigError."""
+    """Return the whole number in a variable, by default `default`. Raises ConfigError."""
     text = env.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
         raise ConfigError(f"{name}={text} is not a whole number of {minimum} or more.")
@@ -169,7 +169,7 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
 
 
 def check_compiler_cache(env: Mapping[str, str], *, compiles: bool) -> None:
-    """Raise ConfigError unless the compiler can use its cache. torch makes it when imported."""
+    """Raise ConfigError unless the compiler's cache folder, which torch creates, is usable."""
     folder, problem = env.get("TORCHINDUCTOR_CACHE_DIR"), ""
     try:
         path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
@@ -189,15 +189,15 @@ class AgentEnd:
 
     pid: int
     exit_code: int
-    signalled: signal.Signals | None = None  # that asked the launcher to stop
-    rank: int | None = None  # of the first worker that failed, with its exit code
-    rank_code: int = 0
+    signalled: signal.Signals | None = None  # the first signal that the launcher received
+    rank: int | None = None  # first worker that failed
+    rank_code: int = 0  # its exit code
 
 
 def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
-    """Run the agent, in a session of its own so that Ctrl-C reaches the launcher alone."""
-    # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that this
-    # process was started to ignore, as under nohup, is still ignored.
+    """Run the agent in its own session, so that Ctrl-C reaches only the launcher."""
+    # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that nohup
+    # ignores stays ignored.
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     signals = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -224,10 +224,10 @@ def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
 
 
 def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> signal.Signals | None:
-    """Wait for the agent, and pass blocked `signals` on. Returns the first one.
+    """Wait for the agent and forward `signals`, which are blocked. Return the first one.
 
-    The first one is passed on as SIGTERM, once: at a second one the agent would abandon its
-    workers. As long as it has none, SIGTERM kills it. A second signal kills all processes."""
+    The first one is forwarded as SIGTERM, only once: a second SIGTERM would make the agent abandon
+    its workers. An agent without workers dies of SIGTERM. A second signal kills all processes."""
     first, stopped_at = None, 0.0
     while agent.poll() is None:
         received = signal.sigtimedwait(signals, 0.1)
@@ -245,7 +245,7 @@ def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> signal
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:
-    """Kill the agent, before it starts another worker, and then its workers' process groups."""
+    """Kill the agent first, so that it starts no more workers, then the workers' process groups."""
     children: list[str] = []
     with suppress(OSError):
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -256,9 +256,9 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
 
 
 def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | None]:
-    """Return the cause, the exit code, and the rank that the cause is about, of a run that did not
-    finish. `status` is None if it ended before it opened its folder. A killed rank counts before
-    what other ranks report, except what they found out about a lost rank."""
+    """Return why a run did not finish: cause, exit code, and rank at fault, if any.
+    `status` is None if the run ended before it opened its folder. A killed rank takes precedence
+    over errors of other ranks, except over their report of a lost rank."""
     lost = RankLostError.exit_code
     if end.rank_code < 0:
         killed = f"rank {end.rank} was killed by {signal.Signals(-end.rank_code).name}"
@@ -267,7 +267,7 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
         return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
 
     if status is not None and status.exit_code == STOPPED and end.signalled:
-        # Workers know of a SIGTERM only.
+        # Workers only see a SIGTERM.
         return f"stopped by {end.signalled.name} after step {status.step}", STOPPED, None
     if status is not None and status.exit_code is not None:
         return status.cause or status.state, status.exit_code, status.rank
@@ -283,8 +283,8 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
 
 
 def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, since: float) -> int:
-    """Print how a run ended that did not finish, correct its status.json if that does not know, and
-    return its exit code. `path` is the run folder, `since` a time before the start."""
+    """Print why a run did not finish, correct its status.json, and return its exit code.
+    `path` is the run folder, `since` a time before the start."""
     on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
     cause, code, rank = find_outcome(status, end)
     if status is not None and (status.exit_code, status.cause or status.state) != (code, cause):
@@ -292,7 +292,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
         with suppress(RunError):  # a full disk: the lines below say the same
             write_status(path, replace(ended, state="stopped" if code == STOPPED else "failed"))
 
-    # No worker could say what went wrong, but the agent may have.
+    # No worker reported an error, but the agent's log may have one.
     if status is None and code == 1:
         with suppress(OSError):
             say(*(log_dir / "torchrun.log").read_text(errors="replace").splitlines()[-20:])
@@ -321,13 +321,13 @@ def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
 
 
 def say(*lines: str) -> None:
-    """Write to stderr, whose terminal or disk may be gone."""
+    """Write to stderr; ignore a terminal or disk that is gone."""
     with suppress(OSError):
         os.write(2, "".join(f"{line}\n" for line in lines).encode())
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Launch the run, wait for its end, report it, and exit with its exit code."""
+    """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     if asks_for_help(argv):
         print(f"{USAGE}\n{format_help()}")
         sys.exit()

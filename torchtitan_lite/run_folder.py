@@ -1,8 +1,8 @@
-"""The run folder: one live run at a time, earlier runs moved aside, and status.json, how it ended.
+"""The run folder: lock it for one run at a time, move earlier runs aside, and keep status.json.
 
 A run writes its status.json before any file that a later run could move, and a later run moves
-status.json last. So a status.json proves that the other files with a run's names come from a run.
-Without one, nothing in the folder is moved or replaced.
+status.json last. So if status.json exists, a run wrote the other files that have a run's names.
+Without a status.json, nothing in the folder is moved or replaced.
 """
 
 import errno
@@ -27,14 +27,14 @@ from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
 STATUS_FILE = "status.json"
-BLOCK_BYTES = 4096  # of most file systems; a full disk still takes a file of one block in place
+BLOCK_BYTES = 4096  # of most file systems; even on a full disk, one block can be overwritten
 LOCK_FILE = ".lock"
-OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # the last run that held it, or nothing yet
-LOCK_SECONDS = 10.0  # for a new run to wait: the workers of a killed agent need seconds to end
+OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # names the last run that held it, or is empty
+LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
 FIXABLE = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
 FINAL_EXIT_CODES = {2, 3, 4, 5, STOPPED_EXIT_CODE}
-"""Exit codes (config, data, checkpoint, numeric, stopped) after which a restart by torchrun's
---max-restarts ends at once: it would fail again, or the user stopped the run."""
+"""Exit codes (config, data, checkpoint, numeric, stopped) after which torchrun's restart exits at
+once: it would fail again, or the user stopped the run."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Status:
     last_checkpoint: str | None = None
     cause: str | None = None
     exit_code: int | None = None
-    rank: int | None = None  # the rank that the cause is about, if any
-    job: str | None = None  # the agent that started the run, and may start its processes again
+    rank: int | None = None  # rank that the cause refers to, if any
+    job: str | None = None  # agent that started the run and may restart its processes
 
 
 class RunFolder:
-    """A run's folder, as one of its processes sees it. Rank 0 locks it and begins; other ranks join
-    then. From that on status.json is this run's."""
+    """A run's folder in one of its processes. Rank 0 calls `lock` and `begin`, then the other ranks
+    call `join`. After that, status.json belongs to this run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,11 +66,11 @@ class RunFolder:
         self._inode: int | None = None  # of the lock file, which identifies this run
 
     def lock(self) -> bool:
-        """Lock the folder, new if need be, until `close` or the end of this process. Return whether
-        torchrun has started this run again.
+        """Create the folder if needed, and lock it until `close` or the end of this process. Return
+        whether torchrun has restarted this run.
 
-        Raises ConfigError if it cannot be a run folder, or if a live run still holds it after
-        LOCK_SECONDS; StorageError if the disk fails; the error of the attempt before if that was
+        Raises ConfigError if it cannot be a run folder, or if another run still holds it after
+        LOCK_SECONDS; StorageError if the disk fails; the previous attempt's error if that was
         final."""
         with _explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -89,13 +89,13 @@ class RunFolder:
         return True
 
     def begin(self, *, resumed_config: str | None, entries: Iterable[str]) -> None:
-        """Set the status to "running". `resumed_config` is the resumed checkpoint's, else None.
+        """Set the status to "running". `resumed_config` is the config in the resumed checkpoint.
 
         A new run moves an earlier run's `entries` (names within the folder), config.toml and
         status.json to previous/<its start time>/. Other files, empty folders and links to empty
-        folders stay. A resumed run moves nothing, and keeps step and last checkpoint in the status
-        until its first step. Raises ConfigError if it would move or replace what no run wrote,
-        StorageError if the disk fails."""
+        folders stay. A resumed run moves nothing; until its first step, the status keeps the step
+        and the last checkpoint. Raises ConfigError if it would move or replace files that no run
+        wrote, StorageError if the disk fails."""
         before = read_status(self.path)
         names = [*entries, CONFIG_FILE, STATUS_FILE]
         with _explained(self.path):
@@ -114,7 +114,7 @@ class RunFolder:
         self.join()
 
     def join(self) -> None:
-        """Note that status.json is this run's now."""
+        """Record that status.json belongs to this run."""
         self._inode = self._lock_inode()
 
     def _lock_inode(self) -> int | None:
@@ -137,8 +137,8 @@ class RunFolder:
             replace_file(self.path / CONFIG_FILE, text)
 
     def update(self, *, step: int, **changes: Any) -> None:
-        """Change status.json, unless it says how the run ended: the first cause stays. Processes
-        take turns. Raises StorageError if the folder is not ours or the disk fails."""
+        """Change status.json, unless the run has ended (the first cause stays), under a lock.
+        Raises StorageError if the folder belongs to another run or the disk fails."""
         self.check_is_ours(step=step)
         with _explained(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -154,11 +154,11 @@ class RunFolder:
 
     def fail(self, error: RunError, *, step: int) -> None:
         """Write into status.json that the run failed in `step` (0: before the first one), if the
-        folder is ours. For any rank.
+        folder belongs to this run. Any rank may call it.
 
-        If the run holds the lock and has not begun, step and last checkpoint stay the earlier
-        run's. Without an earlier run nothing is written: a status.json would mark foreign files as
-        a run's."""
+        If the run holds the lock but has not begun, the status keeps the earlier run's step and
+        last checkpoint. Without an earlier run nothing is written, because a status.json would mark
+        foreign files as a run's."""
         with suppress(RunError):  # a full disk: the reported error matters more
             before = read_status(self.path)
             if self._inode is None and self._lock is not None and before is not None:
@@ -174,7 +174,7 @@ class RunFolder:
 
 
 def make_log_folder(path: Path) -> Path:
-    """Create a folder for the logs of a run that starts now. Raises ConfigError, StorageError."""
+    """Create a log folder, named after the time and host. Raises ConfigError, StorageError."""
     with _explained(path):
         name = f"{_time_name(time.time())}-{socket.gethostname()}"
         folder = _new_folder(path / "logs", name)
@@ -188,8 +188,7 @@ def job_name(agent: int) -> str:
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the status on file in the run folder; None without a valid one. Unknown keys are
-    ignored."""
+    """Return the status in a run folder; None if there is no valid one. Ignores unknown keys."""
     file = path / STATUS_FILE
     if not file.is_file():  # reading a pipe would block
         return None
@@ -204,12 +203,12 @@ def read_status(path: Path) -> Status | None:
 def read_end(
     path: Path, *, since: float, agent: int, owner: bool
 ) -> tuple[Status | None, Status | None]:
-    """Return two statuses after a run has ended: the one on file, and the run's own, None if it
-    never began.
+    """Return two statuses after a run has ended: the one on file, and the one of this run, which is
+    None if it never began.
 
     `since` is a time before the run's start, and `agent` the process that started its workers on
-    this node. `owner`: rank 0 is one of them. Workers that outlive a killed agent write how they
-    ended and then release the lock, so this waits for it."""
+    this node. `owner` says whether rank 0 is among them. Workers that outlive a killed agent write
+    their status and then release the lock, so this waits for the lock."""
     status = read_status(path)
     if status is None or status.started < since:
         return status, None
@@ -224,7 +223,7 @@ def read_end(
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Replace status.json. On a full disk, write the end of a run over the old status: a file of at
+    """Replace status.json. On a full disk, overwrite it in place if the run has ended: a file of at
     most one block needs no new space. Raises ConfigError or StorageError."""
     file = path / STATUS_FILE
     with _explained(path):
@@ -248,7 +247,7 @@ def _to_json(status: Status) -> bytes:
 
 def _take_lock(path: Path) -> int:
     """Lock the folder's lock file and return its descriptor. The kernel releases the lock when the
-    process ends. Raises ConfigError for a file of that name that no run has written."""
+    process ends. Raises ConfigError if the file was not written by a run."""
     file = path / LOCK_FILE
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     is_file = stat.S_ISREG(os.fstat(lock).st_mode)  # reading a pipe would fail
@@ -278,7 +277,7 @@ def _take_lock(path: Path) -> int:
 
 
 def _not_free(path: Path, entries: list[str]) -> list[str]:
-    """Return those `entries` that exist and are neither an empty folder nor a link to one."""
+    """Return the `entries` that exist, except empty folders and links to empty folders."""
     there = [entry for entry in entries if os.path.lexists(path / entry)]
     return [
         entry for entry in there if not (path / entry).is_dir() or any((path / entry).iterdir())
@@ -286,11 +285,10 @@ def _not_free(path: Path, entries: list[str]) -> list[str]:
 
 
 def _check_nothing_foreign(path: Path, entries: list[str], *, resumed_config: str | None) -> None:
-    """Raise ConfigError if a run would move or replace anything in the folder, which has no
-    status.json.
+    """Raise ConfigError if a run would move or replace anything in a folder without a valid status.
 
-    A checkpoint to resume from shows that all entries come from a run, except a status.json, and a
-    config.toml whose text is not `resumed_config`."""
+    A checkpoint to resume from proves that a run wrote the entries, except for an invalid
+    status.json and for a config.toml that differs from `resumed_config`."""
     foreign = _not_free(path, entries)
     if resumed_config is not None:
         file = path / CONFIG_FILE
@@ -305,8 +303,8 @@ def _check_nothing_foreign(path: Path, entries: list[str], *, resumed_config: st
 
 
 def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None:
-    """Move those `entries` that an earlier run, `started` then, left to a new folder in previous/.
-    Raises ConfigError for a link, whose target would stay in its place."""
+    """Move the earlier run's `entries` to a folder in previous/, named after its start time.
+    Raises ConfigError for a link, because its target would not move."""
     found = _not_free(path, entries)
     if links := [entry for entry in found if (path / entry).is_symlink()]:
         raise ConfigError(
@@ -323,7 +321,7 @@ def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None
 
 
 def _new_folder(parent: Path, name: str, number: int = 1) -> Path:
-    """Create a folder in `parent`, with a number after its name if there is one of that name."""
+    """Create a folder in `parent`; append a number if the name is taken."""
     folder = parent / (name if number == 1 else f"{name}-{number}")
     try:
         folder.mkdir(parents=True)
@@ -333,7 +331,7 @@ def _new_folder(parent: Path, name: str, number: int = 1) -> Path:
 
 
 def _time_name(seconds: float) -> str:
-    """Return local time in a form that suits a file name: 2026-11-20T20-53-20."""
+    """Return the local time as a file name: 2026-11-20T20-53-20."""
     return time.strftime("%Y-%m-%dT%H-%M-%S", time.localtime(seconds))
 
 

@@ -1,6 +1,6 @@
-"""The main job: join the other processes, open the run folder, train, and say how it ended.
+"""The main job: join the other processes, open the run folder, train, and report the outcome.
 
-torchrun starts it on every process: `torchrun -m torchtitan_lite.train --job.config_file FILE`.
+torchrun starts it in every process: `torchrun -m torchtitan_lite.train --job.config_file FILE`.
 """
 
 import gc
@@ -8,9 +8,9 @@ import os
 import sys
 
 if __name__ == "__main__":
-    gc.disable()  # imports make many objects that stay; scanning them repeatedly is wasted time
+    gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
     if sys.path[0] == os.getcwd():  # noqa: PTH109
-        del sys.path[0]  # the imports below would find a random.py of the working directory
+        del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import errno
 import shlex
@@ -59,7 +59,7 @@ CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 
 
 def run(config: Config) -> int:
-    """Train as `config` says, on this process. Return the exit code."""
+    """Train with `config` in this process. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
     watchdog = Watchdog(
         report=lambda lost: folder.fail(lost, step=watchdog.step),
@@ -86,7 +86,7 @@ def run(config: Config) -> int:
 
 def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str | None:
     """Join the other processes and train. Return the signal that stopped the run, if one did."""
-    # Join the other processes, which must have been started alike.
+    # Join the other processes. All must have the same config, versions and sources.
     rank, world_size = read_rank()
     store = connect_store(config.comm.init_timeout_seconds)
     check_started_alike(start_facts(config), store=store, rank=rank, world_size=world_size)
@@ -96,7 +96,7 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     resume = open_folder(config, folder)
     logger.info(f"run folder: {folder.path}")
 
-    # Derive the job: from here on it is the only truth about the run.
+    # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device)
     on_rank0(lambda: folder.write_config(job.to_toml()))
     if config.job.description:
@@ -118,8 +118,7 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Return the facts that must be the same on all ranks: config, versions, our sources, and the
-    numbers of nodes and of processes per node."""
+    """Return what must be equal on all ranks: config, versions, our sources, NNODES and NGPU."""
     versions = {name: text for name, text in installed_versions().items() if name != "python"}
     return {
         **shared_settings(config),
@@ -131,10 +130,10 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
-    """Lock the run folder, and move an earlier run aside if nothing is resumed. A collective call.
+    """Lock the run folder; if nothing is resumed, move an earlier run aside. A collective call.
 
-    Returns the manifest of the checkpoint to resume from. Raises ConfigError, without changing
-    anything, if the folder holds files of no run.
+    Returns the manifest of the checkpoint to resume from. Raises ConfigError, and changes nothing,
+    if the folder holds files that no run wrote.
     """
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
@@ -147,12 +146,12 @@ def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
                 "name another dump_folder."
             )
         if checkpoint.enable and read_status(folder.path) is not None:
-            # Drafts of a killed save in a linked folder would stop the move to previous/.
+            # If the folder is a link, drafts of a killed save would block the move to previous/.
             remove_drafts(checkpoints)
         resumed_config = None if resume is None else resume.config
         folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 
-    # After a restart by torchrun, load_step has been obeyed by the first attempt.
+    # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
     if on_rank0(folder.lock):
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
@@ -176,9 +175,9 @@ def run_entries(config: Config) -> list[str]:
 
 
 def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
-    """Log how the run went, and write into status.json how it ended.
+    """Log the summary, and write the outcome into status.json.
 
-    Raises the error of the last save if it failed.
+    Raises the error of the last save if that failed.
     """
     folder, step = trainer.run_folder, trainer.step
     if folder is not None:
@@ -193,7 +192,7 @@ def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
 
 
 def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
-    """Log the summary, the epochs, and where to look next."""
+    """Log the summary, the epochs, and where the curves and the run folder are."""
     config, batches = trainer.config, trainer.batches
     if (summary := trainer.metrics.summary()) is not None:
         entropy = None
@@ -235,12 +234,12 @@ def explain(error: Exception, *, folder: Path, watchdog: Watchdog) -> RunError |
 
 
 def explain_compiler(error: Exception) -> RunError | None:
-    """Return how to repair the compiler's cache if `error` is about a file in it, else None.
+    """Return an error with the fix if a file in the compiler's cache caused `error`, else None.
 
-    The cache outlives the run, and breaks when a machine crashes or a disk is full.
+    The cache outlives the run. A crash of the machine or a full disk can damage it.
     """
     while isinstance(inner := getattr(error, "inner_exception", None), Exception):
-        error = inner  # the compiler wraps the exceptions it meets
+        error = inner  # the compiler wraps exceptions
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # the compiler sets it if the user has not
     if folder is None or not any(name in str(error) for name in (folder, CACHED_CODE)):
         return None
@@ -260,7 +259,7 @@ def is_within(folder: Path, file: str | bytes | int | None) -> bool:
 
 @record
 def main() -> None:
-    """Train as the command line says. A RunError is printed without a traceback."""
+    """Train with the command line's config. A RunError is printed without a traceback."""
     init_logger()
     if asks_for_help(sys.argv[1:]):
         print(format_help())

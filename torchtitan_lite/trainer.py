@@ -45,15 +45,15 @@ from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
 
-STATUS_SECONDS = 5.0  # least time between updates of status.json, which wait for the disk
+STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because each waits for the disk
 
 
 class Stopped(Exception):
-    """Raised on all ranks at the same place after a signal, which it names, asked to stop."""
+    """Raised on all ranks at the same point after a stop signal; the message is its name."""
 
 
 class Trainer:
-    """A run, ready to train. The constructor builds every part; `train` runs the steps."""
+    """The training loop. The constructor builds every part of the run; `train` runs the steps."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class Trainer:
     ) -> None:
         """Build the parts of `job` and load the checkpoint `resume`, if any. A collective call.
 
-        Only rank 0 has a `run_folder`, or none if the caller writes none.
+        `run_folder` is None on all ranks but 0, and on rank 0 if the caller needs no run folder.
         """
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
 
-        # The mesh, and the ranks that train on different samples.
+        # The mesh, and the data-parallel group, whose ranks train on different samples.
         mesh = build_mesh(job.degrees, device_type=device.type)
         dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")
         self.dp_group = dp_mesh.get_group()
 
-        # Data, from the first sample that is not trained on yet.
+        # Data, from the first sample that has not been trained on.
         progress = accept_progress(resume, job)
         self.batches, self.validation_batches = build_batches(
             job, tokenizer, dp_rank=dp_mesh.get_local_rank(), progress=progress
@@ -94,20 +94,20 @@ class Trainer:
             job, ledger, device=device, total_steps=self.last_step, progress=progress
         )
 
-        # From here on batches are made ahead, and random numbers are those of training.
+        # Prefetch batches from here on. Keep the random state with which training starts.
         self.generators = random_state(device)
         self.prefetched = Prefetcher(self.batches, device=device)
 
     def build_training(
         self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: CheckpointManifest | None
     ) -> FlopsLedger:
-        """Build and load the model and everything that updates it. Return its FLOPs per token."""
+        """Build and load model, optimizer and guard. Return the model's FLOPs per token."""
         config = self.config
         self.model, ledger, self.asked = build_model(self.job, mesh, device=self.device)
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.guard = build_guard(config.training, progress, device=self.device)
 
-        # The loss computes the output projection itself, unless another linear has to.
+        # Fuse the loss with the output projection, unless that is in float8 or gathers its logits.
         self.cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
         gathers_logits = self.job.degrees.tp > 1 and config.parallelism.disable_loss_parallel
         self.fuses_output = not (gathers_logits or is_float8(self.model.output))
@@ -120,8 +120,8 @@ class Trainer:
         return ledger
 
     def train(self) -> str | None:
-        """Train to the last step. Return the name of the signal that stopped the run before it."""
-        gc.disable()  # it would pause each rank at another moment, and all wait for each pause
+        """Train to the last step. Return the name of the signal if one stopped the run earlier."""
+        gc.disable()  # it would pause ranks at different moments, and all would wait each time
         stopped_by: str | None = None
         self.report_progress()
         if self.step >= self.last_step:
@@ -144,13 +144,13 @@ class Trainer:
                     self.advance(step)
                     profiler.end_step(step)
             except Stopped as stopped:
-                # After the last step, in its validation, the signal cuts nothing short.
+                # A signal during the validation after the last step stops no training.
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()
                 if self.checkpointer.enabled and self.saved_step < self.step:
                     self.save()
             except RunError:
-                with contextlib.suppress(RunError):  # the first error of each rank is the cause
+                with contextlib.suppress(RunError):  # report the first error, not a later one
                     self.checkpointer.wait()
                     self.report_progress()
                 raise
@@ -162,11 +162,11 @@ class Trainer:
         return stopped_by
 
     def advance(self, step: int) -> None:
-        """Train one step, log it, and do what is due after it, outside the step's time."""
+        """Train and log one step. Then, outside its time, validate, save and collect garbage."""
         config, first, last = self.config, step == self.first_step, step == self.last_step
 
-        # The step. The first, which compiles, is observed: did float8 run where it was asked for?
-        # Later ones measure float8's numerics when due.
+        # The step. In the first one, which compiles, check that float8 runs where the config asks
+        # for it. In later ones, measure float8's numerics when due.
         measured = self.numerics.due(step) and not first
         observer = StepObserver() if first else contextlib.nullcontext()
         with self.numerics.observe() if measured else observer:
@@ -184,19 +184,19 @@ class Trainer:
         if saves or last:
             self.metrics.settle()
             error = self.metrics.skips.error(config.training.max_consecutive_skips)
-            if error is not None:  # all ranks have the same counts now
+            if error is not None:  # after settling, all ranks have the same counts
                 raise error
         if config.validation.enable and (last or step % config.validation.freq == 0):
             self.validate(step)
         if saves:
             self.save()
 
-        # Housekeeping at the same step on every rank.
+        # Collect garbage at the same step on every rank.
         if first or step % config.training.gc_freq == 0:
             with self.metrics.outside_step("gc", step=step):
                 gc.collect()
         if first:
-            gc.freeze()  # objects that live as long as the run are not scanned again
+            gc.freeze()  # never scan objects again that live as long as the run
             set_timeouts(config.comm.train_timeout_seconds, but_of=self.checkpointer.group)
             self.watchdog.timeout_s = config.comm.train_timeout_seconds
         if saves or last or (logged and time.monotonic() - self.reported_at > STATUS_SECONDS):
@@ -244,8 +244,8 @@ class Trainer:
         )
 
     def gather_losses_and_clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the gradients while the ranks' losses travel. Return these losses, [dp], and the
-        gradient norm before clipping."""
+        """Clip the gradients while the all-gather of the losses runs. Return the losses of all
+        ranks, [dp], and the gradient norm before clipping."""
         gathered = [torch.empty_like(loss) for _ in range(self.job.degrees.dp)]
         gathering = dist.all_gather(gathered, loss, group=self.dp_group, async_op=True)
         max_norm = self.config.training.max_norm
@@ -255,8 +255,8 @@ class Trainer:
         return torch.stack(gathered), grad_norm
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return this rank's next batch once all ranks have theirs; None after the last. Raises on
-        every rank the error that one of them has, or `Stopped` after a signal."""
+        """Return this rank's next batch once all ranks have theirs; None after the last.
+        If one rank has an error, raises it on all ranks. Raises `Stopped` after a signal."""
         self.watchdog.at(self.step + 1, "data")
         batch, error = None, None
         try:
@@ -265,7 +265,7 @@ class Trainer:
         except RunError as caught:
             error = caught
 
-        # All ranks agree whether to continue, so that none waits for one that has left.
+        # All ranks agree whether to continue, so that none waits for a rank that has left.
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
@@ -279,7 +279,7 @@ class Trainer:
 
     def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
         """Return the cross-entropy of `tokens` and `labels` [B, S], summed and scaled, [] float32.
-        Where gradients are enabled, the backward pass runs too."""
+        Also run the backward pass if gradients are enabled."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
         of_linear, of_logits = self.cross_entropy.of_linear, self.cross_entropy.of_logits
         if self.fuses_output:
@@ -295,7 +295,7 @@ class Trainer:
         """Log the mean loss over the validation windows."""
         assert self.validation_batches is not None, "validation is enabled"
         on_gpu = [self.device] if self.device.type == "cuda" else []
-        # Random numbers drawn here do not change those of training, nor of a resumed run.
+        # Validation must not advance the random state of training.
         with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
             scale = 1 / (self.config.validation.steps * self.config.training.microbatch_tokens)
             loss = torch.zeros((), device=self.device)
@@ -307,13 +307,13 @@ class Trainer:
         self.metrics.write_scalars(step, {"validation_loss": mean})
 
     def save_requested(self) -> bool:
-        """Return whether the file that asks for a save is there, and remove it. Rank 0 only."""
+        """Return whether the save request file exists, and remove it. Rank 0 only."""
         request = self.job.folder / self.config.checkpoint.save_request_file
         if self.run_folder is None or not request.is_file():
             return False
         request.unlink(missing_ok=True)
         if not self.checkpointer.enabled:
-            logger.warning(f"{request} asks for a save, and [checkpoint] enable = false: not saved")
+            logger.warning(f"{request} asks for a save, but [checkpoint] enable = false: not saved")
             return False
         logger.info(f"{request} asks for a save")
         return True
@@ -332,7 +332,7 @@ class Trainer:
             self.run_folder.check_is_ours(step=self.step)
 
     def progress(self) -> TrainingProgress:
-        """Return the numbers that a checkpoint of the last finished step holds."""
+        """Return the progress to store in a checkpoint of the last finished step."""
         loss_mean = self.guard.loss_mean.item()
         return TrainingProgress(
             step=self.step,

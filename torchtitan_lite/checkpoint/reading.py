@@ -1,15 +1,15 @@
 """Read the tensors of a checkpoint without running code from its files.
 
 torch.distributed.checkpoint (DCP) unpickles its table of tensors, `.metadata`, and each entry that
-is not a tensor. Here the table's unpickler makes inert records of whatever the pickle describes,
-and knows only the names in a table of plain tensors; DCP's objects are then built from checked
-numbers. Entries that are not tensors are refused unread, and torch loads the tensors with
-`weights_only=True`.
+is not a tensor, and a pickle can run any code. Here the table's unpickler accepts only the names in
+NAMES, and creates inert records instead of objects. DCP's objects are then built from the checked
+numbers in these records. Entries that are not tensors are rejected unread. torch loads the tensors
+with `weights_only=True`.
 
-Memory is bounded by a multiple of the table's size: the table is compared with its hash first,
-which finds damage; then everything that a malicious table could ask for is compared with the sizes
-of the files. Not bounded are the time to read a malicious table, and the time and memory to read a
-malicious file of tensors.
+To find damage, the table is first compared with its hash. To bound memory, every size in the table
+is then compared with the sizes of the files. So memory is at most a multiple of the table's size.
+The time to read a malicious table is not bounded, nor are time and memory to read a malicious file
+of tensors.
 """
 
 import hashlib
@@ -44,11 +44,11 @@ from .manifest import BrokenCheckpoint, CheckpointManifest, FileEntry, TensorEnt
 
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 1 << 30
-"""Largest table that is read: 143 bytes for each part of a tensor, so 7 million parts."""
+"""Largest table that is read. It has 143 bytes per part of a tensor, so up to 7 million parts."""
 MAX_DIMENSIONS = 64
 MEMO_BY_NUMBER = {"PUT", "BINPUT", "LONG_BINPUT"}
-"""Opcodes that make the unpickler allocate as many memo entries as the number that they contain.
-pickle has not written them since protocol 4, the default since Python 3.8."""
+"""Opcodes with a number that decides how many memo entries the unpickler allocates. pickle does not
+write them with protocol 4 or later, the default since Python 3.8."""
 _DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
 NAMES = {
     "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of it
@@ -65,12 +65,12 @@ NAMES = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
 }
-"""Everything that DCP's pickled table of plain tensors names, besides data types."""
+"""All names in DCP's pickled table of plain tensors, except data types."""
 
 
 class _Record:
-    """An object in a pickled table: the arguments and the fields that the pickle has for it. It
-    does nothing with them; large fields that objects share are not copied."""
+    """An inert stand-in for an object in a pickled table: its arguments and fields. Fields that
+    objects share are not copied."""
 
     args: tuple[Any, ...]
     fields: Any
@@ -85,10 +85,10 @@ class _Record:
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Unpickler that makes a `_Record` of everything except data types."""
+    """Unpickler that creates a `_Record` for every object except data types."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name in the pickle. Raises BrokenCheckpoint for other names."""
+        """Return the data type, or `_Record` for a name in NAMES. Raises BrokenCheckpoint."""
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if f"{module}.{name}" not in NAMES:
@@ -104,7 +104,7 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
         if written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
             raise BrokenCheckpoint("its contents have changed")
 
-        # genops also finds lengths past the end, which the unpickler would allocate first.
+        # genops also rejects a length beyond the end, which the unpickler would allocate first.
         opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
         if by_number := opcodes & MEMO_BY_NUMBER:
             opcode = min(by_number)
@@ -142,7 +142,7 @@ def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
 
 
 def _size(record: _Record) -> torch.Size:
-    """Return the shape of a tensor, or a place in it. Raises ValueError for anything else."""
+    """Return a record's shape or offsets. Raises ValueError for anything else."""
     (lengths,) = record.args
     if len(lengths) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor has {len(lengths)} dimensions")
@@ -152,8 +152,8 @@ def _size(record: _Record) -> torch.Size:
 
 
 def _place(record: _Record, manifest: CheckpointManifest) -> _StorageInfo:
-    """Return where a part of a tensor is stored. Raises BrokenCheckpoint unless it lies, not
-    packed, within one file."""
+    """Return where a part of a tensor is stored. Raises BrokenCheckpoint unless it is within a
+    file, without DCP's transforms."""
     fields = record.fields
     name, offset, length = (fields[key] for key in ("relative_path", "offset", "length"))
     if name not in manifest.files:
@@ -167,8 +167,8 @@ def _place(record: _Record, manifest: CheckpointManifest) -> _StorageInfo:
 
 
 def _tensor(record: _Record) -> TensorStorageMetadata:
-    """Return a tensor. Raises ValueError unless its parts lie within it, begin at different places
-    and have all its elements."""
+    """Return a tensor's metadata. Raises ValueError unless its parts lie within it, begin at
+    different offsets and together have as many elements."""
     shape = _size(record.fields["size"])
     parts = [
         ChunkStorageMetadata(_size(part.fields["offsets"]), _size(part.fields["sizes"]))
@@ -198,8 +198,8 @@ def _tensor(record: _Record) -> TensorStorageMetadata:
 class SafeReader(FileSystemReader):
     """Reader of the checkpoint in a folder.
 
-    The constructor raises BrokenCheckpoint unless the manifest and DCP's table can be read and
-    agree. It does not look at the other files: see `broken_files`."""
+    The constructor raises BrokenCheckpoint unless the manifest and DCP's table are readable and
+    agree. It does not check the other files; `broken_files` does."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -211,8 +211,8 @@ class SafeReader(FileSystemReader):
         return self._table
 
     def load(self, state: dict[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-        """Read tensors into `state`, together with all ranks of `group`; without a group, in this
-        process alone. Raises BrokenCheckpoint."""
+        """Read tensors into `state`. With a `group`, all its ranks must call this; without one,
+        only this process reads. Raises BrokenCheckpoint."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -222,7 +222,7 @@ class SafeReader(FileSystemReader):
             raise BrokenCheckpoint(first_failure(error)) from error
 
     def read_whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return tensors by name, all if no names are given, whole and on the CPU. Raises
+        """Return the named tensors (default: all), unsharded and on the CPU. Raises
         BrokenCheckpoint if one is missing or cannot be read."""
         tensors = {}
         for name in self.manifest.tensors if names is None else names:
@@ -243,14 +243,14 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def first_failure(error: CheckpointException) -> str:
-    """Return the cause on the first rank that failed in DCP, on one line."""
+    """Return the error of the lowest rank that failed in DCP, on one line."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
 def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """Return the problems of the checkpoint at `path`, one line each: of its files or, if there are
-    none, of its table of tensors."""
+    """Return the problems of the checkpoint at `path`, one line each. Check its files first and, if
+    they have no problem, its table of tensors."""
     if problems := find_problems(path, hashes=hashes):
         return problems
     try:

@@ -1,5 +1,5 @@
-"""Read the layers of a config: a chain of TOML files, then the command line. Names of earlier
-torchtitan releases still load, with a notice of the current name."""
+"""Read the layers of a config: a chain of TOML files, then the command line. Key names of earlier
+torchtitan releases still work; the log gives the current name."""
 
 import re
 from collections import deque
@@ -37,13 +37,13 @@ WITH_FLOAT8 = (["float8"], [OLD_FLOAT8_TABLE], "float8", OLD_FLOAT8_TABLE)
 
 @dataclass(frozen=True)
 class Setting:
-    """A value as the user wrote it, not yet checked, and where it was written."""
+    """An unchecked value as the user wrote it, and the file or command line it came from."""
 
     value: object
     source: str
 
     def cite(self, name: str) -> str:
-        """Begin a message about this setting: `[training] steps = 0 (from run.toml)`."""
+        """Return the start of an error message: `[training] steps = 0 (from run.toml)`."""
         text = show(self.value)
         if len(text) > 200:
             text = f"{text[:200]}..."
@@ -55,7 +55,7 @@ Layer = dict[str, Setting]
 
 
 def read_files(path: Path) -> list[Layer]:
-    """Return the settings of a file and of its chain of `base` files, the last base first."""
+    """Return the settings of a file and of its chain of `base` files, from the last base on."""
     layers: list[Layer] = []
     files: list[Path] = []
     while True:
@@ -83,7 +83,7 @@ def read_files(path: Path) -> list[Layer]:
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted name, value) for every value in a table and its sub-tables.
 
-    An empty table is listed only if its name is unknown, so that a typing mistake is reported.
+    Yield an empty table only if its name is unknown, so that a misspelt name is reported.
     """
     for key, value in table.items():
         name = prefix + key
@@ -94,13 +94,16 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return whether -h or --help is among the words, and not as the value of a key."""
+    """Return whether the command line has -h or --help, other than -h as the value of a key."""
     values = [word for option, word in pairwise(argv) if re.fullmatch("--[^=]+", option)]
     return "--help" in argv or argv.count("-h") > values.count("-h")
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
-    """Return the config file, the overrides, and a message for each word that is neither."""
+    """Return the config file, the overrides, and a message for each invalid word.
+
+    Raises ConfigError if there is no config file, or if a word is not UTF-8.
+    """
     for word in argv:
         if word != word.encode(errors="replace").decode():
             raise ConfigError(f"{ascii(word)} on the command line is not UTF-8; rename the file")
@@ -143,7 +146,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
 def _parse(text: str, key: Key | None) -> object:
     """Parse a word as TOML, but allow unquoted strings and unbracketed lists.
 
-    Empty text unsets an optional key. Text that is not TOML is returned for validation to refuse.
+    Empty text unsets an optional key. Text that is not TOML is returned; validation rejects it.
     """
     if key and key.optional and not text:
         return None
@@ -165,8 +168,8 @@ def current_name(name: str) -> str:
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
-    """Return the settings of one source under current names, and a message for each that cannot be
-    translated."""
+    """Return the settings of one source under their current names, and a message for each setting
+    that has no translation or contradicts another."""
     resolved = {name: setting for name, setting in layer.items() if current_name(name) == name}
     problems = []
     for name, old in layer.items():

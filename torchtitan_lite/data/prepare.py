@@ -1,9 +1,9 @@
-"""Making of token stores: on all cores, in bounded memory, and safe to kill at any moment.
+"""Make token stores on all cores, in bounded memory, and safe to kill at any moment.
 
 A store grows in the folder `STORE.partial`, which is renamed when it is complete. Each chunk of the
-source becomes one shard. `shard-00000.json`, the manifest of a single shard, is written when the
-shard's files are on disk; a run that finds it goes on after that shard. The content of a store does
-not depend on when and how often a run was killed.
+source becomes one shard. When a shard's files are on disk, its manifest is written, for example
+`shard-00000.json`; a later run continues after the last shard with a manifest. The content of a
+store does not depend on when and how often a run was killed.
 """
 
 import fcntl
@@ -47,11 +47,11 @@ from .tokenizer import Tokenizer
 
 SHARD_MANIFEST = "shard-{:05d}.json"
 BATCH_BYTES = 2**20
-"""Size of the rows that a worker gets at a time."""
+"""Size of the batch of rows that a worker tokenizes at a time."""
 REPORTED_ROWS = 20
-"""Bad rows that are named; further ones are only counted."""
+"""Number of bad rows to log; more are only counted."""
 REPORT_SECONDS = 10.0
-"""Time between two lines that report progress."""
+"""Time between two log lines of progress."""
 OWN_FILES = re.compile(
     r"(tokens|documents)-\d+\.bin|(shard-\d+|manifest)\.json|\.(shard-\d+|manifest)\.json\..+"
 )
@@ -67,16 +67,16 @@ def make_store(
     workers: int | None = None,
     replace_damaged: bool = False,
 ) -> TokenStore:
-    """Make the store of `source` in `folder`, or finish it, unless it is there already.
+    """Open the store of `source` in `folder`. Make it if it is missing, finish it if it is partial.
 
-    Up to `skip_bad` rows that are no documents are left out and counted. `workers` is by default
-    one per core. With `replace_damaged` a damaged store is made again. Raises DataError for more
-    bad rows, changing text, no documents, or another kind of folder; OSError if writing fails."""
+    Up to `skip_bad` rows that are not valid documents are skipped and counted. `workers` defaults
+    to one per core. With `replace_damaged` a damaged store is rebuilt. Raises DataError for more
+    bad rows, text that changes, no documents, or a folder that is no store; OSError."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe, started = _recipe(source, tokenizer), time.monotonic()
 
-    # Only one process makes a store; the others find it made.
+    # Only one process makes a store; the others wait and then find it.
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.with_name(f".{folder.name}.lock")):
         if folder.exists():
@@ -92,7 +92,7 @@ def make_store(
                 logger.warning("%s", error)
                 remove_folder(folder)
 
-        # A new store gets its name when it is complete.
+        # A new store gets its final name when it is complete.
         unfinished = UnfinishedStore(folder.with_name(folder.name + ".partial"), recipe, skip_bad)
         unfinished.finish(source, tokenizer, workers or len(usable_cores()))
         unfinished.folder.rename(folder)
@@ -107,7 +107,7 @@ def make_store(
 
 
 def _recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
-    """Describe what a store is made from. JSON needs valid Unicode, which no file name must be."""
+    """Describe the inputs of a store. Escape names, since JSON cannot hold invalid Unicode."""
     return StoreRecipe(
         format=FORMAT,
         source=source.name.encode(errors="backslashreplace").decode(),
@@ -123,18 +123,18 @@ def _recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which stays; other processes wait."""
+    """Lock the file `path`; other processes wait. The file is not deleted."""
     with path.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info(f"waiting for another process, which has {path}")
+            logger.info(f"waiting for another process that holds {path}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_bad: int) -> None:
-    """Raise DataError if a folder was made from something else, or without too many bad rows."""
+    """Raise DataError if a store has other inputs, or has skipped more than `skip_bad` rows."""
     if found.recipe != recipe:
         compared = (field.name for field in fields(recipe) if field.compare)
         values = ((name, getattr(found.recipe, name), getattr(recipe, name)) for name in compared)
@@ -153,7 +153,7 @@ def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_ba
 
 
 class UnfinishedStore:
-    """A store that grows in `folder`, a shard for each chunk of its source."""
+    """A store that grows in `folder`, one shard per chunk of its source."""
 
     def __init__(self, folder: Path, recipe: StoreRecipe, skip_bad: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -170,8 +170,8 @@ class UnfinishedStore:
         self.skipped = 0
 
     def finish(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
-        """Write the missing shards and the manifest, and remove everything else."""
-        # With a manifest, only the last steps are left to do.
+        """Write the missing shards and the manifest, and remove all other files."""
+        # If the manifest exists, only clean up.
         if is_store(self.folder):
             _check_made(self.folder, read_manifest(self.folder), self.recipe, self.skip_bad)
         else:
@@ -193,7 +193,7 @@ class UnfinishedStore:
         fsync_folder(self.folder)
 
     def _manifest(self) -> StoreManifest:
-        """Describe all shards; the fingerprint is still empty."""
+        """Return the manifest of all shards, without the fingerprint."""
         return StoreManifest(
             recipe=self.recipe,
             tokens=sum(shard.tokens for shard in self.shards),
@@ -205,7 +205,7 @@ class UnfinishedStore:
         )
 
     def _read_shards(self) -> None:
-        """Find the shards that earlier runs have finished: those with a manifest."""
+        """Read the manifests of the shards that earlier runs have finished."""
         while (path := self.folder / SHARD_MANIFEST.format(len(self.shards))).exists():
             self.shards.append(read_manifest(self.folder, path.name))
             self.skipped += self.shards[-1].skipped_rows
@@ -219,7 +219,7 @@ class UnfinishedStore:
             logger.info(f"{self.folder}: going on after {counts}")
 
     def _make_shards(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
-        """Write the shards of the chunks that have none yet."""
+        """Write the shards of the remaining chunks."""
         chunk_count = sum(1 for _ in source.chunks())
         batches = encode_batches(
             _batched(islice(source.chunks(), len(self.shards), None)),
@@ -234,7 +234,7 @@ class UnfinishedStore:
 
     @contextmanager
     def _reporting(self, name: str, chunk_count: int) -> Iterator[None]:
-        """Log the progress by time, also while no row comes out of the source."""
+        """Log the progress every REPORT_SECONDS, even while the source yields no row."""
         ended, started = threading.Event(), time.monotonic()
 
         def report() -> None:
@@ -254,9 +254,9 @@ class UnfinishedStore:
             thread.join()
 
     def _write_shard(self, batches: Iterator[tuple[list[TextRow], EncodedBatch]]) -> StoreManifest:
-        """Write the batches of a chunk, and then the shard's manifest, which declares it finished.
+        """Write the batches of a chunk, then the manifest, which marks the shard as finished.
 
-        Raises DataError for the first bad row that is too many."""
+        Raises DataError at the first bad row beyond `skip_bad`."""
         number = len(self.shards)
         tokens = documents = max_token_id = skipped_rows = 0
         digests = (hashlib.sha256(), hashlib.sha256())
@@ -301,7 +301,7 @@ class UnfinishedStore:
 
 
 def _batched(chunks: Iterable[Chunk]) -> Iterator[list[TextRow]]:
-    """Yield the rows of each chunk in batches of BATCH_BYTES or one row, and then an empty one."""
+    """Yield each chunk's rows in batches of about BATCH_BYTES, then an empty batch."""
     for chunk in chunks:
         batch: list[TextRow] = []
         size = 0

@@ -1,4 +1,4 @@
-"""Where a run's records go: the console, JSON lines, TensorBoard, Weights & Biases."""
+"""Write a run's records to the console, JSON lines, TensorBoard, and Weights & Biases."""
 
 import itertools
 import json
@@ -27,8 +27,8 @@ from .tensorboard_writer import TensorBoardWriter
 COLORS = (31, 32, 33, 34, 35, 36)
 """ANSI codes of the foreground colours from red to cyan."""
 UPLOAD_TIMEOUT_S = 60.0
-"""How long a run may wait for wandb's server at its end, while devices idle. Data that arrives
-later stays in the run folder."""
+"""Longest wait for wandb's server at the end of a run, while devices idle. Data that is not
+uploaded by then stays in the run folder."""
 
 
 def build_writers(
@@ -41,11 +41,11 @@ def build_writers(
     hparams: Mapping[str, bool | float | str],
     numerics: bool,
 ) -> list[Writer]:
-    """Open the writers of a run's main rank, to continue after `resume_step` (0: a new run).
+    """Open rank 0's writers, to continue after `resume_step` (0: a new run).
 
-    `hparams` are the values to compare runs by, with the same names in each run. `numerics` says
-    whether casts to float8 will be measured. Raises ConfigError if wandb cannot start, or if
-    another kind of file is in a writer's place.
+    `hparams` are the values by which runs are compared; each run has the same names. `numerics`
+    says whether casts to float8 are measured. Raises ConfigError if wandb cannot start, or if a
+    writer needs a file where there is a folder, or the reverse.
     """
     lines, casts = dump_folder / "metrics.jsonl", dump_folder / "numerics.jsonl"
     tb = dump_folder / metrics.save_tb_folder
@@ -66,7 +66,7 @@ def build_writers(
         ConsoleWriter(total_steps=total_steps, color=color),
         JsonlWriter(lines, resume_step=resume_step),
     ]
-    # A file that an earlier process left is cut at the resumed step, also if nothing is measured.
+    # An existing file is cut at the resumed step, even if this run measures nothing.
     if numerics or casts.exists():
         writers.append(JsonlWriter(casts, resume_step=resume_step, numerics=True))
     if metrics.enable_tensorboard:
@@ -88,7 +88,7 @@ def build_writers(
 
 @contextmanager
 def _left_out_if_broken(name: str) -> Iterator[None]:
-    """Log an error of the disk, instead of raising it."""
+    """Log an OSError instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -96,16 +96,16 @@ def _left_out_if_broken(name: str) -> Iterator[None]:
 
 
 def warn_left_out(name: str, error: Exception) -> None:
-    """Log that a run goes on without one of its writers."""
+    """Log that the run continues without a writer."""
     reason = f"{type(error).__name__}: {error}"
-    logger.warning(f"{name} failed and is left out for the rest of the run: {reason}")
+    logger.warning(f"{name} failed and is disabled for the rest of the run: {reason}")
 
 
 # ----- Console -----
 
 
 class ConsoleWriter(Writer):
-    """Log one line per step. The first is marked as warm-up, so it has no estimated end."""
+    """Log one line per step. The first one says "warm-up" instead of the time left."""
 
     def __init__(self, *, total_steps: int, color: bool) -> None:
         self._total_steps, self._color, self._warm_up = total_steps, color, True
@@ -121,7 +121,7 @@ class ConsoleWriter(Writer):
         self._log(step, *(f"{name} {value:.4f}" for name, value in scalars.items()))
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        """Log which casts lost most: the lowest SQNR, the largest underflow and saturation."""
+        """Log the worst casts: the lowest SQNR, the largest underflow and saturation."""
         by_cast = [
             (figures, f"{role} of {kind}")
             for kind, roles in casts.items()
@@ -142,7 +142,7 @@ class ConsoleWriter(Writer):
         self._log(step, f"float8 casts: {', '.join(parts)}")
 
     def _log(self, step: int, *texts: str) -> None:
-        """Log the texts that are not empty, after the step, each in a colour of its own."""
+        """Log the step and the texts that are not empty, each in its own colour."""
         width = len(str(self._total_steps))
         texts = (f"step {step:>{width}}/{self._total_steps}", *texts)
         painted = [
@@ -164,14 +164,14 @@ def wants_color(*, disabled: bool) -> bool:
 
 
 class JsonlWriter(Writer):
-    """A file with one line of strict JSON per step, non-finite numbers as null.
+    """A file with one line of strict JSON per step, in which non-finite numbers are null.
 
-    A line is a step's record, or with `numerics` the errors of its casts to float8.
+    A line is the step's record or, with `numerics`, the errors of its casts to float8.
     """
 
     def __init__(self, path: Path, *, resume_step: int, numerics: bool = False) -> None:
-        """Open `path`, and drop lines after `resume_step` and an unfinished one. The file is
-        replaced in one move, so that a crash meanwhile loses nothing."""
+        """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
+        replaced atomically, so that a crash loses nothing."""
         lines = path.read_bytes().splitlines() if path.exists() else []
         kept = [line + b"\n" for line in lines if _step_of(line) <= resume_step]
         replace_file(path, b"".join(kept))
@@ -187,8 +187,8 @@ class JsonlWriter(Writer):
             self._append({"step": step, "time": time.time(), "kinds": casts})
 
     def _append(self, fields: Mapping[str, Any]) -> None:
-        """Append a line; the operating system has it when this returns."""
-        # Python writes NaN and Infinity, which are not JSON. They are read as None.
+        """Append a line, and pass it to the operating system."""
+        # Python writes NaN and Infinity, which are not valid JSON. Replace them by null.
         strict = json.loads(json.dumps(fields), parse_constant=lambda _: None)
         self._file.write(json.dumps(strict) + "\n")
 
@@ -216,7 +216,7 @@ def _step_of(line: bytes) -> float:
 
 def check_wandb_installed(metrics: MetricsConfig) -> None:
     """Raise ConfigError if wandb is enabled and not installed."""
-    # wandb leaves a folder of its own name where it ran: Python finds it as a package without code.
+    # wandb creates a folder "wandb" where it runs, which Python finds as a namespace package.
     if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
         raise ConfigError(
             "[metrics] enable_wandb = true needs wandb, which is not installed: "
@@ -225,10 +225,10 @@ def check_wandb_installed(metrics: MetricsConfig) -> None:
 
 
 class WandbWriter(Writer):
-    """The wandb run of a run folder, continued by a resumed run.
+    """The wandb run of a run folder. A resumed run continues it.
 
-    Its series have the names of metrics.jsonl's keys. wandb drops steps that are trained again
-    after a crash, and keeps their first values.
+    Metrics have the same names as in metrics.jsonl. If steps are trained again after a crash, wandb
+    keeps the first values and drops the new ones.
     """
 
     spare = "wandb"

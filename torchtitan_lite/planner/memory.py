@@ -1,8 +1,8 @@
 """Estimate a rank's memory at each moment of a training step, in bytes, from shapes alone.
 
-Not counted are temporary copies of a cast to float8, packed weights and operands of emulated
-matmuls on CPU, and on a GPU the CUDA context, cuBLAS's and NCCL's buffers, and the allocator's
-unused memory.
+The estimate excludes temporary copies of float8 casts. On CPU it also excludes packed weights and
+operands of emulated matmuls. On a GPU it excludes the CUDA context, buffers of cuBLAS and NCCL, and
+memory that the allocator reserves but does not use.
 
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, V vocab_size.
 """
@@ -21,20 +21,20 @@ WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
 MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2}
 """Bytes per weight of each of AdamW's moments."""
 RESERVED_RATIO = 1.26
-"""Upper bound of the memory that a GPU reserves over the peak counted here: 1.18 to 1.26 in eight
-readings that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. Memory freed by one of
-FSDP's streams cannot be used by the others."""
+"""Upper bound of reserved memory over the estimated peak. The ratio is 1.18 to 1.26 in eight
+measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. One reason: memory
+that one of FSDP's streams frees cannot be used by the others."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that FSDP gathers and scatters together, and their modules' activations in bytes."""
+    """Weights that FSDP gathers and scatters together, and the activations of their modules."""
 
     name: str
-    weights: int  # elements once gathered: this rank's share under tensor parallelism
-    gathered: int  # bytes of the weights gathered for the loss or the backward
-    saved: int  # kept from the forward to the backward
-    working: int  # held at the height of the backward, including what was saved
+    weights: int  # number of gathered elements: this rank's share under tensor parallelism
+    gathered: int  # bytes of the weights when gathered for the loss or the backward
+    saved: int  # bytes of activations kept from the forward to the backward
+    working: int  # bytes of activations at the peak of the backward, including `saved`
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Moment:
     optimizer_states: int
     activations: int = 0
     logits: int = 0
-    buffers: int = 0  # FSDP's gathered weights and gradients to scatter; the optimizer's copies
+    buffers: int = 0  # FSDP's gathered weights and unscattered gradients; the optimizer's copies
 
     @property
     def total(self) -> int:
@@ -57,11 +57,11 @@ class Moment:
 
 
 class Rank:
-    """What decides a rank's memory, and the sizes that recur in it. All ranks are alike."""
+    """Settings and sizes that determine a rank's memory. All ranks need the same amount."""
 
     def __init__(self, job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> None:
-        """`float8_linears` are kinds of linears, such as attention.wq. The group of `output` is
-        estimated in high precision, which is slightly more than in float8."""
+        """`float8_linears` are kinds of linears, such as attention.wq. `output` is always estimated
+        in high precision, which needs slightly more memory than float8."""
         config, model, tp = job.config, job.model_args, job.degrees.tp
         self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
         self.accum_steps = job.batch.grad_accum_steps
@@ -86,7 +86,7 @@ class Rank:
         self.output_weights = model.vocab_size * model.dim // tp  # elements
 
     def norm_input(self, *, compiled: bool) -> int:
-        """Bytes that a norm saves: its input; eager on CPU also its output, both in float32."""
+        """Bytes that a norm saves: its input or, eager on CPU, input and output in float32."""
         several = self.on_cpu and not compiled
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
@@ -96,7 +96,7 @@ class Rank:
         return readers <= self.float8_linears
 
     def gathers_float8(self, tensor: str) -> bool:
-        """Whether tensor parallelism gathers `tensor` in float8, which its linears then save."""
+        """Whether tensor parallelism gathers `tensor` in float8; its linears then save that."""
         gathers = self.degrees.tp > 1 and self.config.float8.recipe.gathers_float8
         return gathers and self.only_cast(tensor)
 
@@ -109,7 +109,7 @@ class Rank:
         gathered = self.width * weights if never else 0
         embedding = Group("tok_embeddings", weights, gathered, saved=0, working=self.hidden)
 
-        # The projection saves its input or, if the loss is fused, both gradients.
+        # The projection saves its input; with a fused loss, the gradients of input and weight.
         saved = self.norm_input(compiled=False) + self.hidden
         saved += self.width * weights if self.fuses_loss else 0
         weights += self.model.dim
@@ -123,8 +123,8 @@ class Rank:
         return FLOAT32 * sum(group.weights for group in groups) // self.degrees.dp_shard
 
     def moment(self, name: str, *, left: int, **parts: int) -> Moment:
-        """Return the moment when the first `left` groups have yet to scatter their gradients."""
-        # Gradients of earlier microbatches add up unsharded: only the last backward scatters them.
+        """Return the moment at which the first `left` groups have not scattered gradients yet."""
+        # Gradients of earlier microbatches accumulate unsharded; only the last backward scatters.
         width = self.reduce_width if self.accum_steps > 1 else 0
         accumulated = width * sum(group.weights for group in self.groups[:left])
         parameters = self.sharded(self.groups)
@@ -139,16 +139,16 @@ class Rank:
 
 
 def reserved_bytes(moments: Iterable[Moment]) -> float:
-    """Return the most that a GPU reserves at the peak of a step."""
+    """Return an upper bound of the memory that a GPU reserves in a step."""
     return RESERVED_RATIO * max(moment.total for moment in moments)
 
 
 def step_memory(rank: Rank) -> list[Moment]:
     """Return the moments of a step at which memory can peak, in order: the loss; for each FSDP
-    group the height of its backward, and its end, when the gradients are scattered; the optimizer's
-    update. The peak is the one with the largest total.
+    group, the peak of its backward and the reduce-scatter of its gradients at the end; the
+    optimizer's update. The moment with the largest total is the peak of the step.
 
-    The step is not the first, so the optimizer has its states; its microbatch is the last one."""
+    Assumes the last microbatch of a step after the first one, so that optimizer states exist."""
     groups, last = rank.groups, len(rank.groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
@@ -158,8 +158,8 @@ def step_memory(rank: Rank) -> list[Moment]:
     for i in range(last, -1, -1):
         group, left = groups[i], i + 1
         kept -= group.saved
-        # Meanwhile FSDP gathers the weights that backward needs next, and scatters the gradients of
-        # the group after this one, whose backward was before.
+        # Meanwhile FSDP prefetches the weights of the next group in the backward, and scatters the
+        # gradients of the previous one, i + 1.
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
         ahead = sum(each.gathered for each in groups[min(kept_from, next_up) : i])
         scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
@@ -172,7 +172,7 @@ def step_memory(rank: Rank) -> list[Moment]:
             buffers=ahead + group.gathered + scattering,
         )
 
-        # At the end, the buffer to scatter from replaces the group's weights and the one before.
+        # At the end, this group's scatter buffer replaces its weights and the previous buffer.
         replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
         end = rank.moment(
             f"gradients of {group.name}",
@@ -189,25 +189,25 @@ def step_memory(rank: Rank) -> list[Moment]:
 
 
 def _loss(rank: Rank, kept_from: int) -> Moment:
-    """The loss, in which all activations are kept."""
-    # FSDP holds the buffer that it copied the head's weights from until it gathers others.
+    """The moment of the loss, when all activations are kept."""
+    # FSDP keeps the all-gather buffer of the head's weights until the next all-gather.
     buffers = sum(group.gathered for group in rank.groups[kept_from:])
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += rank.groups[-1].gathered
 
-    # The gradient replaces the logits; eager, a piece of them is in float32 meanwhile.
+    # The gradient replaces the logits. An eager loss also has one piece of them in float32.
     eager = not rank.config.compile.covers("loss")
     in_float32 = FLOAT32 * min(loss.PIECE_LOGITS, rank.logits) if eager else 0
     if rank.fuses_loss:
-        # The gradient of the weight comes last, or adds up in float32, on CPU by way of a copy.
-        # Until then its memory serves the float32 piece.
+        # The weight's gradient is computed last, or accumulates in float32 (on CPU with a copy).
+        # Until then the float32 piece can use its memory.
         several = rank.logits > loss.CHUNK_LOGITS
         added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
         logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
         piece = max(0, in_float32 - rank.width * rank.output_weights)
         working = rank.hidden + logits + added_up + piece
     else:
-        working = 2 * rank.width * rank.logits + in_float32  # the logits themselves are kept
+        working = 2 * rank.width * rank.logits + in_float32  # the logits stay beside their gradient
 
     kept, left = sum(group.saved for group in rank.groups), len(rank.groups)
     return rank.moment("loss", left=left, activations=kept, logits=working, buffers=buffers)
@@ -221,10 +221,10 @@ def _block(rank: Rank, index: int) -> Group:
     else:
         recomputed = _recomputed_by_compiler(rank)
         kept = {name: size for name, size in tensors.items() if name not in recomputed}
-        if ac.mode == "memory_budget":  # the input is kept on any budget
+        if ac.mode == "memory_budget":  # the input is kept with any budget
             more = sum(kept.values()) - rank.residual
             kept = {"input": rank.residual, "budget": round(ac.memory_budget * more)}
-    # The height is SwiGLU's backward: the gradients of its two factors and of the residual stream.
+    # The peak is SwiGLU's backward: the gradients of its two factors and of the residual stream.
     working = sum((tensors | kept).values()) + 2 * tensors["w1"] + rank.residual
 
     # FSDP gathers some weights in float8, 1 byte each.
@@ -238,17 +238,17 @@ def _block(rank: Rank, index: int) -> Group:
 
 
 def _block_tensors(rank: Rank) -> dict[str, int]:
-    """Bytes of each tensor that a block's backward needs, by the name of what computed it."""
+    """Bytes of each tensor that a block's backward needs, by the name of its producer."""
     model, tp, width = rank.model, rank.degrees.tp, rank.width
     heads = rank.tokens * model.q_dim // tp
     kv_heads = rank.tokens * model.kv_dim // tp
     ffn = rank.tokens * model.ffn_dim // tp
 
     def read(tensor: str, elements: int) -> int:
-        """Bytes of a tensor that is saved only for the linears that read it."""
+        """Bytes of a tensor that only linears save."""
         return elements * (1 if rank.gathers_float8(tensor) else width)
 
-    # Attention saves its operands and its output; wo saves a cast of it.
+    # Attention saves its operands and its output; wo saves a cast of the output.
     float32_attention = rank.on_cpu and model.head_dim <= CPU_FLOAT32_HEAD_DIM
     attention_width = FLOAT32 if float32_attention else width
     float8_attention = rank.gathers_float8("attention")
@@ -274,8 +274,8 @@ def _block_tensors(rank: Rank) -> dict[str, int]:
 
 
 def _recomputed_by_compiler(rank: Rank) -> set[str]:
-    """Tensors that torch.compile recomputes, since that is cheap: silu, and the inputs that linears
-    only cast to float8, unless tensor parallelism gathered them."""
+    """Tensors that torch.compile recomputes because that is cheap: silu, and inputs that are only
+    cast to float8, unless tensor parallelism gathers them."""
     if not rank.config.compile.covers("model"):
         return set()
     if not rank.config.float8.recipe.divides_tokens:
@@ -288,9 +288,8 @@ def _recomputed_by_compiler(rank: Rank) -> set[str]:
 
 
 def _kept_by_op(rank: Rank, tensors: dict[str, int]) -> dict[str, int]:
-    """Tensors that the "op" policy keeps: attention, every second matmul, and the sums that tensor
-    parallelism scatters. w2's output is kept although no recomputation needs it; the compiler drops
-    it."""
+    """Bytes of the tensors that the "op" policy keeps: attention, every second matmul, and the sums
+    that tensor parallelism scatters. Eager, it also keeps w2's output, which nothing needs."""
     kept = {name: tensors[name] for name in ("attention", "log_sum_exp", "w1")}
     for output, of_matmul in (("q", rank.model.q_dim), ("v", rank.model.kv_dim)):
         kept[output] = rank.tokens * of_matmul // rank.degrees.tp * rank.width
