@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import sentencepiece
-import tomli
 import tomli_w
 import torch
 from torch import Tensor
@@ -37,7 +35,7 @@ from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
 )
-from torchtitan_lite.documents import read_json_object
+from torchtitan_lite.documents import parse_toml, read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.files import fsync_folder, replace_file
 from torchtitan_lite.logger import logger
@@ -253,7 +251,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     """Return the tokenizer of a checkpoint's run, and copy its file if transformers can read it.
     Warns if there is none, or none that can be copied."""
     missing = "no tokenizer is exported: "
-    path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
+    path = parse_toml(manifest.config.encode()).get("model", {}).get("tokenizer_path")
     if not isinstance(path, str):
         logger.warning(f"{missing}the checkpoint's config names none")
         return None
@@ -316,8 +314,7 @@ def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in files:
         with hf_errors(folder / file):
-            if not stat.S_ISREG((folder / file).stat().st_mode):
-                raise ValueError("not a regular file")
+            regular_size(folder / file)  # load_file would wait for a pipe
             weights |= load_file(folder / file)
 
     # Compare them with config.json.

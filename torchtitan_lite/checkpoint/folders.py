@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli
-
+from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError, StorageError
 from torchtitan_lite.files import fsync_folder
 from torchtitan_lite.logger import logger
@@ -266,7 +265,7 @@ def summarize(path: Path) -> CheckpointSummary:
     except BrokenCheckpoint as broken:
         named = STEP.fullmatch(path.name)
         return CheckpointSummary(str(path), int(named[1]) if named else 0, [str(broken)])
-    float8 = tomli.loads(manifest.config).get("float8", {})
+    float8 = parse_toml(manifest.config.encode()).get("float8", {})
     recipe = str(float8.get("recipe_name"))
     return CheckpointSummary(
         path=str(path),
