@@ -64,17 +64,14 @@ def export_hf(
     checkpoint verifies; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
     check_safetensors_installed()
     with new_folder(out_dir) as draft:
-        try:
-            with naming(step_dir):
-                reader, args = open_verified(step_dir)
-                dtypes: dict[str, torch.dtype] = {
-                    name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
-                    for name, saved in reader.manifest.tensors.items()
-                    if name.startswith(PREFIX)
-                }
-                write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
-        except BrokenCheckpoint as broken:
-            raise CheckpointError(f"{broken}; export another step.") from broken
+        with naming(step_dir, fix="; export another step."):
+            reader, args = open_verified(step_dir)
+            dtypes: dict[str, torch.dtype] = {
+                name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
+                for name, saved in reader.manifest.tensors.items()
+                if name.startswith(PREFIX)
+            }
+            write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
 
         tokenizer = copy_tokenizer(reader.manifest, draft)
         # transformers casts all weights to one type: here the narrowest that loses nothing.

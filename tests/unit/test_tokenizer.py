@@ -138,7 +138,7 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "pipe", "is not a regular file$")
     path = json_file(tmp_path / "tokenizer.json", "<s>", "</s>")
     os.mkfifo(tmp_path / "tokenizer_config.json")
-    refused(path, "a broken tokenizer_config.json beside it: is not a regular file; fix or remove")
+    refused(path, "has a broken tokenizer_config.json beside it: is not a regular file; fix or")
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:

@@ -250,12 +250,13 @@ def explain(path: Path, reason: str) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Prepend the path of a checkpoint to the reason why it cannot be read."""
+def naming(path: Path, *, fix: str = "") -> Iterator[None]:
+    """Prepend the path of a checkpoint to the reason why it cannot be read, and append a `fix`
+    unless `explain` knows a better one."""
     try:
         yield
     except BrokenCheckpoint as broken:
-        raise BrokenCheckpoint(explain(path, f"is broken: {broken}")) from broken
+        raise BrokenCheckpoint(explain(path, f"is broken: {broken}{fix}")) from broken
 
 
 def summarize(path: Path) -> CheckpointSummary:
