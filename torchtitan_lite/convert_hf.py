@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -97,10 +96,8 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
             args = model_args(read_json_object(hf_dir / "config.json"))
         flavor = fitting_flavor(args, hf_dir)
         state = map_weights(hf_dir, args)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # Rows are permuted one tensor at a time, when it is written, to avoid a full copy.
-            write_tensors(state, draft, transform=functools.partial(from_hf, args=args))
+        # Rows are permuted one tensor at a time, when it is written, to avoid a full copy.
+        write_tensors(state, draft, transform=functools.partial(from_hf, args=args))
 
         settings = {"flavor": flavor}
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
