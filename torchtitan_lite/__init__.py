@@ -19,6 +19,7 @@ for _message in (
     "FSDP2-wrapped module .* returned a view "
     "tensor",  # nothing changes the embedding's output in place
     "Warning: Profiler clears events at the end of each cycle",  # each cycle is written first
+    "torch.distributed is disabled",  # DCP within one process: no_dist asks for that
     "Profiler won't be using warmup",  # profile_freq = 1 asks for that
 ):
     warnings.filterwarnings("ignore", message=_message)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite.config import Config, dump_config
+from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import ConfigError, StorageError
 from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
@@ -310,9 +311,9 @@ def read_earlier(path: Path, *, device: str) -> list[Result]:
     """Return the rows of an earlier report. Raises ConfigError if the file has none, or is from
     another device."""
     try:
-        earlier = json.loads(path.read_text())
+        earlier = read_json_object(path)
         rows, its_device = earlier["rows"], earlier["device"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise ConfigError(f"--check {path}: {error!r}; name a file that --out wrote.") from error
     if its_device != device:
         raise ConfigError(

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import shutil
-import stat
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import sentencepiece
-import tomli
 import tomli_w
 import torch
 from torch import Tensor
@@ -37,7 +34,7 @@ from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
 )
-from torchtitan_lite.documents import read_json_object
+from torchtitan_lite.documents import parse_toml, read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.files import fsync_folder, replace_file
 from torchtitan_lite.logger import logger
@@ -66,17 +63,14 @@ def export_hf(
     checkpoint verifies; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
     check_safetensors_installed()
     with new_folder(out_dir) as draft:
-        try:
-            with naming(step_dir):
-                reader, args = open_verified(step_dir)
-                dtypes: dict[str, torch.dtype] = {
-                    name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
-                    for name, saved in reader.manifest.tensors.items()
-                    if name.startswith(PREFIX)
-                }
-                write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
-        except BrokenCheckpoint as broken:
-            raise CheckpointError(f"{broken}; export another step.") from broken
+        with naming(step_dir, fix="; export another step."):
+            reader, args = open_verified(step_dir)
+            dtypes: dict[str, torch.dtype] = {
+                name: getattr(torch, saved.dtype if dtype == "keep" else dtype)
+                for name, saved in reader.manifest.tensors.items()
+                if name.startswith(PREFIX)
+            }
+            write_weights(reader, draft, args, dtypes, max_shard_bytes=max_shard_bytes)
 
         tokenizer = copy_tokenizer(reader.manifest, draft)
         # transformers casts all weights to one type: here the narrowest that loses nothing.
@@ -102,10 +96,8 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
             args = model_args(read_json_object(hf_dir / "config.json"))
         flavor = fitting_flavor(args, hf_dir)
         state = map_weights(hf_dir, args)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # Rows are permuted one tensor at a time, when it is written, to avoid a full copy.
-            write_tensors(state, draft, transform=functools.partial(from_hf, args=args))
+        # Rows are permuted one tensor at a time, when it is written, to avoid a full copy.
+        write_tensors(state, draft, transform=functools.partial(from_hf, args=args))
 
         settings = {"flavor": flavor}
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
@@ -253,7 +245,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     """Return the tokenizer of a checkpoint's run, and copy its file if transformers can read it.
     Warns if there is none, or none that can be copied."""
     missing = "no tokenizer is exported: "
-    path = tomli.loads(manifest.config).get("model", {}).get("tokenizer_path")
+    path = parse_toml(manifest.config.encode()).get("model", {}).get("tokenizer_path")
     if not isinstance(path, str):
         logger.warning(f"{missing}the checkpoint's config names none")
         return None
@@ -316,8 +308,7 @@ def map_weights(folder: Path, args: ModelArgs) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in files:
         with hf_errors(folder / file):
-            if not stat.S_ISREG((folder / file).stat().st_mode):
-                raise ValueError("not a regular file")
+            regular_size(folder / file)  # load_file would wait for a pipe
             weights |= load_file(folder / file)
 
     # Compare them with config.json.

@@ -36,12 +36,18 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
     Raises ValueError for a file of more than `max_bytes`, and for a pipe or a device, which may
     have no end; OSError if the file cannot be read."""
+    if (size := regular_size(path)) > max_bytes:
+        raise ValueError(f"has {size} bytes, and the limit is {max_bytes}")
+    return path.read_bytes()
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a regular file in bytes. Raises ValueError for anything else, and OSError
+    if there is none."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError("not a regular file")
-    if found.st_size > max_bytes:
-        raise ValueError(f"has {found.st_size} bytes, and the limit is {max_bytes}")
-    return path.read_bytes()
+        raise ValueError("is not a regular file")
+    return found.st_size
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

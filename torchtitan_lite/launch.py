@@ -228,18 +228,17 @@ def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> signal
 
     The first one is forwarded as SIGTERM, only once: a second SIGTERM would make the agent abandon
     its workers. An agent without workers dies of SIGTERM. A second signal kills all processes."""
-    first, stopped_at = None, 0.0
+    first, duplicates_until = None, 0.0
     while agent.poll() is None:
         received = signal.sigtimedwait(signals, 0.1)
         if received is None:
             continue
         if first is None:
-            first, stopped_at = signal.Signals(received.si_signo), time.monotonic()
+            first = signal.Signals(received.si_signo)
+            duplicates_until = time.monotonic() + DUPLICATE_SECONDS
             say("stopping and saving; Ctrl-C, or another signal after 3 s, kills the run")
             agent.terminate()
-        elif (
-            received.si_signo == signal.SIGINT or time.monotonic() - stopped_at > DUPLICATE_SECONDS
-        ):
+        elif received.si_signo == signal.SIGINT or time.monotonic() > duplicates_until:
             kill(agent)
     return first
 

@@ -183,9 +183,8 @@ class Trainer:
         saves = self.checkpointer.due(step, last=last) or self.save_wanted
         if saves or last:
             self.metrics.settle()
-            error = self.metrics.skips.error(config.training.max_consecutive_skips)
-            if error is not None:  # after settling, all ranks have the same counts
-                raise error
+            if error := self.metrics.skips.error(config.training.max_consecutive_skips):
+                raise error  # after settling, all ranks have the same counts
         if config.validation.enable and (last or step % config.validation.freq == 0):
             self.validate(step)
         if saves:
@@ -303,8 +302,7 @@ class Trainer:
             while (batch := self.next_batch(batches)) is not None:
                 loss += self.loss(*batch, scale=scale)
             dist.all_reduce(loss, group=self.dp_group)
-            mean = loss.item()
-        self.metrics.write_scalars(step, {"validation_loss": mean})
+        self.metrics.write_scalars(step, {"validation_loss": loss.item()})
 
     def save_requested(self) -> bool:
         """Return whether the save request file exists, and remove it. Rank 0 only."""
@@ -319,17 +317,13 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Save the state after the last finished step."""
+        """Save the state after the last finished step, if the run folder is still this run's."""
         self.watchdog.at(self.step, "checkpoint")
-        on_rank0(self.check_run_folder)
+        folder = self.run_folder
+        on_rank0(partial(folder.check_is_ours, step=self.step) if folder else lambda: None)
         with self.metrics.outside_step("checkpoint", step=self.step):
             self.checkpointer.save(self.progress(), self.generators)
         self.saved_step, self.save_wanted = self.step, False
-
-    def check_run_folder(self) -> None:
-        """Raise StorageError if the run folder is no longer this run's. Rank 0 only."""
-        if self.run_folder is not None:
-            self.run_folder.check_is_ours(step=self.step)
 
     def progress(self) -> TrainingProgress:
         """Return the progress to store in a checkpoint of the last finished step."""
@@ -349,10 +343,6 @@ class Trainer:
         self.reported_at = time.monotonic()
         if self.run_folder is not None:
             saved = self.checkpointer.last_saved
-            last_checkpoint = None if saved is None else str(saved)
-            self.run_folder.update(
-                step=self.step,
-                last_checkpoint=last_checkpoint,
-                total_steps=self.last_step,
-                **self.metrics.progress(last_step=self.last_step),
-            )
+            known = {"last_checkpoint": saved and str(saved), "total_steps": self.last_step}
+            figures = self.metrics.progress(last_step=self.last_step)
+            self.run_folder.update(step=self.step, **known, **figures)

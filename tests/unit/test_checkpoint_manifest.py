@@ -134,7 +134,7 @@ def test_windows_held_out_are_by_store():
             {"progress": PROGRESS | {"data": {"store 1 held out": -1}}},
             r"progress\.data\.store 1 held out.*: Input should be greater",
         ),
-        ({"config": "not [ toml"}, r"config: Value error, Expected '='"),
+        ({"config": "not [ toml"}, r"config: Value error, not valid TOML: Expected '='"),
         ({"config": "a = 1"}, r"config: Value error, has a key outside of a table"),
         ({"config": "a = " + "[" * 50_000}, r".*(recursion|nest)"),
     ]

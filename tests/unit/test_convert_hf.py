@@ -426,7 +426,7 @@ def test_only_regular_files_are_imported(hf_dir: Path, name: str, kind: Any) -> 
         (hf_dir / "model.safetensors").unlink()
     (hf_dir / name).unlink(missing_ok=True)
     kind(hf_dir / name)
-    assert f"{name} cannot be imported: not a regular file; " in refusal(hf_dir)
+    assert f"{name} cannot be imported: is not a regular file; " in refusal(hf_dir)
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "[" * 900 + "]" * 900, "1e999"])
@@ -658,7 +658,7 @@ def test_a_tokenizer_that_has_no_end_is_not_read(
             world_size=1, model={}, config=tomli_w.dumps({"model": {"tokenizer_path": path}})
         )
         assert convert_hf.copy_tokenizer(manifest, tmp_path) is None
-        assert f'tokenizer_path = "{path}" not a regular file' in caplog.text
+        assert f'tokenizer_path = "{path}" is not a regular file' in caplog.text
 
 
 def test_a_config_without_a_model_names_no_tokenizer(

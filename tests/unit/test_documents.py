@@ -73,7 +73,7 @@ def test_only_small_regular_files_are_read(tmp_path):
     with pytest.raises(ValueError, match="^has 5 bytes, and the limit is 4$"):
         read_regular(tmp_path / "x", max_bytes=4)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="^not a regular file$"):
+    with pytest.raises(ValueError, match="^is not a regular file$"):
         read_regular(tmp_path / "pipe", max_bytes=4)
 
 

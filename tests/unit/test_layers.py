@@ -184,7 +184,7 @@ def test_base_that_is_no_path(tmp_path: Path) -> None:
 
 
 def test_file_that_is_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{tmp_path}: not a regular file$"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: is not a regular file$"):
         read_files(tmp_path)
 
 

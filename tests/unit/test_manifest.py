@@ -135,11 +135,11 @@ def test_a_missing_folder_is_missing_and_not_damaged(tmp_path):
 def test_pipes_are_named_and_not_waited_for(store):
     (store / "tokens-00001.bin").unlink()
     os.mkfifo(store / "tokens-00001.bin")
-    problem = "tokens-00001.bin is no regular file"
+    problem = "tokens-00001.bin is not a regular file"
     assert list(wrong_sizes(store, read_manifest(store)).values()) == [problem]
     (store / "manifest.json").unlink()
     os.mkfifo(store / "manifest.json")
-    with pytest.raises(DataError, match="is damaged: manifest.json: not a regular file"):
+    with pytest.raises(DataError, match="is damaged: manifest.json: is not a regular file"):
         read_manifest(store)
 
 

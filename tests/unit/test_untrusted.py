@@ -102,7 +102,7 @@ def test_hostile_toml_is_refused_by_name(content: str, message: str, tmp_path: P
 
 def test_a_pipe_is_no_config_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert load_or_refuse(str(tmp_path / "pipe")) == f"{tmp_path}/pipe: not a regular file"
+    assert load_or_refuse(str(tmp_path / "pipe")) == f"{tmp_path}/pipe: is not a regular file"
 
 
 def test_nesting_on_the_command_line_is_refused_by_key(tmp_path: Path) -> None:

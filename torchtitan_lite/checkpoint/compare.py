@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch
 from torch import Tensor
 
 from torchtitan_lite.config.keys import show
+from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError
 
 from .folders import naming
@@ -40,7 +40,7 @@ def config_changes(old: str, new: str) -> list[str]:
     """Return `[table] key: old -> new` for each key that differs between two configs in TOML."""
     before, after = (
         {f"[{table}] {key}": value for table in tables for key, value in tables[table].items()}
-        for tables in (tomli.loads(old), tomli.loads(new))
+        for tables in (parse_toml(old.encode()), parse_toml(new.encode()))
     )
     return changes(before, after)
 

@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli
-
+from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError, StorageError
 from torchtitan_lite.files import fsync_folder
 from torchtitan_lite.logger import logger
@@ -251,12 +250,13 @@ def explain(path: Path, reason: str) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Prepend the path of a checkpoint to the reason why it cannot be read."""
+def naming(path: Path, *, fix: str = "") -> Iterator[None]:
+    """Prepend the path of a checkpoint to the reason why it cannot be read, and append a `fix`
+    unless `explain` knows a better one."""
     try:
         yield
     except BrokenCheckpoint as broken:
-        raise BrokenCheckpoint(explain(path, f"is broken: {broken}")) from broken
+        raise BrokenCheckpoint(explain(path, f"is broken: {broken}{fix}")) from broken
 
 
 def summarize(path: Path) -> CheckpointSummary:
@@ -266,7 +266,7 @@ def summarize(path: Path) -> CheckpointSummary:
     except BrokenCheckpoint as broken:
         named = STEP.fullmatch(path.name)
         return CheckpointSummary(str(path), int(named[1]) if named else 0, [str(broken)])
-    float8 = tomli.loads(manifest.config).get("float8", {})
+    float8 = parse_toml(manifest.config.encode()).get("float8", {})
     recipe = str(float8.get("recipe_name"))
     return CheckpointSummary(
         path=str(path),

@@ -6,7 +6,6 @@ The manifest is written last: a folder without one is not a checkpoint. Does not
 import hashlib
 import platform
 import re
-import stat
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,13 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-import tomli
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
 
 from torchtitan_lite.documents import (
     STRICT,
     Count,
+    parse_toml,
     read_json_object,
+    regular_size,
     validate_document,
     write_document,
 )
@@ -45,7 +45,7 @@ FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
 
 
 def _check_tables(config: str) -> str:
-    if not all(isinstance(table, dict) for table in tomli.loads(config).values()):
+    if not all(isinstance(table, dict) for table in parse_toml(config.encode()).values()):
         raise ValueError("has a key outside of a table")
     return config
 
@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
         raise _unreadable(path, error) from error
-    except (ValueError, RecursionError) as error:  # RecursionError: TOML of very many brackets
+    except ValueError as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error}") from error
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.progress.step:
@@ -190,13 +190,12 @@ def broken_files(
         path = folder / name
         reads_it = number % world_size == rank and (hashes or not name.endswith(TENSORS_SUFFIX))
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):
-                problems.append(f"{name} is not a regular file")
-            elif found.st_size != entry.size:
-                problems.append(f"{name} has {found.st_size} bytes, not {entry.size}")
+            if (size := regular_size(path)) != entry.size:
+                problems.append(f"{name} has {size} bytes, not {entry.size}")
             elif reads_it and hash_file(path) != entry:
                 problems.append(f"{name}: its contents have changed")
+        except ValueError as error:
+            problems.append(f"{name} {error}")
         except ABSENT as error:
             problems.append(f"{name}: {error.strerror}")
         except OSError as error:

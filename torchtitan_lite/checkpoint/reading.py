@@ -17,7 +17,6 @@ import io
 import math
 import pickle
 import pickletools
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -214,10 +213,8 @@ class SafeReader(FileSystemReader):
         """Read tensors into `state`. With a `group`, all its ranks must call this; without one,
         only this process reads. Raises BrokenCheckpoint."""
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                options = {"process_group": group, "no_dist": group is None}
-                dcp.load(state, storage_reader=self, planner=SafePlanner(), **options)
+            options = {"process_group": group, "no_dist": group is None}
+            dcp.load(state, storage_reader=self, planner=SafePlanner(), **options)
         except CheckpointException as error:
             raise BrokenCheckpoint(first_failure(error)) from error
 

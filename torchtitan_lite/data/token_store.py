@@ -13,7 +13,6 @@ of the file, while a memory map would kill the process with SIGBUS.
 
 import hashlib
 import os
-import stat
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -29,6 +28,7 @@ from torchtitan_lite.documents import (
     STRICT,
     Count,
     read_json_object,
+    regular_size,
     validate_document,
     write_document,
 )
@@ -174,11 +174,10 @@ def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
     problems = {}
     for name, (size, _) in manifest.files().items():
         try:
-            found = (folder / name).stat()
-            if not stat.S_ISREG(found.st_mode):
-                problems[name] = f"{name} is no regular file"
-            elif found.st_size != size:
-                problems[name] = f"{name} has {found.st_size} bytes, not {size}"
+            if (found := regular_size(folder / name)) != size:
+                problems[name] = f"{name} has {found} bytes, not {size}"
+        except ValueError as error:
+            problems[name] = f"{name} {error}"
         except OSError as error:
             problems[name] = f"{name}: {error.strerror}"
     return problems

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tomli
 from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
@@ -55,11 +55,7 @@ def build_writers(
     if metrics.enable_wandb:
         kinds[dump_folder / "wandb"] = "folder"
     for path, kind in kinds.items():
-        if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):
-            raise ConfigError(
-                f"{path} is not a {kind}, and a run keeps one there; move it elsewhere, or name "
-                "another [job] dump_folder."
-            )
+        _check_kind(path, kind)
 
     color = wants_color(disabled=metrics.disable_color_printing)
     writers: list[Writer] = [
@@ -81,9 +77,16 @@ def build_writers(
             writers.append(tensorboard)
     if metrics.enable_wandb:
         with _left_out_if_broken(WandbWriter.spare):
-            wandb_run = WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams)
-            writers.append(wandb_run)
+            writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
     return writers
+
+
+def _check_kind(path: Path, kind: str) -> None:
+    if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):
+        raise ConfigError(
+            f"{path} is not a {kind}, and a run keeps one there; move it elsewhere, or name "
+            "another [job] dump_folder."
+        )
 
 
 @contextmanager
@@ -247,7 +250,7 @@ class WandbWriter(Writer):
                 dir=str(dump_folder),
                 id=id_file.read_text(errors="replace") if id_file.is_file() else None,
                 resume="allow",
-                config=tomli.loads(config_toml) | {"hparams": dict(hparams)},
+                config=parse_toml(config_toml.encode()) | {"hparams": dict(hparams)},
                 settings={"finish_timeout": UPLOAD_TIMEOUT_S},
             )
         except wandb.Error as error:
