@@ -302,7 +302,8 @@ class Trainer:
             while (batch := self.next_batch(batches)) is not None:
                 loss += self.loss(*batch, scale=scale)
             dist.all_reduce(loss, group=self.dp_group)
-        self.metrics.write_scalars(step, {"validation_loss": loss.item()})
+            mean = loss.item()
+        self.metrics.write_scalars(step, {"validation_loss": mean})
 
     def save_requested(self) -> bool:
         """Return whether the save request file exists, and remove it. Rank 0 only."""
@@ -319,8 +320,8 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the last finished step, if the run folder is still this run's."""
         self.watchdog.at(self.step, "checkpoint")
-        folder = self.run_folder
-        on_rank0(partial(folder.check_is_ours, step=self.step) if folder else lambda: None)
+        folder = self.run_folder  # None on other ranks
+        on_rank0(lambda: folder and folder.check_is_ours(step=self.step))
         with self.metrics.outside_step("checkpoint", step=self.step):
             self.checkpointer.save(self.progress(), self.generators)
         self.saved_step, self.save_wanted = self.step, False
