@@ -320,8 +320,12 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the last finished step, if the run folder is still this run's."""
         self.watchdog.at(self.step, "checkpoint")
-        folder = self.run_folder  # None on other ranks
-        on_rank0(lambda: folder and folder.check_is_ours(step=self.step))
+
+        def check_folder() -> None:
+            if self.run_folder is not None:
+                self.run_folder.check_is_ours(step=self.step)
+
+        on_rank0(check_folder)
         with self.metrics.outside_step("checkpoint", step=self.step):
             self.checkpointer.save(self.progress(), self.generators)
         self.saved_step, self.save_wanted = self.step, False
