@@ -24,6 +24,7 @@ from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
 
 POSITIVE = ("tps", "bandwidth", "memory")
+MOST_DEVICES = 10**6
 
 
 def main(argv: list[str]) -> None:
@@ -41,12 +42,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--json", action="store_true")
     options, words = parser.parse_known_args(argv)
 
-    if options.world_size < 1:
-        raise ConfigError(f"--world-size {options.world_size} must be at least 1")
+    if not 1 <= options.world_size <= MOST_DEVICES:
+        raise ConfigError(f"--world-size {options.world_size} must be 1 to {MOST_DEVICES}")
     for name in POSITIVE:
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value} must be a positive number")
+        if value is not None and not 1e-6 <= value <= 1e9:
+            raise ConfigError(f"--{name} {value} must be a positive number, 1e-06 to 1e+09")
 
     config = load_config(words, world_size=options.world_size)
     device = find_device(

@@ -160,6 +160,13 @@ def test_a_line_that_is_no_record_is_refused(runs: list[Path], line: str) -> Non
         read_runs(runs)
 
 
+def test_a_whole_last_line_that_is_no_record_is_refused(runs: list[Path]) -> None:
+    file = runs[0] / "metrics.jsonl"
+    file.write_text(file.read_text() + "garbage\n")
+    with pytest.raises(ConfigError, match="is not the record of a step: 'garbage'"):
+        read_runs(runs)
+
+
 @pytest.mark.parametrize("figure", ["step", "tokens", "loss", "grad_norm", "tps", "mfu"])
 @pytest.mark.parametrize("value", ["true", '"1"', "[1]", "1e999", "NaN", "1" + "0" * 400])
 def test_a_figure_of_another_type_is_refused(runs: list[Path], figure: str, value: str) -> None:

@@ -106,7 +106,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
     """
     for word in argv:
         if word != word.encode(errors="replace").decode():
-            raise ConfigError(f"{ascii(word)} on the command line is not UTF-8; rename the file")
+            raise ConfigError(f"{ascii(word)} on the command line is not UTF-8")
 
     path = ""
     layer: Layer = {}

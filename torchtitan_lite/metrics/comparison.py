@@ -69,7 +69,7 @@ def _read_records(path: Path) -> dict[str, NDArray[np.float64]]:
     try:
         if path.stat() and not path.is_file():  # reading a pipe would block
             raise OSError(errno.EINVAL, "is not a file")
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         reason = error.strerror
         raise ConfigError(f"{path}: {reason}; name a run folder, or its metrics.jsonl.") from error
@@ -79,8 +79,8 @@ def _read_records(path: Path) -> dict[str, NDArray[np.float64]]:
         try:
             records.append(list(_Record.model_validate_json(line).model_dump().values()))
         except ValidationError as error:
-            if number < len(lines):  # not the line that a live run is writing
-                shown = line[:60].decode(errors="replace")
+            if line.endswith(b"\n"):  # not the line that a live run is writing
+                shown = line[:60].decode(errors="replace").rstrip()
                 raise ConfigError(
                     f"{path}: line {number} is not the record of a step: {shown!r}"
                 ) from error

@@ -15,16 +15,16 @@ Plan = Mapping[str, Any]
 def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`, section by section."""
     if_on = "" if plan["request"]["float8_recipe"] else ", if it were on"
-    prediction, bound = plan["prediction"], plan["schedule"]["bound"]
+    prediction = plan["prediction"]
+    bounds = " without communication: rates are upper bounds, times are lower bounds"
+    bounded = bounds if plan["schedule"]["bound"] else ""
     sections = {
         "Run": _run(plan["request"], plan["peaks"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
         f"Float8, linear by linear{if_on}": _linears(plan["linears"], prediction["better_kept"]),
         "Prediction": _prediction(prediction),
         "Memory of a rank": _memory(plan["memory"]),
-        f"What to expect{f': {bound}' if bound else ''}": _schedule(
-            plan["schedule"], plan["peaks"]
-        ),
+        f"What to expect{bounded}": _schedule(plan["schedule"], plan["peaks"]),
     }
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items())
 
