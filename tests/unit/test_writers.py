@@ -293,7 +293,7 @@ def test_a_run_goes_on_when_tensorboards_disk_is_full(tmp_path, monkeypatch, log
     processor.close()
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     (warning,) = [record.getMessage() for record in log.records if record.levelname == "WARNING"]
-    assert warning.startswith("TensorBoard failed and is left out") and "No space left" in warning
+    assert warning.startswith("TensorBoard failed and is disabled") and "No space left" in warning
 
 
 def test_a_run_ends_when_its_own_disk_is_full(tmp_path):
