@@ -58,6 +58,7 @@ def read_files(path: Path) -> list[Layer]:
     """Return the settings of a file and of its chain of `base` files, from the last base on."""
     layers: list[Layer] = []
     files: list[Path] = []
+    resolved: set[Path] = set()
     while True:
         files.append(path)
         chain = " -> ".join(map(str, files))
@@ -68,8 +69,9 @@ def read_files(path: Path) -> list[Layer]:
             raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
-        if path.resolve() in [file.resolve() for file in files[:-1]]:
+        if path.resolve() in resolved:
             raise ConfigError(f"base files form a cycle: {chain}; remove one of these `base` lines")
+        resolved.add(path.resolve())
 
         base = content.pop("base", None)
         layers.insert(0, {name: Setting(value, str(path)) for name, value in _flatten(content)})
