@@ -56,6 +56,14 @@ class StorageError(RunError):
     exit_code = 7
 
 
+FINAL_EXIT_CODES = {
+    STOPPED_EXIT_CODE,
+    *(error.exit_code for error in (ConfigError, DataError, CheckpointError, NumericError)),
+}
+"""Exit codes after which torchrun's restart exits at once: the run would fail again, or the user
+stopped it."""
+
+
 def run_script(main: Callable[[list[str]], None]) -> None:
     """Call `main` with the arguments of the command line. After a RunError, print it and exit with
     its exit code."""

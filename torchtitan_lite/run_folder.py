@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, StorageError
+from torchtitan_lite.errors import FINAL_EXIT_CODES, ConfigError, RunError, StorageError
 from torchtitan_lite.files import DISK_FULL, replace_file
 from torchtitan_lite.logger import logger
 
@@ -32,9 +32,6 @@ LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # names the last run that held it, or is empty
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
 FIXABLE = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
-FINAL_EXIT_CODES = {2, 3, 4, 5, STOPPED_EXIT_CODE}
-"""Exit codes (config, data, checkpoint, numeric, stopped) after which torchrun's restart exits at
-once: it would fail again, or the user stopped the run."""
 
 
 @dataclass(frozen=True)
