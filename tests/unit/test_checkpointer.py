@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
-from torchtitan_lite.checkpoint.checkpointer import Checkpointer, find_resume, verify
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
@@ -27,6 +27,7 @@ from torchtitan_lite.checkpoint.manifest import (
     TrainingProgress,
     read_manifest,
 )
+from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
@@ -75,11 +76,11 @@ class Run:
             self.step += 1
         return losses
 
-    def save(self, *, wait: bool = True) -> None:
+    def save(self, *, wait: bool = True, last: bool = False) -> None:
         progress = TrainingProgress(
             self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0}
         )
-        self.checkpointer.save(progress, random_state(CPU))
+        self.checkpointer.save(progress, random_state(CPU), last=last)
         if wait:
             self.checkpointer.wait()
 
@@ -95,8 +96,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def resume(folder: Path, **settings: Any) -> int | None:
-    manifest = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
-    return None if manifest is None else manifest.progress.step
+    found = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
+    return None if found is None else found.progress.step
+
+
+def verified(folder: Path, step: int) -> Resume:
+    path = step_folder(folder, step)
+    return Resume(path, verify(path, hashes=True))
 
 
 @BOTH_MODES
@@ -109,10 +115,10 @@ def test_a_resumed_run_goes_on_bit_by_bit(async_mode: str, tmp_path: Path) -> No
     second = Run(tmp_path)
     torch.manual_seed(1)
     random.seed(1)
-    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert manifest is not None
-    assert manifest.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
-    second.checkpointer.load(manifest)
+    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert found is not None
+    assert found.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
+    second.checkpointer.load(found)
     assert second.train(3) == later
     assert equal(first.state(), second.state())
     assert (
@@ -202,7 +208,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path:
         CheckpointError,
         match=r"9 tensors differ .*: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]",
     ):
-        other.checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+        other.checkpointer.load(verified(tmp_path, 2))
     assert equal(other.state(), before)
 
 
@@ -211,7 +217,7 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     for _ in range(3):
         run.train(2)
         run.save()
-    Run(tmp_path).checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+    Run(tmp_path).checkpointer.load(verified(tmp_path, 2))
     assert committed_steps(tmp_path) == [2]
     assert len(list(tmp_path.glob("superseded-step-*"))) == 2
 
@@ -476,8 +482,8 @@ def test_a_random_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(2)
     run.save()
-    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert manifest is not None
+    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert found is not None
     (step_folder(tmp_path, 2) / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
     with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: "):
-        run.checkpointer.load(manifest)
+        run.checkpointer.load(found)

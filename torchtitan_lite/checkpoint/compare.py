@@ -12,6 +12,7 @@ from torch import Tensor
 from torchtitan_lite.config.keys import show
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.models.flavors import FLAVORS
 
 from .folders import naming
 from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files
@@ -53,14 +54,24 @@ def listed(differences: list[str]) -> str:
 
 def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
     """Raise CheckpointError unless the model of a checkpoint has the dimensions of this run's."""
-    # Both follow from the text, not from the weights.
+    # The first two follow from the text, not from the weights. 0.2 and earlier tied no model.
     ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))
-    # Manifests of 0.2 and earlier do not say that the model is untied.
-    if differing := changes({"tie_embeddings": False, **saved, **ignored}, {**wanted, **ignored}):
-        raise CheckpointError(
-            f"[model] {path} is of another model: {'; '.join(differing)}. Use its [model] flavor "
-            "and tokenizer_path, or name another checkpoint or another [job] dump_folder."
-        )
+    before, now = ({"tie_embeddings": False, **each, **ignored} for each in (saved, wanted))
+    if not (differing := changes(before, now)):
+        return
+
+    sizes = ((name, asdict(args)) for name, args in FLAVORS.items())
+    known = {
+        name: size | {"vocab_size": size["vocab_size"] or before.get("vocab_size")}
+        for name, size in sizes
+    }
+    fitting = [f'flavor = "{name}"' for name, size in known.items() if before == size | ignored]
+    raise CheckpointError(
+        f"[model] {path} is of another model: {'; '.join(differing)}. Use its "
+        f"{' or '.join(fitting) or 'flavor'} and tokenizer_path, or set the keys that differ to "
+        "its values (an unset rope_scaling is { factor = 1.0 }), or name another checkpoint or "
+        "another [job] dump_folder."
+    )
 
 
 def check_tensors(
@@ -72,7 +83,13 @@ def check_tensors(
         return
     part, fix = "model", "Train the model that was saved"
     if all(each.startswith("optimizer.") for each in differing):
-        part, fix = "optimizer", "Set [optimizer] state_dtype to the saved run's"
+        part, fix = (
+            "optimizer",
+            (
+                "Set [optimizer] state_dtype to the saved run's, or [checkpoint] "
+                'exclude_from_loading = ["optimizer"]'
+            ),
+        )
     raise CheckpointError(
         f"[checkpoint] {path} is of another {part}: {len(differing)} tensors differ from this "
         f"run's: {listed(differing)}. {fix}, or name another checkpoint or another [job] "
