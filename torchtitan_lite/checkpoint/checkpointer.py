@@ -290,10 +290,17 @@ def write_tensors(
     group: dist.ProcessGroup | None = None,
     copy_ahead: bool = True,
     transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    file_per_tensor: bool = False,
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
-    alone. `transform` is applied to each tensor when it is written. Raises StorageError."""
-    writer = _Writer(folder, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
+    alone. `transform` is applied to each tensor when it is written; with `file_per_tensor`, its
+    result is freed before the next, as DCP keeps all tensors of a file until the file is complete.
+    Raises StorageError."""
+    writer = _Writer(
+        folder,
+        single_file_per_rank=not file_per_tensor,
+        per_thread_copy_ahead=10_000_000 if copy_ahead else 0,
+    )
     planner = _Planner(transform)
     try:
         options = {"process_group": group, "no_dist": group is None}

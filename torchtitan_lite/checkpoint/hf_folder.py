@@ -7,7 +7,7 @@ unnoticed. Weights are mapped into memory one at a time, and nothing in the fold
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from .state import entries
 PREFIX = "model."
 """Prefix of the names of weights in a checkpoint."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Name of each data type of weights in safetensors files."""
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+"""Name in safetensors files, and bytes, of each data type of weights."""
 ROPE_BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of buffers in Llama 2's files; their values follow from config.json."""
 
@@ -54,8 +54,8 @@ def load_hf(
 
     def load() -> None:
         reader = HfReader(folder)
-        settings = ", ".join(f"{k} = {show(v)}" for k, v in model_settings(reader.args).items())
-        check_model(asdict(reader.args), asdict(args), path=folder, fix=f"Set {settings}")
+        fix = f"Set [model] {show_keys(model_settings(reader.args))}"
+        check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
         for name in reader.entries:
             reader.read_into(name, state[name])
 
@@ -69,30 +69,32 @@ class HfReader:
     def __init__(self, folder: Path) -> None:
         """Compare the headers of all files with config.json. Raises CheckpointError if they differ,
         or if a file is missing or damaged; ConfigError if safetensors is not installed."""
-        check_safetensors_installed()
-        from safetensors import safe_open  # only the [hf] extra installs it
-
+        try:
+            from safetensors import safe_open  # only the [hf] extra installs it
+        except ImportError as error:
+            fix = 'pip install "torchtitan-lite[hf]"'
+            raise ConfigError(f"the package safetensors is not installed; {fix}.") from error
         with hf_errors(folder / "config.json"):
             self.args = model_args(read_json_object(folder / "config.json"))
 
-        self._open = safe_open
-        self._files: dict[str, Path] = {}
+        # The weights in the headers of the files.
+        self._open, self._files = partial(safe_open, framework="pt"), dict[str, Path]()
         found: dict[str, TensorEntry] = {}
         for path in weight_files(folder):
             with hf_errors(path):
                 regular_size(path)  # safe_open would wait for a pipe
-                with safe_open(path, framework="pt") as file:
-                    names = [name for name in file.keys() if not name.endswith(ROPE_BUFFER)]
-                    found |= entries({name: file.get_tensor(name) for name in names})
-                self._files |= dict.fromkeys(names, path)
+                with self._open(path) as file:
+                    headers = {name: file.get_tensor(name) for name in list(file.keys())}
+            found |= entries({n: each for n, each in headers.items() if ROPE_BUFFER not in n})
+            self._files |= dict.fromkeys(headers, path)
 
-        # A tied model may store its embedding twice.
+        # The same as in a model of config.json.
         head = found.pop(HEAD, None) if self.args.tie_embeddings else None
         with hf_errors(folder / "config.json"):
-            expected = weight_shapes(self.args, most_layers=len(found))
+            shapes = weight_shapes(self.args, most_layers=len(found))
         self._names = hf_names(self.args, prefix=PREFIX)
         problems = changes(
-            {self._names[name]: shape for name, shape in expected.items()},
+            {theirs: shapes[ours] for ours, theirs in self._names.items()},
             {name: entry.shape for name, entry in found.items()},
             absent="missing",
         )
@@ -101,9 +103,9 @@ class HfReader:
             for name, entry in found.items()
             if entry.dtype not in DTYPES
         ]
-        if not problems and head is not None:
+        if head is not None and not problems:
             same = head == found[EMBEDDING] and self._map(HEAD).equal(self._map(EMBEDDING))
-            problems += [f"{HEAD}: equal to {EMBEDDING} by tie_word_embeddings -> other"] * (not same)
+            problems += [] if same else [f"{HEAD}: tied to {EMBEDDING} -> another"]
         if problems:
             raise CheckpointError(
                 f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
@@ -112,7 +114,7 @@ class HfReader:
 
     def _map(self, name: str) -> Tensor:
         # Each call maps the file for this tensor alone, so that its memory ends with it.
-        with hf_errors(self._files[name]), self._open(self._files[name], framework="pt") as file:
+        with hf_errors(self._files[name]), self._open(self._files[name]) as file:
             return file.get_tensor(name)
 
     def read(self, name: str) -> Tensor:
@@ -125,18 +127,12 @@ class HfReader:
         if isinstance(target, DTensor):
             local, start = target.to_local(), local_offset(target)
         rows, *columns = (slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
-        weight = self._map(self._names[name])[:, *columns]
+        all_rows = (slice(None), *columns)
+        weight = self._map(self._names[name])[all_rows]
         # Each of our rows of wq and wk is another one there.
         here = torch.arange(len(weight))
         there = from_hf(name, here, self.args)
         local.copy_(weight[rows if there is here else there[rows]])
-
-
-def check_safetensors_installed() -> None:
-    """Raise ConfigError unless safetensors is installed."""
-    if find_spec("safetensors") is None:
-        fix = 'pip install "torchtitan-lite[hf]"'
-        raise ConfigError(f"the package safetensors is not installed; {fix}.")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -163,13 +159,18 @@ def weight_shapes(args: ModelArgs, *, most_layers: int) -> dict[str, tuple[int, 
 def model_settings(args: ModelArgs) -> dict[str, Any]:
     """Return the keys of [model] with which a run has the dimensions `args`: a flavor, or all."""
     for flavor, dimensions in FLAVORS.items():
-        # The run sets the sequence length; the tokenizer sets a vocabulary that the flavor omits.
-        vocab_size = {} if dimensions.vocab_size else {"vocab_size": args.vocab_size}
-        if replace(dimensions, max_seq_len=args.max_seq_len, **vocab_size) == args:
-            return {"flavor": flavor, **vocab_size}
-    of_run = ("max_seq_len", "document_bos_id")
-    settings = {key: value for key, value in asdict(args).items() if key not in of_run}
-    return {"flavor": ""} | {key: value for key, value in settings.items() if value is not None}
+        # Some flavors leave the vocabulary to the tokenizer, and all leave the length to the run.
+        left: dict[str, Any] = {} if dimensions.vocab_size else {"vocab_size": args.vocab_size}
+        if replace(dimensions, max_seq_len=args.max_seq_len, **left) == args:
+            return {"flavor": flavor, **left}
+    keys = {key: value for key, value in asdict(args).items() if value is not None}
+    del keys["max_seq_len"]  # the run's
+    return {"flavor": "", **keys}
+
+
+def show_keys(settings: dict[str, Any]) -> str:
+    """Format keys of a table for a message."""
+    return ", ".join(f"{key} = {show(value)}" for key, value in settings.items())
 
 
 @contextmanager

@@ -130,10 +130,12 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     _require(kind in ("default", "llama3"), "rope_type", kind, rule)
     scaling = None
     if kind == "llama3":
-        scaling = RopeScaling(**{
-            key: _positive(rope, key, whole=isinstance(default, int))
-            for key, default in asdict(RopeScaling()).items()
-        })
+        scaling = RopeScaling(
+            **{
+                key: _positive(rope, key, whole=isinstance(default, int))
+                for key, default in asdict(RopeScaling()).items()
+            }
+        )
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         _require(high > low, "high_freq_factor", high, f"must be above low_freq_factor = {low}")
     return ModelArgs(
