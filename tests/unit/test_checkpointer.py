@@ -31,6 +31,7 @@ from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
+from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
 BOTH_MODES = pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -227,7 +228,7 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     run.train(2)
     run.save()
     new = Run(tmp_path / "b")
-    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
     state = new.state()
     assert all(
         torch.equal(state[name], tensor)
@@ -237,10 +238,10 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
     other = Run(tmp_path / "c", width=6)
     with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: dim: 4 -> 6\."):
-        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
     break_step(tmp_path / "a", 2)
     with pytest.raises(BrokenCheckpoint, match="contents have changed"):
-        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
 
 
 def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
     }
     path = write_checkpoint(tmp_path, 5, weights)
     run = Run(tmp_path / "new")
-    run.checkpointer.load_weights(path)
+    run.checkpointer.load_weights(path, ModelArgs())
     assert all(
         (weight == 0.333984375).all() and weight.dtype == torch.float32
         for weight in run.model.parameters()
@@ -266,16 +267,16 @@ def test_loaded_weights_that_are_not_finite_are_refused(tmp_path: Path, value: f
         CheckpointError,
         match=r"step-00000005 cannot .*: model\.2\.weight has 2 values that are NaN",
     ):
-        Run(tmp_path / "new").checkpointer.load_weights(path)
+        Run(tmp_path / "new").checkpointer.load_weights(path, ModelArgs())
 
 
 def test_weights_that_are_no_checkpoint(tmp_path: Path) -> None:
     checkpointer = Run(tmp_path / "run").checkpointer
-    with pytest.raises(CheckpointError, match=r"nowhere is missing$"):
-        checkpointer.load_weights(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"nowhere is missing\. It takes the folder of a "):
+        checkpointer.load_weights(tmp_path / "nowhere", ModelArgs())
     (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match=r"is a Hugging Face model; .*convert_hf\.py import"):
-        checkpointer.load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be imported: not JSON"):
+        checkpointer.load_weights(tmp_path, ModelArgs())
 
 
 def test_a_run_without_checkpoints_says_so(

@@ -31,10 +31,12 @@ from torchtitan_lite.config.keys import show
 from torchtitan_lite.errors import CheckpointError, RunError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
+from torchtitan_lite.models.flavors import ModelArgs
 
 from . import folders
 from . import state as states
 from .compare import check_model, check_tensors
+from .hf_folder import load_hf
 from .manifest import (
     CheckpointManifest,
     FileEntry,
@@ -117,13 +119,15 @@ class Checkpointer:
         without = f", without its {', '.join(resume.excluded)}" if resume.excluded else ""
         logger.info(f"resumed from {path}{without}")
 
-    def load_weights(self, path: Path) -> None:
-        """Load only weights, of any data type, from a folder of any of the KINDS. Raises
-        CheckpointError if they are broken, of another model or not finite."""
+    def load_weights(self, path: Path, args: ModelArgs) -> None:
+        """Load only weights, of any data type, of a model of dimensions `args` from a folder of any
+        of the KINDS. Raises CheckpointError if they are broken, of another model or not finite."""
         state = states.model_state(self._model)
         kind = on_rank0(lambda: folders.find_kind(path))
         if kind == "torchtitan":
             load_torchtitan(path, state, group=self.group)
+        elif kind == "Hugging Face":
+            load_hf(path, state, args, group=self.group)
         else:
             manifest = verify(path, hashes=self._settings.verify_hashes)
             check_model(manifest.model, self._manifest.model, path=path)
@@ -263,10 +267,17 @@ def write_tensors(
     group: dist.ProcessGroup | None = None,
     copy_ahead: bool = True,
     transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    file_per_tensor: bool = False,
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
-    alone. `transform` is applied to each tensor when it is written. Raises StorageError."""
-    writer = _Writer(folder, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
+    alone. `transform` is applied to each tensor when it is written; with `file_per_tensor`, its
+    result is freed before the next, as DCP keeps all tensors of a file until the file is complete.
+    Raises StorageError."""
+    writer = _Writer(
+        folder,
+        single_file_per_rank=not file_per_tensor,
+        per_thread_copy_ahead=10_000_000 if copy_ahead else 0,
+    )
     planner = _Planner(transform)
     try:
         options = {"process_group": group, "no_dist": group is None}

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchtitan_lite.config.keys import show
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.models.flavors import FLAVORS
 
 from .folders import naming
 from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files
@@ -52,26 +51,25 @@ def listed(differences: list[str]) -> str:
     return "; ".join(differences[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
 
 
-def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
-    """Raise CheckpointError unless the model of a checkpoint has the dimensions of this run's."""
+def check_model(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path, fix: str = ""
+) -> None:
+    """Raise CheckpointError, with the `fix`, unless the model of a checkpoint has the dimensions of
+    this run's."""
     # The first two follow from the text, not from the weights. 0.2 and earlier tied no model.
     ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))
     before, now = ({"tie_embeddings": False, **each, **ignored} for each in (saved, wanted))
-    if not (differing := changes(before, now)):
-        return
-
-    sizes = ((name, asdict(args)) for name, args in FLAVORS.items())
-    known = {
-        name: size | {"vocab_size": size["vocab_size"] or before.get("vocab_size")}
-        for name, size in sizes
-    }
-    fitting = [f'flavor = "{name}"' for name, size in known.items() if before == size | ignored]
-    raise CheckpointError(
-        f"[model] {path} is of another model: {'; '.join(differing)}. Use its "
-        f"{' or '.join(fitting) or 'flavor'} and tokenizer_path, or set the keys that differ to "
-        "its values (an unset rope_scaling is { factor = 1.0 }), or name another checkpoint or "
-        "another [job] dump_folder."
-    )
+    if differing := changes(before, now):
+        fix = fix or "Set [model] flavor, or these keys of it, and tokenizer_path to the saved ones"
+        if before.get("rope_scaling") is None and now.get("rope_scaling") is not None:
+            fix += (
+                " (rope_scaling = { factor = 1.0 } is none; the flavors 3-8B and 3-70B have none, "
+                "which were 8B and 70B up to version 0.2)"
+            )
+        raise CheckpointError(
+            f"[model] {path} is of another model: {'; '.join(differing)}. {fix}, or name another "
+            "checkpoint or another [job] dump_folder."
+        )
 
 
 def check_tensors(
