@@ -214,6 +214,7 @@ class CheckpointSummary:
     mesh: dict[str, int] | None = None
     float8: str | None = None
     """Float8 recipe of the run; None in bfloat16."""
+    weights_only: bool = False
 
 
 def step_folders(path: Path) -> list[Path]:
@@ -306,6 +307,7 @@ def summarize(path: Path) -> CheckpointSummary:
         world_size=manifest.world_size,
         mesh=manifest.mesh,
         float8=recipe if float8.get("enable_float8_linear") else None,
+        weights_only=manifest.has_weights_only,
     )
 
 
@@ -324,6 +326,7 @@ def format_summaries(summaries: list[CheckpointSummary]) -> str:
                 " ".join(degrees) or "-",
                 each.float8 or "no",
             ]
-        state = f"broken: {each.problems[0]}" if each.problems else "ok"
+        sound = "ok, weights only" if each.weights_only else "ok"
+        state = f"broken: {each.problems[0]}" if each.problems else sound
         rows.append([str(each.step), *cells, state])
     return format_columns(rows)

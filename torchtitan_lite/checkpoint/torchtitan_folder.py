@@ -35,6 +35,10 @@ def load_torchtitan(
 ) -> None:
     """Read the weights in `folder`, of any data type, into the model's weights `state`. Collective.
     Raises CheckpointError if they are broken or of another model."""
+    # Allows torch to load the wrapper of weights that a float8 run gathers in float8. Imported here
+    # because bf16 runs do not need it.
+    import torchao.float8.fsdp_utils  # noqa: F401
+
     with naming(folder):
         reader = open_on_all_ranks(lambda: open_torchtitan(folder))
 
