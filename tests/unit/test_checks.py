@@ -259,6 +259,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"checkpoint": {"export_dtype": "bfloat16"}},
+            '[checkpoint] export_dtype = "bfloat16" is for the save of last_save_model_only = '
+            "true, which is torchtitan's default; set that, or unset it",
+        ),
+        (
+            1,
             {"activation_checkpoint": {"mode": "memory_budget"}},
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
             "enable = true, with "

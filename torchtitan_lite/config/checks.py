@@ -247,6 +247,11 @@ def _check_run_folder(config: Config) -> Iterator[str]:
             f"[checkpoint] initial_load_path = {show(checkpoint.initial_load_path)} needs "
             "enable = true; set that, or unset it"
         )
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
+        yield (
+            f"[checkpoint] export_dtype = {show(checkpoint.export_dtype)} is for the save of "
+            "last_save_model_only = true, which is torchtitan's default; set that, or unset it"
+        )
 
     # Each part of a run needs a name of its own in the run folder.
     owners: dict[PurePosixPath, str] = {}
