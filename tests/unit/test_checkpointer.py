@@ -335,7 +335,7 @@ def test_a_run_that_ended_with_weights_alone_is_not_resumed_but_its_earlier_step
         with pytest.raises(
             CheckpointError,
             match=rf"load_step = {load_step}: .*step-00000006 has only weights, .* load_step to an "
-            r'earlier step \(there are: 2, 4\); .* initial_load_path = ".*step-00000006"',
+            r'earlier step \(there are: 2, 4\), .* initial_load_path = ".*step-00000006"',
         ):
             resume(tmp_path, load_step=load_step)
     assert resume(tmp_path, load_step=4) == 4
@@ -398,7 +398,7 @@ def test_steps_do_not_begin_again_in_a_folder_with_checkpoints_of_them(tmp_path:
     write_checkpoint(tmp_path, 5)
     with pytest.raises(
         CheckpointError,
-        match=r"exclude_from_loading = \['train_state'\]: .* set another \[job\] dump_folder",
+        match=r'exclude_from_loading = \["train_state"\]: .* set another \[job\] dump_folder',
     ):
         resume(tmp_path, exclude_from_loading=("train_state",))
 

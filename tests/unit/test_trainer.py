@@ -56,5 +56,5 @@ def test_a_request_to_save_is_answered(
         assert Trainer.save_requested(trainer) is enabled
     assert not (tmp_path / "SAVE").exists()
     assert (
-        "[checkpoint] enable = false, or load_only = true: not saved" in caplog.text
+        "SAVE: not saved: [checkpoint] enable = false or load_only = true" in caplog.text
     ) is not enabled

@@ -271,10 +271,13 @@ def find_kind(path: Path) -> str:
     for kind, patterns in KINDS.items():
         if any(fnmatch(name, pattern) for name in names for pattern in patterns):
             return kind
+    found = f"{path} {reason}"
+    with suppress(PermissionError):
+        found = explain(path, reason)
     raise CheckpointError(
-        f"[checkpoint] initial_load_path: {explain(path, reason)}. It takes the folder of a "
-        f"checkpoint of torchtitan_lite (with {MANIFEST}) or torchtitan (.metadata and .distcp "
-        "files), or of a Hugging Face model (config.json and .safetensors files)."
+        f"[checkpoint] initial_load_path: {found}. It takes the folder of a checkpoint of "
+        f"torchtitan_lite (with {MANIFEST}) or torchtitan (.metadata and .distcp files), or of a "
+        "Hugging Face model (config.json and .safetensors files)."
     )
 
 

@@ -285,7 +285,7 @@ class CheckpointConfig(Section):
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights that last_save_model_only saves."""
     load_only: bool = False
-    """Load checkpoints, and never save or rename one."""
+    """Load checkpoints, and never save one."""
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
