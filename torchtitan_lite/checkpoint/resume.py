@@ -89,8 +89,8 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
             others = ", ".join(str(other) for other in there if other != step) or "none"
             raise CheckpointError(
                 f"{wanted}: {path} has only weights, as its run had last_save_model_only = true, "
-                f"and cannot be resumed. Set load_step to an earlier step (there are: {others}), or "
-                f'start a new run in another [job] dump_folder with initial_load_path = "{path}".'
+                f"and cannot be resumed. Set load_step to an earlier step (there are: {others}), "
+                f'or in another [job] dump_folder start a run with initial_load_path = "{path}".'
             )
         return Resume(path, manifest, _excluded(checkpoint, manifest, path=path))
     if reason is None:
