@@ -3,7 +3,8 @@
 
   export STEP_DIR OUT_DIR   write a checkpoint as a model: safetensors, config.json and, if
                             transformers can read it, the tokenizer
-  import HF_DIR OUT_DIR     write a Llama 3 model as a checkpoint for [checkpoint] initial_load_path
+  import HF_DIR OUT_DIR     write a Llama model as a checkpoint; [checkpoint] initial_load_path
+                            takes either of the two folders
 
 OUT_DIR must be new or empty.
 """

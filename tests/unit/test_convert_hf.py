@@ -236,6 +236,40 @@ def test_import_then_export_is_bit_exact(
     )
 
 
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from torchtitan_lite.convert_hf import export_hf, import_hf
+
+def convert(step, out):
+    export_hf(step, out / "hf", max_shard_bytes=60_000_000)
+    import_hf(out / "hf", out / "back")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+small, large = map(Path, sys.argv[1:])
+print(-convert(small / "step", small) + convert(large / "step", large))
+"""
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    large = replace(ARGS, dim=512, n_layers=10, ffn_dim=1024)
+    for name, args in (("small", ARGS), ("large", large)):
+        state = {key: tensor for key, tensor in state_of(build(args)).items() if "model" in key}
+        save(tmp_path / name / "step", state, args)
+    paths = [str(tmp_path / name) for name in ("small", "large")]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, *paths],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    shards = [path.stat().st_size for path in (tmp_path / "large/hf").glob("*.safetensors")]
+    assert len(shards) == 2
+    assert int(result.stdout.splitlines()[-1]) < 1.2 * max(shards)
+
+
 def test_an_import_is_a_checkpoint_of_weights_alone(
     tmp_path: Path, hf_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
