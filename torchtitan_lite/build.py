@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     Config,
@@ -176,16 +177,17 @@ def build_guard(
 # ----- Data and checkpoints -----
 
 
-def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProgress:
+def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
     """Return the progress to continue from, and log the config keys that have changed.
 
     Raises CheckpointError if the checkpoint is of another model.
     """
     if resume is None:
         return NEW_RUN
-    check_model(resume.model, asdict(job.model_args), path=job.checkpoint_folder)
-    for change in config_changes(resume.config, job.to_toml()):
-        logger.info(f"since step {resume.progress.step}: {change}")
+    saved = resume.manifest
+    check_model(saved.model, asdict(job.model_args), path=resume.path)
+    for change in config_changes(saved.config, job.to_toml()):
+        logger.info(f"since step {saved.progress.step}: {change}")
     return resume.progress
 
 
@@ -207,7 +209,7 @@ def build_batches(
         seed=job.config.debug.seed,
         held_out_before=progress.held_out,
     )
-    if progress.step:
+    if progress.data:
         check_same_data(
             progress.data,
             corpus.identity(),
@@ -258,7 +260,7 @@ def build_checkpointer(
     *,
     mesh: DeviceMesh,
     device: torch.device,
-    resume: CheckpointManifest | None,
+    resume: Resume | None,
 ) -> Checkpointer:
     """Build the Checkpointer, and load the checkpoint `resume` or, in a new run, initial weights.
     Without either, load nothing."""
@@ -282,11 +284,11 @@ def build_checkpointer(
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
     if resume is not None:
-        if initial is not None:
+        if initial is not None and resume.path != Path(initial):
             logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
         checkpointer.load(resume)
     elif initial is not None:
-        checkpointer.load_weights(Path(initial))
+        checkpointer.load_weights(Path(initial), job.model_args)
     return checkpointer
 
 

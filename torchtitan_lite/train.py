@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import prepare_job
-from torchtitan_lite.checkpoint.checkpointer import find_resume
 from torchtitan_lite.checkpoint.folders import remove_drafts
-from torchtitan_lite.checkpoint.manifest import CheckpointManifest, installed_versions
+from torchtitan_lite.checkpoint.manifest import installed_versions
+from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import (
     Config,
@@ -129,17 +129,19 @@ def start_facts(config: Config) -> dict[str, str]:
     }
 
 
-def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
-    """Lock the run folder; if nothing is resumed, move an earlier run aside. A collective call.
+def open_folder(config: Config, folder: RunFolder) -> Resume | None:
+    """Lock the run folder; if nothing in it is resumed, move an earlier run aside. A collective
+    call.
 
-    Returns the manifest of the checkpoint to resume from. Raises ConfigError, and changes nothing,
+    Returns the checkpoint to go on from. Raises ConfigError, and changes nothing,
     if the folder holds files that no run wrote.
     """
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     def begin() -> None:
         initial = checkpoint.initial_load_path
-        if resume is None and initial is not None and is_within(checkpoints, initial):
+        resumes = resume is not None and resume.path.parent == checkpoints
+        if not resumes and initial is not None and is_within(checkpoints, initial):
             raise ConfigError(
                 f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = '
                 f'"{folder.path}", whose checkpoints move to previous/ when a new run starts; '
@@ -148,7 +150,7 @@ def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
         if checkpoint.enable and read_status(folder.path) is not None:
             # If the folder is a link, drafts of a killed save would block the move to previous/.
             remove_drafts(checkpoints)
-        resumed_config = None if resume is None else resume.config
+        resumed_config = resume.manifest.config if resume and resumes else None
         folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 
     # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
-from torchtitan_lite.checkpoint.checkpointer import Checkpointer, find_resume, verify
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
@@ -27,9 +27,11 @@ from torchtitan_lite.checkpoint.manifest import (
     TrainingProgress,
     read_manifest,
 )
+from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
+from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
 BOTH_MODES = pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -75,11 +77,11 @@ class Run:
             self.step += 1
         return losses
 
-    def save(self, *, wait: bool = True) -> None:
+    def save(self, *, wait: bool = True, last: bool = False) -> None:
         progress = TrainingProgress(
             self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0}
         )
-        self.checkpointer.save(progress, random_state(CPU))
+        self.checkpointer.save(progress, random_state(CPU), last=last)
         if wait:
             self.checkpointer.wait()
 
@@ -95,8 +97,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def resume(folder: Path, **settings: Any) -> int | None:
-    manifest = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
-    return None if manifest is None else manifest.progress.step
+    found = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
+    return None if found is None else found.progress.step
+
+
+def verified(folder: Path, step: int) -> Resume:
+    path = step_folder(folder, step)
+    return Resume(path, verify(path, hashes=True))
 
 
 @BOTH_MODES
@@ -109,10 +116,10 @@ def test_a_resumed_run_goes_on_bit_by_bit(async_mode: str, tmp_path: Path) -> No
     second = Run(tmp_path)
     torch.manual_seed(1)
     random.seed(1)
-    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert manifest is not None
-    assert manifest.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
-    second.checkpointer.load(manifest)
+    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert found is not None
+    assert found.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
+    second.checkpointer.load(found)
     assert second.train(3) == later
     assert equal(first.state(), second.state())
     assert (
@@ -202,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path:
         CheckpointError,
         match=r"9 tensors differ .*: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]",
     ):
-        other.checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+        other.checkpointer.load(verified(tmp_path, 2))
     assert equal(other.state(), before)
 
 
@@ -211,7 +218,7 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     for _ in range(3):
         run.train(2)
         run.save()
-    Run(tmp_path).checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+    Run(tmp_path).checkpointer.load(verified(tmp_path, 2))
     assert committed_steps(tmp_path) == [2]
     assert len(list(tmp_path.glob("superseded-step-*"))) == 2
 
@@ -221,7 +228,7 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     run.train(2)
     run.save()
     new = Run(tmp_path / "b")
-    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
     state = new.state()
     assert all(
         torch.equal(state[name], tensor)
@@ -231,10 +238,10 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
     other = Run(tmp_path / "c", width=6)
     with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: dim: 4 -> 6\."):
-        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
     break_step(tmp_path / "a", 2)
     with pytest.raises(BrokenCheckpoint, match="contents have changed"):
-        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
 
 
 def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
@@ -244,7 +251,7 @@ def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
     }
     path = write_checkpoint(tmp_path, 5, weights)
     run = Run(tmp_path / "new")
-    run.checkpointer.load_weights(path)
+    run.checkpointer.load_weights(path, ModelArgs())
     assert all(
         (weight == 0.333984375).all() and weight.dtype == torch.float32
         for weight in run.model.parameters()
@@ -260,16 +267,16 @@ def test_loaded_weights_that_are_not_finite_are_refused(tmp_path: Path, value: f
         CheckpointError,
         match=r"step-00000005 cannot .*: model\.2\.weight has 2 values that are NaN",
     ):
-        Run(tmp_path / "new").checkpointer.load_weights(path)
+        Run(tmp_path / "new").checkpointer.load_weights(path, ModelArgs())
 
 
 def test_weights_that_are_no_checkpoint(tmp_path: Path) -> None:
     checkpointer = Run(tmp_path / "run").checkpointer
-    with pytest.raises(CheckpointError, match=r"nowhere is missing$"):
-        checkpointer.load_weights(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"nowhere is missing\. It takes the folder of a "):
+        checkpointer.load_weights(tmp_path / "nowhere", ModelArgs())
     (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match=r"is a Hugging Face model; .*convert_hf\.py import"):
-        checkpointer.load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be imported: not JSON"):
+        checkpointer.load_weights(tmp_path, ModelArgs())
 
 
 def test_a_run_without_checkpoints_says_so(
@@ -476,8 +483,8 @@ def test_a_random_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(2)
     run.save()
-    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert manifest is not None
+    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert found is not None
     (step_folder(tmp_path, 2) / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
     with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: "):
-        run.checkpointer.load(manifest)
+        run.checkpointer.load(found)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from torchtitan_lite.documents import parse_toml
@@ -29,6 +30,12 @@ from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_file
 DRAFT_PREFIX = ".tmp-"
 ANY_STEP = "*/*/step-" + 8 * "[0-9]"
 """Pattern of the checkpoints of all runs in a folder."""
+KINDS = {
+    "torchtitan_lite": (MANIFEST, "rank-*.json"),
+    "torchtitan": (".metadata",),
+    "Hugging Face": ("config.json", "*.safetensors"),
+}
+"""Whose weights a folder has: patterns of files of which it has one, and none of those before."""
 MOST_NAMED = 8
 """Most folders that a message names, the last ones."""
 OURS = re.compile(
@@ -247,6 +254,27 @@ def explain(path: Path, reason: str) -> str:
     if not found:
         return f"{path} {problem}"
     return f"{path} {problem}; {there} holds {', '.join(map(str, found[-MOST_NAMED:]))}: name one"
+
+
+def find_kind(path: Path) -> str:
+    """Return the key in KINDS of the weights in the folder at `path`. Raises CheckpointError, with
+    what is there, if there are none."""
+    try:
+        names = sorted(child.name for child in path.iterdir())
+    except OSError as error:
+        names, reason = [], f"cannot be listed: {error.strerror}"
+    else:
+        tables = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # torchtitan's, within
+        held = sorted(str(table.parent) for table in tables) or names
+        reason = f"holds {', '.join(held[-MOST_NAMED:]) or 'nothing'}"
+    for kind, patterns in KINDS.items():
+        if any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            return kind
+    raise CheckpointError(
+        f"[checkpoint] initial_load_path: {explain(path, reason)}. It takes the folder of a "
+        f"checkpoint of torchtitan_lite (with {MANIFEST}) or torchtitan (.metadata and .distcp "
+        "files), or of a Hugging Face model (config.json and .safetensors files)."
+    )
 
 
 @contextmanager
