@@ -31,7 +31,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     export.add_argument("out_dir", type=Path, help="folder to make")
     export.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "keep"),
+        choices=("float32", "bfloat16", "float16", "keep"),
         default="keep",
         help="type of the weights (keep: as saved)",
     )

@@ -49,6 +49,7 @@ from torchtitan_lite.files import fsync_folder, replace_file
 from torchtitan_lite.logger import logger
 from torchtitan_lite.models.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import hf_config, hf_names, model_args, to_hf
+from torchtitan_lite.models.init import all_finite
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an exported model, unless one tensor is larger."""
@@ -58,7 +59,7 @@ def export_hf(
     step_dir: Path,
     out_dir: Path,
     *,
-    dtype: Literal["float32", "bfloat16", "keep"] = "keep",
+    dtype: Literal["float32", "bfloat16", "float16", "keep"] = "keep",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face model into a new folder.
@@ -244,6 +245,9 @@ def write_safetensors(
         for name in order:
             weight = to_hf(name, reader.read_whole([name])[name], args)
             weight = weight.to(getattr(torch, weights[name].dtype))
+            if not all_finite(weight):
+                rule = f"has values that {weights[name].dtype} cannot hold; use float32 or bfloat16"
+                raise CheckpointError(f"{name} {rule}.")
             file.write(weight.flatten().view(torch.uint8).numpy().data)
 
 

@@ -259,6 +259,23 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"checkpoint": {"last_save_in_hf": True}},
+            "[checkpoint] last_save_in_hf = true needs enable = true; set that, or unset it",
+        ),
+        (
+            1,
+            {"checkpoint": {"enable": True, "last_save_in_hf": True, "load_only": True}},
+            "[checkpoint] last_save_in_hf = true, and load_only = true saves nothing; set one of "
+            "them to false",
+        ),
+        (
+            1,
+            {"checkpoint": {"enable": True, "initial_load_in_hf": True}},
+            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
+            "or [model] tokenizer_path to the folder of the Hugging Face model",
+        ),
+        (
+            1,
             {"activation_checkpoint": {"mode": "memory_budget"}},
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
             "enable = true, with "

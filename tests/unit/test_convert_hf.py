@@ -198,6 +198,18 @@ def test_export_as_bfloat16(tmp_path: Path, step_dir: Path) -> None:
     assert logit_difference(rounded, load(tmp_path / "out", dtype=torch.float32)) < 1e-5
 
 
+def test_an_export_in_a_type_that_cannot_hold_the_weights(tmp_path: Path) -> None:
+    state = state_of(build(ARGS))
+    state["model.norm.weight"][3] = 70000.0
+    folder = save(tmp_path / "step", state, ARGS)
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.norm\.weight has values that float16 cannot hold; use float32",
+    ):
+        export_hf(folder, tmp_path / "out", dtype="float16")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_export_of_mixed_types_keeps_each_and_names_the_wider(tmp_path: Path) -> None:
     model = build(ARGS)
     state = {name: t if "norm" in name else t.bfloat16() for name, t in state_of(model).items()}

@@ -242,10 +242,19 @@ def _check_training(config: Config) -> Iterator[str]:
 
 def _check_run_folder(config: Config) -> Iterator[str]:
     checkpoint, profiling = config.checkpoint, config.profiling
-    if checkpoint.initial_load_path is not None and not checkpoint.enable:
+    for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
+        if (value := getattr(checkpoint, key)) and not checkpoint.enable:
+            yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
+    if checkpoint.last_save_in_hf and checkpoint.load_only:
         yield (
-            f"[checkpoint] initial_load_path = {show(checkpoint.initial_load_path)} needs "
-            "enable = true; set that, or unset it"
+            "[checkpoint] last_save_in_hf = true, and load_only = true saves nothing; set one of "
+            "them to false"
+        )
+    no_folder = checkpoint.initial_load_path is None and not config.model.tokenizer_path
+    if checkpoint.initial_load_in_hf and no_folder:
+        yield (
+            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
+            "or [model] tokenizer_path to the folder of the Hugging Face model"
         )
 
     # Each part of a run needs a name of its own in the run folder.
