@@ -265,8 +265,7 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"checkpoint": {"enable": True, "last_save_in_hf": True, "load_only": True}},
-            "[checkpoint] last_save_in_hf = true, and load_only = true saves nothing; set one of "
-            "them to false",
+            "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one",
         ),
         (
             1,

@@ -246,10 +246,7 @@ def _check_run_folder(config: Config) -> Iterator[str]:
         if (value := getattr(checkpoint, key)) and not checkpoint.enable:
             yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
     if checkpoint.last_save_in_hf and checkpoint.load_only:
-        yield (
-            "[checkpoint] last_save_in_hf = true, and load_only = true saves nothing; set one of "
-            "them to false"
-        )
+        yield "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one"
     no_folder = checkpoint.initial_load_path is None and not config.model.tokenizer_path
     if checkpoint.initial_load_in_hf and no_folder:
         yield (
