@@ -283,6 +283,8 @@ def build_checkpointer(
 
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
+    if initial is None and settings.initial_load_in_hf:
+        initial = job.config.model.tokenizer_path
     if resume is not None:
         if initial is not None and resume.path != Path(initial):
             logger.info("[checkpoint] initial_load_path is ignored: this run resumes")

@@ -246,10 +246,8 @@ def write_safetensors(
             weight = to_hf(name, reader.read_whole([name])[name], args)
             weight = weight.to(getattr(torch, weights[name].dtype))
             if not all_finite(weight):
-                raise CheckpointError(
-                    f"{name} has values beyond the range of {weights[name].dtype}; export the "
-                    "checkpoint as bfloat16 or float32."
-                )
+                rule = f"has values that {weights[name].dtype} cannot hold; use float32 or bfloat16"
+                raise CheckpointError(f"{name} {rule}.")
             file.write(weight.flatten().view(torch.uint8).numpy().data)
 
 

@@ -444,6 +444,15 @@ def test_a_new_run_cannot_go_on_from_weights_alone(kind: str, tmp_path: Path) ->
         resume(tmp_path / "run", initial_load_path=str(path), initial_load_model_only=False)
 
 
+def test_any_but_a_hugging_face_model_can_be_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 5, states.model_state(Run(tmp_path).model))
+    checkpointer = Run(tmp_path / "new", initial_load_in_hf=True).checkpointer
+    with pytest.raises(
+        CheckpointError, match=r"initial_load_in_hf = true: .*05 is of torchtitan_lite; set it to"
+    ):
+        checkpointer.load_weights(path, ModelArgs())
+
+
 def test_a_run_without_checkpoints_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -180,9 +180,13 @@ def test_only_drafts_are_removed(folder):
     (folder / ".tmp-step-7").mkdir()
     (folder / ".tmp-step-00000070").touch()
     (folder / "step-00000080").mkdir()
+    (folder / ".tmp-step-00000080-hf" / "deeper").mkdir(parents=True)
+    (folder / ".tmp-step-00000090-hf").touch()
+    (folder / ".tmp-step-00000080-hf-mine").mkdir()
     remove_drafts(folder)
+    foreign = ["step-00000070", "step-00000080-hf-mine", "step-00000090-hf", "step-7"]
     steps = [f"step-000000{step}" for step in (10, 20, 30, 40, 80)]
-    assert names(folder) == [".tmp-step-00000070", ".tmp-step-7", *steps]
+    assert names(folder) == [*(f".tmp-{name}" for name in foreign), *steps]
     remove_drafts(folder / "missing")
 
 
@@ -374,10 +378,14 @@ def test_a_kill_while_pruning_leaves_whole_checkpoints_or_none(originals, tmp_pa
 
 def test_later_steps_are_set_aside(folder, caplog):
     caplog.set_level(logging.INFO)
+    for step in (20, 30):
+        (folder / f"step-000000{step}-hf").mkdir()
     set_aside_after(folder, 20)
     assert committed_steps(folder) == [10, 20]
+    assert [path.name for path in folder.glob("step-*-hf")] == ["step-00000020-hf"]
+    assert len(list(folder.glob("superseded-step-00000030-hf-*"))) == 1
     for step in (30, 40):
-        [aside] = folder.glob(f"superseded-step-000000{step}-*")
+        [aside] = folder.glob(f"superseded-step-000000{step}-[0-9]*")
         assert find_problems(aside, hashes=True) == []
         assert f"step-000000{step} is of a run past step 20: kept as {aside}" in caplog.text
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_llamas import ARGS, FAMILIES, SCALING, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -17,20 +18,6 @@ from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
 from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(
-    dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
-)
-SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
-FAMILIES = {
-    "Llama 3": ARGS,
-    "Llama 3.1": replace(ARGS, rope_scaling=SCALING),
-    "Llama 3.2": replace(ARGS, rope_scaling=replace(SCALING, factor=32.0), tie_embeddings=True),
-    # No grouped queries; a head of 6 dimensions is 3 pairs.
-    "Llama 2": replace(ARGS, dim=48, n_kv_heads=8, rope_theta=10000.0, norm_eps=1e-6),
-    "one key-value head": replace(ARGS, n_kv_heads=1, rope_scaling=SCALING),
-}
 LLAMA_3_1_8B = {  # as it was published, without what is of no consequence here
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -108,12 +95,7 @@ def logits_and_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Those of our model and of transformers', by transformers' names, with the same weights and
     tokens in `dtype`."""
-    model, generator = Transformer(args), torch.Generator().manual_seed(1)
-    for (
-        weight
-    ) in model.parameters():  # a new model's norms are alike, and its attention is next to none
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
-    model = to_dtype(model, dtype)
+    model = to_dtype(build(args), dtype)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(args)))
     names = hf_names(args)
     weights = {
@@ -123,7 +105,7 @@ def logits_and_gradients(
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     llama.load_state_dict(weights)  # strict: all names, no other
     llama = to_dtype(llama, dtype)
-    tokens, labels = torch.randint(0, 50, (2, 2, 48), generator=generator)
+    tokens, labels = torch.randint(0, 50, (2, 2, 48), generator=torch.Generator().manual_seed(1))
     ours, theirs = {"logits": model(tokens)}, {"logits": llama(tokens).logits}
     for logits in (ours["logits"], theirs["logits"]):
         cross_entropy(logits.float().flatten(0, 1), labels.flatten()).backward()

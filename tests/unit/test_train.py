@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sample_checkpoints import CONFIG, write_checkpoint
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError
 
+from torchtitan_lite import train
 from torchtitan_lite.config import CheckpointConfig, Config, JobConfig, MetricsConfig
 from torchtitan_lite.errors import (
     CheckpointError,
@@ -32,6 +34,37 @@ def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
     files = ["metrics.jsonl", "numerics.jsonl", "peaks.json", "wandb"]
     assert entries == [*files, "checkpoint", "curves", "profile_traces", "memory_snapshot"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "float32"),
+        ({"export_dtype": "bfloat16"}, "bfloat16"),
+        ({"export_dtype": "bfloat16", "last_save_model_only": True}, "keep"),  # it has the type
+    ],
+)
+def test_the_last_checkpoint_is_exported_in_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], dtype: str
+) -> None:
+    exports: list[tuple[Path, Path, str]] = []
+    monkeypatch.setattr(train, "export_hf", lambda *paths, dtype: exports.append((*paths, dtype)))
+    saved, exported = tmp_path / "step-00000020", tmp_path / "step-00000020-hf"
+    trainer: Any = SimpleNamespace(
+        checkpointer=SimpleNamespace(last_saved=saved),
+        config=Config(checkpoint=CheckpointConfig(enable=True, last_save_in_hf=True, **keys)),
+        first_step=1,
+        last_step=20,
+    )
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)]
+
+    # Started again, the run exports what is missing only.
+    trainer.first_step = 21
+    train.export_last(trainer)
+    exported.mkdir()
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)] * 2
 
 
 @pytest.fixture

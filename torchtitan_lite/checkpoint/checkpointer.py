@@ -126,6 +126,11 @@ class Checkpointer:
         of the KINDS. Raises CheckpointError if they are broken, of another model or not finite."""
         state = states.model_state(self._model)
         kind = on_rank0(lambda: folders.find_kind(path))
+        if self._settings.initial_load_in_hf and kind != "Hugging Face":
+            raise CheckpointError(
+                f"[checkpoint] initial_load_in_hf = true: {path} is of {kind}; set it to false, or "
+                "name the folder of a Hugging Face model (config.json and .safetensors files)."
+            )
         if kind == "torchtitan":
             load_torchtitan(path, state, group=self.group)
         elif kind == "Hugging Face":

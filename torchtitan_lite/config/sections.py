@@ -283,7 +283,9 @@ class CheckpointConfig(Section):
     last_save_model_only: bool = False
     """Save only weights at the end of the run, which then cannot be resumed or extended."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the weights that last_save_model_only saves."""
+    """Data type of the weights that last_save_model_only and last_save_in_hf save."""
+    last_save_in_hf: bool = False
+    """Save the weights at the end of the run as a Hugging Face model too, in folder step-...-hf."""
     load_only: bool = False
     """Load checkpoints, and never save one."""
     keep_latest_k: Whole = 10
@@ -294,6 +296,8 @@ class CheckpointConfig(Section):
     """Step to resume from, and no other; -1: the newest that verifies, if any; 0: a new run."""
     initial_load_path: Folder | None = None
     """Weights for a new run: folder of a checkpoint, also torchtitan's, or a Hugging Face model."""
+    initial_load_in_hf: bool = False
+    """Refuse any but a Hugging Face model; without initial_load_path it is model.tokenizer_path."""
     initial_load_model_only: bool = True
     """false: a new run goes on from all that the checkpoint at initial_load_path has."""
     exclude_from_loading: Annotated[tuple[ExcludedState, ...], Strict(False)] = ()
