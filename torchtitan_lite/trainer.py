@@ -207,9 +207,8 @@ class Trainer:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
         schedule = self.config.lr_scheduler.model_dump()
-        position = step - self.schedule_start
-        factor = lr_factor(position, training_steps=self.last_step, **schedule)
-        lr = self.config.optimizer.lr * factor
+        at = step - self.schedule_start
+        lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -316,8 +315,7 @@ class Trainer:
             return False
         request.unlink(missing_ok=True)
         if not self.checkpointer.saves:
-            reason = "[checkpoint] enable = false, or load_only = true"
-            logger.warning(f"{request} asks for a save, but {reason}: not saved")
+            logger.warning(f"{request}: not saved: [checkpoint] enable = false or load_only = true")
             return False
         logger.info(f"{request} asks for a save")
         return True
@@ -332,8 +330,8 @@ class Trainer:
 
         on_rank0(check_folder)
         with self.metrics.outside_step("checkpoint", step=self.step):
-            last = self.step == self.last_step
-            self.checkpointer.save(self.progress(), self.generators, last=last)
+            done = self.step == self.last_step
+            self.checkpointer.save(self.progress(), self.generators, last=done)
         self.saved_step, self.save_wanted = self.step, False
 
     def progress(self) -> TrainingProgress:

@@ -255,6 +255,39 @@ def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert not (folder / "SAVE").exists()
 
 
+def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
+    straight: Path, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    weights = ["--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16"]
+    finish(folder, f"{STEPS}=4", "--checkpoint.enable_first_step_checkpoint", *weights)
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (1, 2, 4)]
+    tensors = SafeReader(checkpoint(folder, 4)).tensors
+    assert {entry.dtype for entry in tensors.values()} == {"bfloat16"} and len(tensors) == 21
+    code, cause = fail(folder, f"{STEPS}=6")
+    assert code == 4
+    assert re.search(r"step-00000004 has only weights, .* \(there are: 1, 2\)", cause)
+
+    # Another run goes on from all of its second step.
+    initial = f"--checkpoint.initial_load_path={checkpoint(folder, 2)}"
+    settings = [initial, "--checkpoint.initial_load_model_only=false", "--checkpoint.load_only"]
+    finish(other, f"{STEPS}=6", *settings, faults=[NOTE])
+    assert not (other / "checkpoint").exists()
+    losses = {step: line["loss"] for step, line in records(other).items()}
+    assert losses == {step: records(straight)[step]["loss"] for step in range(3, 7)}
+    assert samples(other) == {step: samples(straight)[step] for step in range(3, 7)}
+
+    # And one with the data and the learning rate of the first steps.
+    afresh, excluded = (
+        tmp_path / "afresh",
+        "--checkpoint.exclude_from_loading=lr_scheduler,dataloader",
+    )
+    finish(afresh, f"{STEPS}=4", *settings, excluded, faults=[NOTE])
+    rates = {step: line["lr"] for step, line in records(afresh).items()}
+    assert rates == {step + 2: records(straight)[step]["lr"] for step in (1, 2)}
+    assert samples(afresh) == {step + 2: samples(straight)[step] for step in (1, 2)}
+
+
 def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path) -> None:
     import transformers  # takes seconds
 

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.folders import (
     commit,
     committed_steps,
     draft_folder,
+    find_kind,
     find_problems,
     named_steps,
     prune,
@@ -22,7 +23,7 @@ from torchtitan_lite.checkpoint.folders import (
     step_folder,
 )
 from torchtitan_lite.checkpoint.manifest import MANIFEST
-from torchtitan_lite.errors import StorageError
+from torchtitan_lite.errors import CheckpointError, StorageError
 
 
 class Killed(BaseException):
@@ -413,3 +414,42 @@ def test_a_disk_that_fails_raises_a_storage_error(folder, monkeypatch, action):
         match=r"^\[checkpoint\] .*checkpoint.* cannot be written: No space left on devic",
     ):
         action(folder)
+
+
+def test_the_kind_of_a_folder_is_told_by_its_files(folder, tmp_path):
+    for name, kind in (
+        ("manifest.json", "torchtitan_lite"),
+        ("rank-00000.json", "torchtitan_lite"),  # without its manifest, it is broken
+        (".metadata", "torchtitan"),
+        ("config.json", "Hugging Face"),
+        ("model-00001-of-00002.safetensors", "Hugging Face"),
+    ):
+        path = tmp_path / f"with {name}"
+        path.mkdir()
+        (path / name).touch()
+        assert find_kind(path) == kind
+    assert find_kind(step_folder(folder, 10)) == "torchtitan_lite"
+
+
+def test_what_has_no_weights_is_said_with_what_is_there(folder, tmp_path):
+    empty, other, file, theirs = (tmp_path / name for name in ("empty", "other", "file", "theirs"))
+    for path in (empty, other):
+        path.mkdir()
+    (other / "notes.txt").touch()
+    file.touch()
+    (theirs / "checkpoint/step-100").mkdir(parents=True)
+    (theirs / "checkpoint/step-100/.metadata").touch()
+    kinds = (
+        r" It takes the folder of a checkpoint of torchtitan_lite \(with manifest\.json\) or "
+        r"torchtitan \(\.metadata .*\), or of a Hugging Face model \(config\.json "
+    )
+    for path, reason in (
+        (empty, "empty holds nothing"),
+        (other, r"other holds notes\.txt"),
+        (file, "file cannot be listed: Not a directory"),
+        (tmp_path / "none/x", "none/x is missing; .*step-00000010, .*: name one"),
+        (theirs, "theirs holds .*/theirs/checkpoint/step-100"),
+        (folder, "is no checkpoint; .* holds .*/step-00000010, .*: name one"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"initial_load_path: .*{reason}\.{kinds}"):
+            find_kind(path)

@@ -121,6 +121,24 @@ def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -
     )  # a run that resumes does not use it
 
 
+def test_a_run_that_goes_on_from_another_run_moves_an_earlier_one_aside(
+    world: None, tmp_path: Path
+) -> None:
+    initial = write_checkpoint(tmp_path / "other", 10)
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint", 20)
+    (run / "config.toml").write_text(CONFIG)
+    assert opened_step(run) == 20
+    settings: Any = {"initial_load_path": str(initial), "initial_load_model_only": False}
+    assert opened_step(run, **settings) == 20
+    assert opened_step(run, load_step=0, **settings) == 10
+    (earlier,) = (run / "previous").iterdir()
+    assert names(earlier / "checkpoint") == ["step-00000020"]
+    moved = str(earlier / "checkpoint/step-00000020")
+    assert opened_step(run, **settings | {"initial_load_path": moved}) == 20
+    assert (earlier / "checkpoint/step-00000020").is_dir()
+
+
 def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path) -> None:
     path, disk = tmp_path / "run", tmp_path / "disk"
     path.mkdir()

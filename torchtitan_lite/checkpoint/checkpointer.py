@@ -100,10 +100,12 @@ class Checkpointer:
         """Load a checkpoint into model, optimizer and random generators. If it is of this run, set
         later ones aside. Raises CheckpointError if it is of another model."""
         path, manifest = resume.path, resume.manifest
-        state, saved = states.training_state(self._model, self._optimizer), manifest.tensors
         if "optimizer" in resume.excluded:
             state = states.model_state(self._model)
-            saved = {name: entry for name, entry in saved.items() if name.startswith("model.")}
+        else:
+            state = states.training_state(self._model, self._optimizer)
+        excluded = tuple(f"{name}." for name in resume.excluded)
+        saved = {name: e for name, e in manifest.tensors.items() if not name.startswith(excluded)}
         check_tensors(saved, states.entries(state), path=path)
         self._read(path, state)
 

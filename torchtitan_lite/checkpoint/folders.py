@@ -224,6 +224,7 @@ class CheckpointSummary:
     mesh: dict[str, int] | None = None
     float8: str | None = None
     """Float8 recipe of the run; None in bfloat16."""
+    weights_only: bool = False
 
 
 def step_folders(path: Path) -> list[Path]:
@@ -280,10 +281,13 @@ def find_kind(path: Path) -> str:
     for kind, patterns in KINDS.items():
         if any(fnmatch(name, pattern) for name in names for pattern in patterns):
             return kind
+    found = f"{path} {reason}"
+    with suppress(PermissionError):
+        found = explain(path, reason)
     raise CheckpointError(
-        f"[checkpoint] initial_load_path: {explain(path, reason)}. It takes the folder of a "
-        f"checkpoint of torchtitan_lite (with {MANIFEST}) or torchtitan (.metadata and .distcp "
-        "files), or of a Hugging Face model (config.json and .safetensors files)."
+        f"[checkpoint] initial_load_path: {found}. It takes the folder of a checkpoint of "
+        f"torchtitan_lite (with {MANIFEST}) or torchtitan (.metadata and .distcp files), or of a "
+        "Hugging Face model (config.json and .safetensors files)."
     )
 
 
@@ -316,6 +320,7 @@ def summarize(path: Path) -> CheckpointSummary:
         world_size=manifest.world_size,
         mesh=manifest.mesh,
         float8=recipe if float8.get("enable_float8_linear") else None,
+        weights_only=manifest.has_weights_only,
     )
 
 
@@ -334,6 +339,7 @@ def format_summaries(summaries: list[CheckpointSummary]) -> str:
                 " ".join(degrees) or "-",
                 each.float8 or "no",
             ]
-        state = f"broken: {each.problems[0]}" if each.problems else "ok"
+        sound = "ok, weights only" if each.weights_only else "ok"
+        state = f"broken: {each.problems[0]}" if each.problems else sound
         rows.append([str(each.step), *cells, state])
     return format_columns(rows)

@@ -99,6 +99,16 @@ class _TableUnpickler(pickle.Unpickler):
         return _Record
 
 
+def _unpickle(content: bytes) -> _Record:
+    """Return the record of a pickled table. Raises any error."""
+    # genops also rejects a length beyond the end, which the unpickler would allocate first.
+    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
+    if by_number := opcodes & MEMO_BY_NUMBER:
+        opcode = min(by_number)
+        raise BrokenCheckpoint(f"holds the opcode {opcode}, which no table of tensors does")
+    return _TableUnpickler(io.BytesIO(content)).load()
+
+
 def read_table(
     folder: Path,
     sizes: Mapping[str, int],
@@ -115,13 +125,7 @@ def read_table(
         if written and written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
             raise BrokenCheckpoint("its contents have changed")
 
-        # genops also rejects a length beyond the end, which the unpickler would allocate first.
-        opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
-        if by_number := opcodes & MEMO_BY_NUMBER:
-            opcode = min(by_number)
-            raise BrokenCheckpoint(f"holds the opcode {opcode}, which no table of tensors does")
-
-        table = _TableUnpickler(io.BytesIO(content)).load().fields
+        table = _unpickle(content).fields
         places = {
             MetadataIndex(name, _size(key.fields["offset"])): _place(place, sizes)
             for key, place in table["storage_data"].items()

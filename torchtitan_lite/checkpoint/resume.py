@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.config.keys import show
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.logger import logger
@@ -87,10 +88,9 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
         if manifest.has_weights_only:
             others = ", ".join(str(other) for other in there if other != step) or "none"
             raise CheckpointError(
-                f"{wanted}: {path} has only weights, because its run ended with "
-                "last_save_model_only = true, and cannot be resumed. To train on, set load_step "
-                f"to an earlier step (there are: {others}); to start a new run with its weights, "
-                f'set initial_load_path = "{path}" and another [job] dump_folder.'
+                f"{wanted}: {path} has only weights, as its run had last_save_model_only = true, "
+                f"and cannot be resumed. Set load_step to an earlier step (there are: {others}), "
+                f'or in another [job] dump_folder start a run with initial_load_path = "{path}".'
             )
         return Resume(path, manifest, _excluded(checkpoint, manifest, path=path))
     if reason is None:
@@ -108,7 +108,7 @@ def _excluded(
     """Return what is not loaded from a checkpoint of the run's own folder. Raises CheckpointError
     if that includes its steps, because the steps after it have folders there already."""
     excluded = checkpoint.exclude_from_loading
-    wanted = f"[checkpoint] exclude_from_loading = {list(excluded)}"
+    wanted = f"[checkpoint] exclude_from_loading = {show(excluded)}"
     # Started again with the same keys, a run that has excluded them goes on from its own state.
     saved = parse_toml(manifest.config.encode()).get("checkpoint", {})
     if excluded and saved.get("exclude_from_loading") == list(excluded):

@@ -287,7 +287,7 @@ class CheckpointConfig(Section):
     last_save_in_hf: bool = False
     """Save the weights at the end of the run as a Hugging Face model too, in folder step-...-hf."""
     load_only: bool = False
-    """Load checkpoints, and never save or rename one."""
+    """Load checkpoints, and never save one."""
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
