@@ -17,6 +17,7 @@ RUNS = {
     2: {
         "FSDP": [],
         "FSDP, all_gather": RECIPES["all_gather"],
+        "FSDP, tied": ["--model.tie_embeddings=true"],
         **{f"TP, {recipe}": [*RECIPES[recipe], TP] for recipe in ("bf16", "tensorwise", "rowwise")},
     },
     4: {"FSDP x TP": [TP], "HSDP, all_gather": [*FLOAT8_GATHER, HSDP]},
@@ -46,7 +47,9 @@ def test_weights_are_the_same_on_any_mesh(models: Callable[[int], dict[str, Any]
     assert [other["weights"] for other in others] == [one] * 3
 
 
-@pytest.mark.parametrize(("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1)])
+@pytest.mark.parametrize(
+    ("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1), ("FSDP, tied", 2)]
+)
 def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     name: str, bytes_per_weight: int, models: Callable[[int], dict[str, Any]]
 ) -> None:
@@ -59,8 +62,9 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     norms, embedding, output = 2 * DIM * 2, VOCABULARY * DIM * 2, (VOCABULARY * DIM + DIM) * 2
     block = (weights * bytes_per_weight + norms) // 2  # each of two ranks sends half
     # Forward, and the first block again for the backward: the second and the output stay whole in
-    # between, and the embedding's backward takes no weights.
-    assert sorted(gathered) == sorted([block] * 3 + [embedding // 2, output // 2])
+    # between, and the embedding's backward takes no weights. Tied, both ends are gathered once.
+    ends = [output // 2] if "tied" in name else [embedding // 2, output // 2]
+    assert sorted(gathered) == sorted([block] * 3 + ends)
 
 
 @pytest.mark.parametrize(
