@@ -11,9 +11,9 @@ from matrix import RECIPES, STEPS, TOLERANCE, TP, TWO
 from torchtitan_lite.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.timeout(300)
-COMMON = ["--model.flavor=tied", "--lr_scheduler.total_steps=10", "--optimizer.lr=5e-4"]
+COMMON = ["--model.flavor=tied", "--lr_scheduler.total_steps=10", "--optimizer.lr=5e-4", TWO]
 FLOAT8 = RECIPES["all_gather"]
-SPLIT = [f"{TP}=2", TWO]
+SPLIT = [f"{TP}=2"]
 GATHERED = "--parallelism.disable_loss_parallel"
 RUNS = {
     "FSDP": [],
