@@ -204,7 +204,7 @@ def _recipes(having: Callable[[Recipe], bool]) -> str:
 
 
 def _check_training(config: Config) -> Iterator[str]:
-    training, validation, optimizer = config.training, config.validation, config.optimizer
+    training, optimizer = config.training, config.optimizer
     if training.datasets and training.dataset_path:
         yield (
             f"[training] dataset_path = {show(training.dataset_path)} is set, and so is datasets, "
@@ -214,11 +214,6 @@ def _check_training(config: Config) -> Iterator[str]:
         resolve_shares(training.datasets)
     except ConfigError as error:
         yield str(error)
-    if validation.dataset and validation.dataset_path:
-        yield (
-            f"[validation] dataset = {show(validation.dataset)} and dataset_path = "
-            f"{show(validation.dataset_path)} are both set; unset one"
-        )
 
     if 0 < training.loss_spike_factor <= 1:
         yield (

@@ -114,9 +114,9 @@ class DatasetConfig(Section):
 
 class TrainingConfig(Section):
     dataset: DatasetName = "pystdlib"
-    """Dataset, if dataset_path is unset; pystdlib: the source of Python's standard library."""
+    """Dataset, if dataset_path is unset: Python's standard library, or c4 (needs dataset_path)."""
     dataset_path: Name | None = None
-    """Token store, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet; unset: dataset."""
+    """Token store, or text: .txt .md .rst .py .jsonl .json (.gz, .zst) .parquet; unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
     """Instead of dataset_path, several: [[training.datasets]], each a path and a weight (1.0)."""
     text_field: Name = "text"
@@ -267,7 +267,7 @@ class ValidationConfig(Section):
     steps: Count = 16
     """Batches of local_batch_size sequences per validation, divided among data-parallel ranks."""
     dataset: DatasetName | None = None
-    """Named dataset; with dataset_path unset too: windows held out of the training data."""
+    """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
     dataset_path: Name | None = None
     """Token store or text to validate on, as in training.dataset_path."""
 

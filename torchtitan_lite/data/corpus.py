@@ -104,12 +104,14 @@ def open_data(
     the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
     cache's disk is full."""
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
+    option = f"--{table.strip('[]')}.{key}" if key == "dataset_path" else key
     try:
         if row.path.startswith(HF_PREFIX):
-            raise DataError(
-                "training reads no Hugging Face dataset; make a store of it: "
-                f"scripts/prepare_data.py make {path or dataset} STORE"
-            )
+            ways = _ways_out(row, option)
+            raise DataError(f"training reads no Hugging Face dataset; {ways}")
+        if row.sample_of and not Path(row.path).exists():
+            ways = _ways_out(DATASETS[row.sample_of], option)
+            raise DataError(f"{row.path} is in torchtitan's repository, not here; {ways}")
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path).expanduser()):
             return _check_tokenizer(TokenStore(folder), tokenizer)
@@ -117,6 +119,16 @@ def open_data(
     except (DataError, StorageError) as error:
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise type(error)(f"{table} {setting}: {error}") from error
+
+
+def _ways_out(row: NamedDataset, option: str) -> str:
+    """Say how to read a Hugging Face dataset: as files, or as a store of it, named by `option`."""
+    name = f" --hf-name {row.hf_name}" if row.hf_name else ""
+    split = f" --hf-split {row.hf_split}" if row.hf_split != "train" else ""
+    return (
+        f"use {option} PATH with files of its text, or python scripts/prepare_data.py make "
+        f"{row.path} STORE{name}{split} --max-tokens N and then {option} STORE"
+    )
 
 
 def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
