@@ -195,7 +195,7 @@ def build_batches(
     would end within the schedule's warm-up or decay.
     """
     training, validation = job.config.training, job.config.validation
-    corpus, validation_corpus = build_corpora(
+    corpus, validation_corpus, validated = build_corpora(
         training,
         validation,
         tokenizer,
@@ -232,7 +232,7 @@ def build_batches(
     return batches, ValidationBatches(
         validation_corpus,
         local_batch_size=training.local_batch_size,
-        steps=validation.steps,
+        samples=validated,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
     )

@@ -222,6 +222,8 @@ def _check_training(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
 
+    if config.validation.steps == 0:
+        yield "[validation] steps = 0 validates nothing; use 1 or more, -1 for all data, or disable"
     if 0 < training.loss_spike_factor <= 1:
         yield (
             f"[training] loss_spike_factor = {training.loss_spike_factor} makes each loss near the "

@@ -298,8 +298,8 @@ class ValidationConfig(Section):
     """Report the loss on held-out data."""
     freq: Count = 100
     """Steps between validations; the last step always validates."""
-    steps: Count = 16
-    """Batches of local_batch_size sequences per validation, divided among data-parallel ranks."""
+    steps: AllOrCount = 16
+    """Batches of local_batch_size sequences, divided among ranks; -1: all data (held out: 1 %)."""
     dataset: DatasetName | None = None
     """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
     dataset_path: Name | None = None
