@@ -251,7 +251,7 @@ class Trainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         gathering.wait()
-        return torch.stack(gathered), grad_norm
+        return torch.stack(gathered), grad_norm.float()
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """Return this rank's next batch once all ranks have theirs; None after the last.

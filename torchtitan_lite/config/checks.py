@@ -229,11 +229,17 @@ def _check_training(config: Config) -> Iterator[str]:
             f"[training] loss_spike_factor = {training.loss_spike_factor} makes each loss near the "
             "mean of the others a spike; use a factor above 1, like 3, or 0 for none"
         )
-    if optimizer.state_dtype != "float32" and optimizer.implementation != "fused":
+    state_dtype = f"state_dtype = {show(optimizer.state_dtype)}"
+    if optimizer.state_dtype == "bfloat16" and optimizer.implementation != "fused":
         yield (
             f"[optimizer] implementation = {show(optimizer.implementation)} keeps its moments in "
-            f"float32, and state_dtype = {show(optimizer.state_dtype)}; "
-            'set implementation to "fused", or state_dtype to "float32"'
+            f"the data type of the weights, and {state_dtype}; "
+            'set implementation to "fused", or unset state_dtype'
+        )
+    if optimizer.state_dtype == "float32" and training.dtype != "float32":
+        yield (
+            f"[optimizer] {state_dtype} needs [training] dtype = {state_dtype.split()[-1]} too, "
+            f"not {show(training.dtype)}: moments are no wider than weights; unset one of them"
         )
 
 
@@ -244,6 +250,11 @@ def _check_run_folder(config: Config) -> Iterator[str]:
             f"[checkpoint] initial_load_path = {show(checkpoint.initial_load_path)} needs "
             "enable = true; set that, or unset it"
         )
+    if profiling.profiler_active > profiling.profile_freq:
+        yield (
+            f"[profiling] profiler_active = {profiling.profiler_active} is above profile_freq = "
+            f"{profiling.profile_freq}, the steps of a period; use at most that"
+        )
 
     # Each part of a run needs a name of its own in the run folder.
     owners: dict[PurePosixPath, str] = {}
@@ -253,6 +264,7 @@ def _check_run_folder(config: Config) -> Iterator[str]:
         ("[metrics] save_tb_folder", config.metrics.save_tb_folder),
         ("[profiling] save_traces_folder", profiling.save_traces_folder),
         ("[profiling] save_memory_snapshot_folder", profiling.save_memory_snapshot_folder),
+        ("[comm] save_traces_folder", config.comm.save_traces_folder),
     ):
         folder = PurePosixPath(value)
         owner = owners.setdefault(folder, name)
