@@ -1,10 +1,10 @@
-"""Read the layers of a config: a chain of TOML files, then the command line. Key names of earlier
-torchtitan releases still work; the log gives the current name."""
+"""Read the layers of a config: a chain of TOML files, then the command line. Names and keys of
+torchtitan that are not ours still work; the log says what they mean here."""
 
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,14 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, show, show_key
+from .torchtitan import CONVERTERS, FOREIGN, FOREIGN_TABLES, MOVED, current_name
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
-CONVERTERS = "model.converters"
-ALIASES = {
-    CONVERTERS: "float8.enable_float8_linear",
-    "job.print_args": "job.print_config",
-    "model.hf_assets_path": "model.tokenizer_path",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.deterministic": "debug.deterministic",
-    "training.seed": "debug.seed",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-}
-OLD_FLOAT8_TABLE = "quantize.linear.float8"
-WITH_FLOAT8 = (["float8"], [OLD_FLOAT8_TABLE], "float8", OLD_FLOAT8_TABLE)
-"""Values of model.converters that enable float8, in a file and on the command line."""
+UNUSED_WITH_MX = (
+    "recipe_name filter_fqns enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"
+)
+"""Keys of torchtitan's table for float8, which its converter mx does not read."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
         name = prefix + key
         if value and isinstance(value, dict):
             yield from _flatten(value, f"{name}.")
-        elif value != {} or current_name(name) not in TABLES:
+        elif value != {} or current_name(name) not in {*TABLES, *FOREIGN_TABLES}:
             yield name, value
 
 
@@ -117,6 +106,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
     while words:
         word = words.popleft()
         name, equals, text = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not equals and ".no_" in name and is_switch(name.replace(".no_", ".")):
+            name, equals, text = name.replace(".no_", "."), "=", "false"
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
             near = closest(name, KEYS)
@@ -148,9 +140,10 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
 def _parse(text: str, key: Key | None) -> object:
     """Parse a word as TOML, but allow unquoted strings and unbracketed lists.
 
-    Empty text unsets an optional key. Text that is not TOML is returned; validation rejects it.
+    Empty text, or None, unsets an optional key. Text that is not TOML is returned; validation
+    rejects it.
     """
-    if key and key.optional and not text:
+    if key and key.optional and text in ("", "None"):
         return None
     if key and key.kind == "str" and not text.startswith(('"', "'")):
         return text
@@ -162,11 +155,10 @@ def _parse(text: str, key: Key | None) -> object:
         return text
 
 
-def current_name(name: str) -> str:
-    """Return the current dotted name of a key or table."""
-    if name == OLD_FLOAT8_TABLE or name.startswith(f"{OLD_FLOAT8_TABLE}."):
-        return "float8" + name.removeprefix(OLD_FLOAT8_TABLE)
-    return ALIASES.get(name, name)
+def is_switch(name: str) -> bool:
+    """Return whether --table.no_key may set the key to false."""
+    name = current_name(name)
+    return name in FOREIGN or (name in KEYS and KEYS[name].kind == "bool")
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
@@ -181,13 +173,45 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
         logger.info(f"{show_key(name)} is now {show_key(new)}")
         value = old.value
         if name == CONVERTERS:
-            if value not in ([], "", *WITH_FLOAT8):
-                rule = 'must be ["float8"], ["quantize.linear.float8"] or []'
+            only = value[0] if isinstance(value, list) and len(value) == 1 else value
+            chosen = MOVED.get(only, only) if isinstance(only, str) else only
+            if chosen not in ([], "", "float8", "mx"):
+                rule = 'must be ["quantize.linear.float8"], ["quantize.linear.mx"] or []'
                 problems.append(f"{old.cite(name)}: {rule}")
                 continue
-            value = value in WITH_FLOAT8
+            resolved[CONVERTERS] = replace(old, value=chosen)
+            value = chosen in ("float8", "mx")
 
         rival = resolved.setdefault(new, Setting(value, f"{old.source}, as {show_key(name)}"))
         if rival.value != value:
             problems.append(f"{old.cite(name)}: contradicts {rival.cite(new)}; keep the latter")
     return resolved, problems
+
+
+def resolve_foreign(settings: Layer) -> list[str]:
+    """Remove the keys of torchtitan that are no keys here from the merged `settings`, with a notice
+    each. Return a message for each that asks for something else than what happens here."""
+    # Its converter mx reads [mx], not [float8].
+    if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
+        source = f"{converter.source}, as {show_key(CONVERTERS)}"
+        for name in (f"float8.{key}" for key in UNUSED_WITH_MX.split()):
+            if unused := settings.pop(name, None):
+                logger.info(f"{unused.cite(name)} changes nothing: {show_key(CONVERTERS)} is mx")
+        settings["float8.recipe_name"] = Setting("mxfp8", source)
+        if filters := settings.pop("mx.filter_fqns", None):
+            source = f"{filters.source}, as [mx] filter_fqns"
+            settings["float8.filter_fqns"] = replace(filters, source=source)
+
+    problems = []
+    for name in [name for name in settings if name in FOREIGN]:
+        setting, (values, reason) = settings.pop(name), FOREIGN[name]
+        if isinstance(values, str):
+            other = settings.get(values)
+            values = (other.value if other else KEYS[values].default,)
+        shown = [] if values is None else [*map(show, values)]
+        if values is None or show(setting.value) in shown:
+            logger.info(f"{setting.cite(name)} changes nothing: {reason}")
+        else:
+            fix = f"remove the key, or set it to {' or '.join(shown)}"
+            problems.append(f"{setting.cite(name)}: {reason}; {fix}")
+    return problems

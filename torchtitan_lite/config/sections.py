@@ -7,7 +7,7 @@ docs/config.md.
 import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from torchtitan_lite.data.datasets import DATASETS
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe
@@ -29,8 +29,12 @@ Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Name = Annotated[Text, Field(min_length=1)]
 Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
-Names = Annotated[tuple[Name, ...], Strict(False)]
-"""A TOML array of strings; kept as a tuple, because a section is frozen."""
+Names = Annotated[
+    tuple[Name, ...],
+    Strict(False),
+    BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
+]
+"""A TOML array of strings, or one string "a,b"; kept as a tuple, because a section is frozen."""
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str
