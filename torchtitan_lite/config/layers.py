@@ -172,7 +172,8 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
         new = current_name(name)
         if new == name:
             continue
-        logger.info(f"{show_key(name)} is now {show_key(new)}")
+        if new in KEYS:
+            logger.info(f"{show_key(name)} is now {show_key(new)}")
         value = old.value
         if name == CONVERTERS:
             only = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -201,8 +202,8 @@ def resolve_foreign(settings: Layer) -> list[str]:
                 logger.info(f"{unused.cite(name)} changes nothing: {show_key(CONVERTERS)} is mx")
         settings["float8.recipe_name"] = Setting("mxfp8", source)
         if filters := settings.pop("mx.filter_fqns", None):
-            source = f"{filters.source}, as [mx] filter_fqns"
-            settings["float8.filter_fqns"] = replace(filters, source=source)
+            logger.info(f"{filters.cite('mx.filter_fqns')} is now [float8] filter_fqns")
+            settings["float8.filter_fqns"] = filters
 
     problems = []
     for name in [name for name in settings if name in FOREIGN]:
@@ -214,6 +215,6 @@ def resolve_foreign(settings: Layer) -> list[str]:
         if values is None or show(setting.value) in shown:
             logger.info(f"{setting.cite(name)} changes nothing: {reason}")
         else:
-            fix = f"remove the key, or set it to {' or '.join(shown)}"
+            fix = f"remove the key, or set it to {' or '.join(shown)[:200]}"
             problems.append(f"{setting.cite(name)}: {reason}; {fix}")
     return problems

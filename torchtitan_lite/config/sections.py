@@ -30,12 +30,17 @@ Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Name = Annotated[Text, Field(min_length=1)]
 Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
-Names = Annotated[
-    tuple[Name, ...],
-    Strict(False),
-    BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
-]
-"""A TOML array of strings, or one string "a,b"; kept as a tuple, because a section is frozen."""
+
+
+def _split_names(value: object) -> object:
+    """Return the list that a string "a,b" stands for, torchtitan's other way to write names."""
+    if isinstance(value, str) and not value.startswith("["):
+        return [name for name in value.split(",") if name]
+    return value
+
+
+Names = Annotated[tuple[Name, ...], Strict(False), BeforeValidator(_split_names)]
+"""A TOML array of strings, or "a,b"; kept as a tuple, because a section is frozen."""
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str
