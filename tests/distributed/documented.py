@@ -61,14 +61,13 @@ def make_copy(folder: Path) -> dict[str, str]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the files that the pages take for the user's own: texts, and docs/data.md's config,
-    with the shipped tokenizer instead of Llama's."""
+    """Write the files that the pages take for the user's own: texts, and the configs that they
+    show, with the shipped tokenizer instead of Llama's."""
     (folder / "my_texts").mkdir()
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse", "ast", "inspect", "typing"):
         shutil.copy(library / f"{name}.py", folder / "my_texts" / f"{name}.txt")
-    (config,) = re.findall(
-        r"^```toml\n# (my_8b.toml\n.*?)^```$", (folder / "docs/data.md").read_text(), re.M | re.S
-    )
-    name, _, text = config.partition("\n")
-    (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))
+    for page in PAGES:
+        shown = r"^```toml\n# (my_\w+\.toml)\n(.*?)^```$"
+        for name, text in re.findall(shown, (folder / page).read_text(), re.M | re.S):
+            (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))

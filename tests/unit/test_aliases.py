@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.layers import Setting, resolve_aliases
-from torchtitan_lite.config.torchtitan import ALIASES, FOREIGN, current_name
+from torchtitan_lite.config.torchtitan import ALIASES, current_name
 from torchtitan_lite.logger import logger
 
 

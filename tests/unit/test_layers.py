@@ -38,7 +38,11 @@ def override(*words: str) -> dict[str, object]:
         (("--training.compile",), "training.compile", True),
         # As tyro, and so torchtitan, takes them.
         (("--training.seq-len", "64"), "training.seq_len", 64),
-        (("--activation-checkpoint.memory-budget=0.1",), "activation_checkpoint.memory_budget", 0.1),
+        (
+            ("--activation-checkpoint.memory-budget=0.1",),
+            "activation_checkpoint.memory_budget",
+            0.1,
+        ),
         (("--job.description=a-b",), "job.description", "a-b"),
         (("--compile.no_enable",), "compile.enable", False),
         (("--compile.no-enable", "--training.steps", "3"), "compile.enable", False),

@@ -217,15 +217,15 @@ def test_the_last_converter_decides(
         ),
         (
             "[quantize.linear.mx]\nrecipe_name = 'mxfp4_cutlass'",
-            '[mx] recipe_name = "mxfp4_cutlass" (from run.toml, as [quantize.linear.mx] recipe_name): '
-            "the recipe is mxfp8, with scales rounded up; [float8] emulate emulates it; remove the "
-            "key, or set it to "
-            '"mxfp8" or "mxfp8_cublas" or "mxfp8_cublas_rceil" or "mxfp8_emulated"',
+            '[mx] recipe_name = "mxfp4_cutlass" (from run.toml, as [quantize.linear.mx] '
+            "recipe_name): the recipe is mxfp8, with scales rounded up; [float8] emulate emulates "
+            'it; remove the key, or set it to "mxfp8" or "mxfp8_cublas" or "mxfp8_cublas_rceil" '
+            'or "mxfp8_emulated"',
         ),
         (
             "[quantize.linear.float8]\nrecipe_nam = 'rowwise'",
-            '[float8] recipe_nam = "rowwise" (from run.toml, as [quantize.linear.float8] recipe_nam): '
-            "unknown key; did you mean [float8] recipe_name?",
+            '[float8] recipe_nam = "rowwise" (from run.toml, as [quantize.linear.float8] '
+            "recipe_nam): unknown key; did you mean [float8] recipe_name?",
         ),
         (
             "[experimental]\ncustom_imprt = 1",
