@@ -14,7 +14,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN, FOREIGN_TABLES, MOVED, current_name
+from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, current_name, find_foreign
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
@@ -160,7 +160,7 @@ def _parse(text: str, key: Key | None) -> object:
 def is_switch(name: str) -> bool:
     """Return whether --table.no_key may set the key to false."""
     name = current_name(name)
-    return name in FOREIGN or (name in KEYS and KEYS[name].kind == "bool")
+    return KEYS[name].kind == "bool" if name in KEYS else find_foreign(name) is not None
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
@@ -206,8 +206,11 @@ def resolve_foreign(settings: Layer) -> list[str]:
             settings["float8.filter_fqns"] = filters
 
     problems = []
-    for name in [name for name in settings if name in FOREIGN]:
-        setting, (values, reason) = settings.pop(name), FOREIGN[name]
+    for name, setting in [*settings.items()]:
+        if name in KEYS or (row := find_foreign(name)) is None:
+            continue
+        del settings[name]
+        reason, values = row
         if isinstance(values, str):
             other = settings.get(values)
             values = (other.value if other else KEYS[values].default,)

@@ -1,9 +1,12 @@
-"""torchtitan's keys, from v0.1.0 and before to v0.2.2, that have another name here, or no field.
+"""torchtitan's keys, from before v0.1.0 to v0.2.2, that have another name here, or no field.
 
-A key is in ALIASES or in a table of MOVED if a field of ours has its meaning, else in FOREIGN.
+A key is in ALIASES, or in a table of MOVED, if a field of ours has its meaning; else in FOREIGN.
 """
 
+from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from .keys import KEYS
 
 CONVERTERS = "model.converters"
 MOVED = {
@@ -12,7 +15,7 @@ MOVED = {
     "quantize.linear.mx": "mx",
     "scheduler": "lr_scheduler",
 }
-"""Tables whose keys are in another table now, unless FOREIGN has them."""
+"""Current table of the keys of each renamed table, apart from those in FOREIGN."""
 ALIASES = {
     CONVERTERS: "float8.enable_float8_linear",
     "job.print_args": "job.print_config",
@@ -23,125 +26,104 @@ ALIASES = {
     "training.deterministic": "debug.deterministic",
     "training.seed": "debug.seed",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
-    "training.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "validation.enabled": "validation.enable",
 }
 """Current name of each renamed key."""
+ALIASES |= {
+    name.replace("parallelism", "training"): name for name in KEYS if "parallelism." in name
+}
 
 
 class Foreign(NamedTuple):
-    """A key of torchtitan without a field here."""
+    """Keys of torchtitan without a field here."""
 
-    values: tuple[object, ...] | str | None
-    """Values that ask for what happens here anyway; None: all; a str: the value of that key."""
     reason: str
     """What happens here."""
+    values: tuple[object, ...] | str | None = None
+    """Values that ask for what happens here anyway; None: all; a str: the value of that key."""
 
 
-_NO_EXPERTS = "Llama 3 has no experts"
-_NO_TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
-_NO_IMPORTS = "no code from outside is loaded"
+OFF = (False,)
+_EXPERTS = "Llama 3 has no experts"
+_STAGES = "the run has one pipeline stage"
+_WHOLE = "no sequence is split between ranks"
+_READER = "a thread of each rank reads the batches ahead"
 _PLANNED = "scripts/plan.py predicts the memory without a run"
-_ANY = {
-    "it selects torchtitan's own tests": "job.use_for_integration_test",
-    "each run writes config.toml into its run folder": "job.save_config_file",
-    "a float8 run always lists the converted linears": "model.print_after_conversion",
-    "a thread of each rank reads the batches ahead": (
-        "training.dataloader.num_workers training.dataloader.persistent_workers "
-        "training.dataloader.pin_memory training.dataloader.prefetch_factor "
-        "validation.dataloader.num_workers validation.dataloader.persistent_workers "
-        "validation.dataloader.pin_memory validation.dataloader.prefetch_factor"
-    ),
-    "the run has one pipeline stage": (
-        "parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_schedule_csv "
-        "parallelism.pipeline_parallel_split_points parallelism.module_fqns_per_model_part "
-        "parallelism.pipeline_parallel_layers_per_stage "
-        "parallelism.pipeline_parallel_first_stage_less_layers "
-        "parallelism.pipeline_parallel_last_stage_less_layers "
-        "parallelism.pipeline_parallel_microbatch_size "
-        "parallelism.pipeline_parallel_expert_parallel_overlap"
-    ),
-    "no sequence is split between ranks": (
-        "parallelism.context_parallel_rotate_method parallelism.context_parallel_load_balancer"
-    ),
-    "blocks draw no random numbers": "activation_checkpoint.preserve_rng_state",
-    "torchao always casts weights again in the backward pass": (
-        "float8.force_recompute_fp8_weight_in_bwd"
-    ),
-    _NO_EXPERTS: (
-        "parallelism.expert_parallel_comm_backend debug.moe_force_load_balance "
-        "float8.moe_fqns_prototype quantize.grouped_mm.float8.fqns "
-        "mx.moe_fqns_prototype quantize.grouped_mm.mx.fqns quantize.grouped_mm.mx.recipe_name"
-    ),
-    "torchao chooses the kernels of the casts": (
-        "mx.mxfp8_dim1_cast_kernel_choice mx.use_fp8_dim1_cast_triton_kernel"
-    ),
-    "[model] converters does not select it": "mx.filter_fqns",
-    _PLANNED: "memory_estimation.disable_fake_mode",
-    _NO_TORCHFT: (
-        "checkpoint.enable_ft_dataloader_checkpoints fault_tolerance.process_group "
-        "fault_tolerance.process_group_timeout_ms fault_tolerance.replica_id "
-        "fault_tolerance.group_size fault_tolerance.min_replica_size "
-        "fault_tolerance.semi_sync_method fault_tolerance.sync_steps "
-        "fault_tolerance.should_quantize fault_tolerance.fragment_sync_delay "
-        "fault_tolerance.fragment_update_alpha"
-    ),
-    "one step warms the profiler up": "profiling.profiler_warmup",
-}
-"""Keys that change nothing, separated by spaces, by the reason."""
-_OFF = {
-    "optimizer.early_step_in_backward": "all gradients are clipped before the update",
-    "training.gc_debug": "the garbage collector does not search for cycles",
-    "parallelism.enable_compiled_autograd": "[compile] compiles the backward pass without it",
-    "checkpoint.create_seed_checkpoint": "every layout has the same initial weights without it",
-    "checkpoint.initial_load_in_hf_quantized": "quantized weights are not read",
-    "activation_checkpoint.debug": "there is no such debugging output",
-    "activation_checkpoint.visualize_memory_budget_pareto": "there is no such plot",
-    "memory_estimation.enable": _PLANNED,
-    "memory_estimation.enabled": _PLANNED,
-    "fault_tolerance.enable": _NO_TORCHFT,
-    "debug.deterministic_warn_only": "[debug] deterministic = true refuses such operators",
-}
-"""Keys that must be false, each with the reason."""
+_TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
+_TRAINED = "it is that of [training]"
 FOREIGN = {
-    **{name: Foreign(None, reason) for reason, names in _ANY.items() for name in names.split()},
-    **{name: Foreign((False,), reason) for name, reason in _OFF.items()},
-    "job.custom_config_module": Foreign(("",), _NO_IMPORTS),
-    "experimental.custom_import": Foreign(("",), _NO_IMPORTS),
-    "experimental.custom_args_module": Foreign(("",), _NO_IMPORTS),
-    "model.norm_type": Foreign(("rmsnorm", "fused_rmsnorm"), "Llama's layers use RMSNorm"),
-    "parallelism.expert_parallel_degree": Foreign((1,), _NO_EXPERTS),
-    "parallelism.expert_tensor_parallel_degree": Foreign((1,), _NO_EXPERTS),
-    "checkpoint.interval_type": Foreign(("steps",), "[checkpoint] interval counts steps"),
+    "job.use_for_integration_test": Foreign("it selects torchtitan's own tests"),
+    "job.save_config_file": Foreign("each run writes config.toml into its run folder"),
+    "job.custom_config_module": Foreign("no code from outside is loaded", ("",)),
+    "experimental.custom_*": Foreign("no code from outside is loaded", ("",)),
+    "model.norm_type": Foreign("Llama's layers use RMSNorm", ("rmsnorm", "fused_rmsnorm")),
+    "model.print_after_conversion": Foreign("a float8 run always lists the converted linears"),
+    "optimizer.early_step_in_backward": Foreign("all gradients are clipped before the update", OFF),
+    "training.gc_debug": Foreign("the garbage collector does not search for cycles", OFF),
+    "training.dataloader.*": Foreign(_READER),
+    "validation.dataloader.*": Foreign(_READER),
+    "validation.local_batch_size": Foreign(_TRAINED, "training.local_batch_size"),
+    "validation.seq_len": Foreign(_TRAINED, "training.seq_len"),
+    "parallelism.enable_compiled_autograd": Foreign("[compile] has no need of it", OFF),
+    "parallelism.pipeline_parallel_schedule*": Foreign(_STAGES),
+    "parallelism.pipeline_parallel_split_points": Foreign(_STAGES),
+    "parallelism.pipeline_parallel_*_layers": Foreign(_STAGES),
+    "parallelism.pipeline_parallel_layers_per_stage": Foreign(_STAGES),
+    "parallelism.pipeline_parallel_microbatch*": Foreign(_STAGES),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Foreign(_STAGES),
+    "parallelism.module_fqns_per_model_part": Foreign(_STAGES),
+    "parallelism.context_parallel_rotate_method": Foreign(_WHOLE),
+    "parallelism.context_parallel_load_balancer": Foreign(_WHOLE),
+    "parallelism.expert_*_degree": Foreign(_EXPERTS, (1,)),
+    "parallelism.expert_parallel_comm_backend": Foreign(_EXPERTS),
+    "debug.moe_force_load_balance": Foreign(_EXPERTS),
+    "float8.moe_fqns_prototype": Foreign(_EXPERTS),
+    "mx.moe_fqns_prototype": Foreign(_EXPERTS),
+    "quantize.grouped_mm.float8.*": Foreign(_EXPERTS),
+    "quantize.grouped_mm.mx.*": Foreign(_EXPERTS),
+    "checkpoint.interval_type": Foreign("[checkpoint] interval counts steps", ("steps",)),
+    "checkpoint.create_seed_checkpoint": Foreign("all layouts begin with the same weights", OFF),
+    "checkpoint.initial_load_in_hf_quantized": Foreign("quantized weights are not read", OFF),
+    "checkpoint.enable_ft_dataloader_checkpoints": Foreign(_TORCHFT),
+    "fault_tolerance.enable": Foreign(_TORCHFT, OFF),
+    "fault_tolerance.*": Foreign(_TORCHFT),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Foreign(
-        ([], "", ["moe.router.gate"], "moe.router.gate"), "every second matmul is recomputed"
+        "every second matmul is recomputed", ([], "", ["moe.router.gate"], "moe.router.gate")
     ),
+    "activation_checkpoint.preserve_rng_state": Foreign("blocks draw no random numbers"),
     "activation_checkpoint.determinism_check": Foreign(
-        ("default", "none"), "recomputed tensors are compared by shape and type"
+        "recomputed tensors are compared by shape and type", ("default", "none")
     ),
-    "compile.backend": Foreign(("inductor",), "torch.compile uses inductor"),
+    "activation_checkpoint.debug": Foreign("there is no such output", OFF),
+    "activation_checkpoint.visualize_*": Foreign("there is no such output", OFF),
+    "compile.backend": Foreign("torch.compile uses inductor", ("inductor",)),
+    "float8.force_recompute_fp8_weight_in_bwd": Foreign("torchao casts weights again anyway"),
     "mx.recipe_name": Foreign(
-        ("mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"),
         "the recipe is mxfp8, with scales rounded up; [float8] emulate emulates it",
+        ("mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"),
     ),
-    "comm.mode": Foreign(("default",), "scripts/plan.py is the dry run, without processes"),
-    "profiling.profiler_active": Foreign((1,), "one step of each period is traced"),
-    "validation.local_batch_size": Foreign("training.local_batch_size", "it is [training]'s"),
-    "validation.seq_len": Foreign("training.seq_len", "it is [training]'s"),
+    "mx.*_kernel*": Foreign("torchao chooses the kernels of the casts"),
+    "mx.filter_fqns": Foreign("[model] converters does not select it"),
+    "comm.mode": Foreign("scripts/plan.py is the dry run, without processes", ("default",)),
+    "memory_estimation.enable*": Foreign(_PLANNED, OFF),
+    "memory_estimation.disable_fake_mode": Foreign(_PLANNED),
+    "profiling.profiler_active": Foreign("one step of each period is traced", (1,)),
+    "profiling.profiler_warmup": Foreign("one step warms the profiler up"),
+    "debug.deterministic_warn_only": Foreign("[debug] deterministic refuses, not warns", OFF),
 }
-"""Every key without a field here, by its dotted name."""
+"""Keys without a field here; * stands for any text. The first that matches counts."""
 FOREIGN_TABLES = {name.rpartition(".")[0] for name in FOREIGN}
+
+
+def find_foreign(name: str) -> Foreign | None:
+    """Return the row of FOREIGN for a key's dotted name."""
+    return next((row for pattern, row in FOREIGN.items() if fnmatchcase(name, pattern)), None)
 
 
 def current_name(name: str) -> str:
     """Return the current dotted name of a key or table."""
     table, _, key = name.rpartition(".")
-    if name not in FOREIGN and table in MOVED:
+    if table in MOVED and not find_foreign(name):
         name = f"{MOVED[table]}.{key}"
     return ALIASES.get(name, MOVED.get(name, name))
