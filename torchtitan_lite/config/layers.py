@@ -14,14 +14,10 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, current_name, find_foreign
+from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, WITHOUT_MX, current_name, find_foreign
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
-UNUSED_WITH_MX = (
-    "recipe_name filter_fqns enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"
-)
-"""Keys of torchtitan's table for float8, which its converter mx does not read."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
         word = words.popleft()
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        if not equals and ".no_" in name and is_switch(name.replace(".no_", ".")):
+        if not equals and ".no_" in name:  # as tyro writes false
             name, equals, text = name.replace(".no_", "."), "=", "false"
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
@@ -140,27 +136,19 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
 
 
 def _parse(text: str, key: Key | None) -> object:
-    """Parse a word as TOML, but allow unquoted strings and unbracketed lists.
+    """Parse a word as TOML, but allow unquoted strings.
 
     Empty text, or None, unsets an optional key. Text that is not TOML is returned; validation
-    rejects it.
+    rejects it, unless the key is a list.
     """
     if key and key.optional and text in ("", "None"):
         return None
     if key and key.kind == "str" and not text.startswith(('"', "'")):
         return text
-    if key and key.kind == "list" and not text.startswith("["):
-        return text.split(",") if text else []
     try:
         return parse_toml(f"value = {text}".encode())["value"]
     except ValueError:
         return text
-
-
-def is_switch(name: str) -> bool:
-    """Return whether --table.no_key may set the key to false."""
-    name = current_name(name)
-    return KEYS[name].kind == "bool" if name in KEYS else find_foreign(name) is not None
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
@@ -194,12 +182,12 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
 def resolve_foreign(settings: Layer) -> list[str]:
     """Remove the keys of torchtitan that are no keys here from the merged `settings`, with a notice
     each. Return a message for each that asks for something else than what happens here."""
-    # Its converter mx reads [mx], not [float8].
+    # torchtitan's converter mx reads [mx], not [float8].
     if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
-        source = f"{converter.source}, as {show_key(CONVERTERS)}"
-        for name in (f"float8.{key}" for key in UNUSED_WITH_MX.split()):
+        for name in WITHOUT_MX:
             if unused := settings.pop(name, None):
                 logger.info(f"{unused.cite(name)} changes nothing: {show_key(CONVERTERS)} is mx")
+        source = f"{converter.source}, as {show_key(CONVERTERS)}"
         settings["float8.recipe_name"] = Setting("mxfp8", source)
         if filters := settings.pop("mx.filter_fqns", None):
             logger.info(f"{filters.cite('mx.filter_fqns')} is now [float8] filter_fqns")

@@ -97,7 +97,10 @@ def dump_config(config: Config) -> str:
 def _validate(settings: Layer) -> Config:
     tables: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
-        tables.setdefault(KEYS[name].table, {})[KEYS[name].name] = setting.value
+        key, value = KEYS[name], setting.value
+        if key.kind == "list" and isinstance(value, str) and not value.startswith("["):
+            value = [part for part in value.split(",") if part]
+        tables.setdefault(key.table, {})[key.name] = value
     return Config.model_validate(tables)
 
 

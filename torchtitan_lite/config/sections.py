@@ -7,7 +7,7 @@ docs/config.md.
 import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 from torchtitan_lite.data.datasets import DATASETS
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe
@@ -30,17 +30,8 @@ Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Name = Annotated[Text, Field(min_length=1)]
 Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
-
-
-def _split_names(value: object) -> object:
-    """Return the list that a string "a,b" stands for, torchtitan's other way to write names."""
-    if isinstance(value, str) and not value.startswith("["):
-        return [name for name in value.split(",") if name]
-    return value
-
-
-Names = Annotated[tuple[Name, ...], Strict(False), BeforeValidator(_split_names)]
-"""A TOML array of strings, or "a,b"; kept as a tuple, because a section is frozen."""
+Names = Annotated[tuple[Name, ...], Strict(False)]
+"""A TOML array of strings; kept as a tuple, because a section is frozen."""
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str

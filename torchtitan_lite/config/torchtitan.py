@@ -9,6 +9,9 @@ from typing import NamedTuple
 from .keys import KEYS
 
 CONVERTERS = "model.converters"
+WITHOUT_MX = ["float8.recipe_name", "float8.filter_fqns", "float8.enable_fsdp_float8_all_gather"]
+WITHOUT_MX += ["float8.precompute_float8_dynamic_scale_for_fsdp"]
+"""Keys that torchtitan does not read if the converter is mx."""
 MOVED = {
     "experimental": "parallelism",
     "quantize.linear.float8": "float8",
@@ -47,7 +50,6 @@ class Foreign(NamedTuple):
 OFF = (False,)
 _EXPERTS = "Llama 3 has no experts"
 _STAGES = "the run has one pipeline stage"
-_WHOLE = "no sequence is split between ranks"
 _READER = "a thread of each rank reads the batches ahead"
 _PLANNED = "scripts/plan.py predicts the memory without a run"
 _TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
@@ -65,16 +67,10 @@ FOREIGN = {
     "validation.dataloader.*": Foreign(_READER),
     "validation.local_batch_size": Foreign(_TRAINED, "training.local_batch_size"),
     "validation.seq_len": Foreign(_TRAINED, "training.seq_len"),
-    "parallelism.enable_compiled_autograd": Foreign("[compile] has no need of it", OFF),
-    "parallelism.pipeline_parallel_schedule*": Foreign(_STAGES),
-    "parallelism.pipeline_parallel_split_points": Foreign(_STAGES),
-    "parallelism.pipeline_parallel_*_layers": Foreign(_STAGES),
-    "parallelism.pipeline_parallel_layers_per_stage": Foreign(_STAGES),
-    "parallelism.pipeline_parallel_microbatch*": Foreign(_STAGES),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Foreign(_STAGES),
+    "parallelism.enable_compiled_autograd": Foreign("[compile] does not need it", OFF),
+    "parallelism.pipeline_parallel_[!d]*": Foreign(_STAGES),  # all but the degree
     "parallelism.module_fqns_per_model_part": Foreign(_STAGES),
-    "parallelism.context_parallel_rotate_method": Foreign(_WHOLE),
-    "parallelism.context_parallel_load_balancer": Foreign(_WHOLE),
+    "parallelism.context_parallel_[!d]*": Foreign("no sequence is split between ranks"),
     "parallelism.expert_*_degree": Foreign(_EXPERTS, (1,)),
     "parallelism.expert_parallel_comm_backend": Foreign(_EXPERTS),
     "debug.moe_force_load_balance": Foreign(_EXPERTS),
@@ -112,7 +108,7 @@ FOREIGN = {
     "profiling.profiler_warmup": Foreign("one step warms the profiler up"),
     "debug.deterministic_warn_only": Foreign("[debug] deterministic refuses, not warns", OFF),
 }
-"""Keys without a field here; * stands for any text. The first that matches counts."""
+"""Keys without a field here, as patterns of fnmatch. The first that matches counts."""
 FOREIGN_TABLES = {name.rpartition(".")[0] for name in FOREIGN}
 
 
