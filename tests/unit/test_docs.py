@@ -265,7 +265,7 @@ def table_rows(page: str, section: str) -> list[list[str]]:
 
 
 def test_every_key_of_torchtitan_without_a_field_is_listed_and_no_other() -> None:
-    rows = table_rows(TORCHTITAN, "Keys that change nothing here")
+    rows = table_rows(TORCHTITAN, "Keys without effect here")
     listed = {key for row in rows for key in expand_braces(row[0].split("`")[1])}
     assert listed == {pattern.replace("[!d]", "") for pattern in FOREIGN}
 

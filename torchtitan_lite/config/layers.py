@@ -14,7 +14,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, WITHOUT_MX, current_name, find_foreign
+from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
@@ -180,17 +180,17 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
 
 
 def resolve_foreign(settings: Layer) -> list[str]:
-    """Remove the keys of torchtitan that are no keys here from the merged `settings`, with a notice
-    each. Return a message for each that asks for something else than what happens here."""
+    """Remove the keys of torchtitan that are no keys here from the merged `settings`, and log what
+    they mean. Return a message for each that asks for something else than what happens here."""
     # torchtitan's converter mx reads [mx], not [float8].
+    unused: dict[str, str] = {}
     if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
-        for name in WITHOUT_MX:
-            if unused := settings.pop(name, None):
-                logger.info(f"{unused.cite(name)} changes nothing: {show_key(CONVERTERS)} is mx")
+        why = "[model] converters selects [mx]"
+        unused |= {name: why for name in UNREAD if settings.pop(name, None)}
         source = f"{converter.source}, as {show_key(CONVERTERS)}"
         settings["float8.recipe_name"] = Setting("mxfp8", source)
         if filters := settings.pop("mx.filter_fqns", None):
-            logger.info(f"{filters.cite('mx.filter_fqns')} is now [float8] filter_fqns")
+            logger.info("[mx] filter_fqns is now [float8] filter_fqns")
             settings["float8.filter_fqns"] = filters
 
     problems = []
@@ -204,8 +204,12 @@ def resolve_foreign(settings: Layer) -> list[str]:
             values = (other.value if other else KEYS[values].default,)
         shown = [] if values is None else [*map(show, values)]
         if values is None or show(setting.value) in shown:
-            logger.info(f"{setting.cite(name)} changes nothing: {reason}")
+            unused[name] = reason
         else:
             fix = f"remove the key, or set it to {' or '.join(shown)[:200]}"
             problems.append(f"{setting.cite(name)}: {reason}; {fix}")
+
+    for reason in dict.fromkeys(unused.values()):
+        names = ", ".join(show_key(name) for name in unused if unused[name] == reason)
+        logger.info(f"no effect here: {names}: {reason}")
     return problems

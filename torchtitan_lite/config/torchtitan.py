@@ -9,8 +9,8 @@ from typing import NamedTuple
 from .keys import KEYS
 
 CONVERTERS = "model.converters"
-WITHOUT_MX = ["float8.recipe_name", "float8.filter_fqns", "float8.enable_fsdp_float8_all_gather"]
-WITHOUT_MX += ["float8.precompute_float8_dynamic_scale_for_fsdp"]
+UNREAD = ["float8.recipe_name", "float8.filter_fqns", "float8.enable_fsdp_float8_all_gather"]
+UNREAD += ["float8.precompute_float8_dynamic_scale_for_fsdp"]
 """Keys that torchtitan does not read if the converter is mx."""
 MOVED = {
     "experimental": "parallelism",
