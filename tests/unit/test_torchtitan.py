@@ -216,9 +216,9 @@ def test_the_last_converter_decides(
         ),
         (
             "[training]\nlocal_batch_size = 4\n[validation]\nlocal_batch_size = 2\nseq_len = 9",
-            "[validation] local_batch_size = 2 (from run.toml): it is that of [training]; remove "
-            "the key, or set it to 4\n[validation] seq_len = 9 (from run.toml): it is that of "
-            "[training]; remove the key, or set it to 2048",
+            "[validation] local_batch_size = 2 (from run.toml): validation uses [training]'s; "
+            "remove the key, or set it to 4\n[validation] seq_len = 9 (from run.toml): validation "
+            "uses [training]'s; remove the key, or set it to 2048",
         ),
         (
             "[quantize.linear.mx]\nrecipe_name = 'mxfp4_cutlass'",

@@ -53,7 +53,7 @@ _STAGES = "the run has one pipeline stage"
 _READER = "a thread of each rank reads the batches ahead"
 _PLANNED = "scripts/plan.py predicts the memory without a run"
 _TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
-_TRAINED = "it is that of [training]"
+_TRAINED = "validation uses [training]'s"
 FOREIGN = {
     "job.use_for_integration_test": Foreign("it selects torchtitan's own tests"),
     "job.save_config_file": Foreign("each run writes config.toml into its run folder"),
