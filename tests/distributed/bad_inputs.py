@@ -77,6 +77,7 @@ AT_START = [
     f"{FLOAT8} --training.seq_len 33 --training.local_batch_size 1 --training.global_batch_size -1",
     f"{FLOAT8} --float8.filter_fqns auto",
     "--checkpoint.enable --checkpoint.load_step 7",
+    "--checkpoint.enable --checkpoint.initial_load_path empty",
     "--profiling.enable_memory_snapshot",
     "--job.dump_folder short.txt",
 ]

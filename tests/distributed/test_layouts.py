@@ -1,6 +1,7 @@
 """On any layout ranks start from the same weights, mask the same documents, and gather in the
 types that the config asks for."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import cache
@@ -8,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import FOLDER, finish, read_losses, told, train_together
 from matrix import FLOAT8_GATHER, HSDP, RECIPES, TOLERANCE
+from safetensors.torch import save_file
+
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
+from torchtitan_lite.models.llama3 import Transformer
 
 TP = "--parallelism.tensor_parallel_degree=2"
 RUNS = {
@@ -28,13 +35,32 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def models() -> Callable[[int], dict[str, Any]]:
+def hf_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder of a Hugging Face model of these dimensions, and the sha256 of each weight in our
+    order of rows."""
+    args = ModelArgs(
+        dim=DIM, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=FFN_DIM, vocab_size=VOCABULARY
+    )
+    folder, torch_rng = tmp_path_factory.mktemp("hf"), torch.Generator().manual_seed(5)
+    names, weights, digests = hf_names(args), {}, {}
+    for name, weight in Transformer(args).state_dict().items():
+        weight.normal_(generator=torch_rng)
+        digests[name] = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
+        weights[names[name]] = to_hf(name, weight, args).contiguous()
+    save_file(weights, folder / "model.safetensors")
+    config = hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, digests
+
+
+@pytest.fixture(scope="module")
+def models(hf_model: tuple[Path, dict[str, str]]) -> Callable[[int], dict[str, Any]]:
     """Return a function that inspects the models of RUNS on a number of processes."""
 
     @cache
     def inspect(processes: int) -> dict[str, Any]:
-        runs = json.dumps(RUNS[processes])
-        return told(finish(str(FOLDER / "inspect_worker.py"), runs, processes=processes))
+        arguments = [json.dumps(RUNS[processes]), str(hf_model[0])]
+        return told(finish(str(FOLDER / "inspect_worker.py"), *arguments, processes=processes))
 
     return inspect
 
@@ -44,6 +70,13 @@ def test_weights_are_the_same_on_any_mesh(models: Callable[[int], dict[str, Any]
     assert len(one) == 2 * 9 + 3
     others = [models(2)["FSDP"], models(4)["FSDP x TP"], models(4)["HSDP, all_gather"]]
     assert [other["weights"] for other in others] == [one] * 3
+
+
+def test_a_hugging_face_model_is_loaded_into_any_mesh(
+    models: Callable[[int], dict[str, Any]], hf_model: tuple[Path, dict[str, str]]
+) -> None:
+    loaded = [run["loaded"] for processes in RUNS for run in models(processes).values()]
+    assert loaded == [hf_model[1]] * 8
 
 
 @pytest.mark.parametrize(("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1)])

@@ -1,13 +1,23 @@
-"""What is asked of a step, and by which data sheet it is predicted."""
+"""What is asked of a step, by which data sheet it is predicted, and which weights begin a run."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sample_jobs import job_of
 
-from torchtitan_lite.build import asked_of_step, planned_device
-from torchtitan_lite.config import Config, Float8Config, MetricsConfig, TrainingConfig
+from torchtitan_lite import build
+from torchtitan_lite.build import asked_of_step, build_checkpointer, planned_device
+from torchtitan_lite.config import (
+    CheckpointConfig,
+    Config,
+    Float8Config,
+    MetricsConfig,
+    ModelConfig,
+    TrainingConfig,
+)
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.planner.meta_model import build_meta_model
 
@@ -76,3 +86,25 @@ def test_rates_are_not_guessed(
     spec = planned_device(torch.device("cuda", 0), given)
     assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
     assert planned_device(torch.device("cpu"), given) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "loaded"),
+    [
+        ({"initial_load_in_hf": True}, ["/llama"]),
+        ({"initial_load_in_hf": True, "initial_load_path": "/other"}, ["/other"]),
+        ({}, []),
+    ],
+)
+def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], loaded: list[str]
+) -> None:
+    loads: list[Path] = []
+    checkpointer = SimpleNamespace(load_weights=lambda path, _: loads.append(path))
+    monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: checkpointer)
+    checkpoint = CheckpointConfig(enable=True, **keys)
+    job = job_of(Config(model=ModelConfig(tokenizer_path="/llama"), checkpoint=checkpoint))
+    mesh: Any = SimpleNamespace(mesh_dim_names=("dp_shard",), shape=(1,))
+    nothing: Any = None
+    build_checkpointer(job, nothing, nothing, mesh=mesh, device=torch.device("cpu"), resume=None)
+    assert loads == list(map(Path, loaded))

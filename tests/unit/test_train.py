@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sample_checkpoints import CONFIG, write_checkpoint
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError
 
+from torchtitan_lite import train
 from torchtitan_lite.config import CheckpointConfig, Config, JobConfig, MetricsConfig
 from torchtitan_lite.errors import (
     CheckpointError,
@@ -32,6 +34,37 @@ def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
     files = ["metrics.jsonl", "numerics.jsonl", "peaks.json", "wandb"]
     assert entries == [*files, "checkpoint", "curves", "profile_traces", "memory_snapshot"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "float32"),
+        ({"export_dtype": "bfloat16"}, "bfloat16"),
+        ({"export_dtype": "bfloat16", "last_save_model_only": True}, "keep"),  # it has the type
+    ],
+)
+def test_the_last_checkpoint_is_exported_in_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], dtype: str
+) -> None:
+    exports: list[tuple[Path, Path, str]] = []
+    monkeypatch.setattr(train, "export_hf", lambda *paths, dtype: exports.append((*paths, dtype)))
+    saved, exported = tmp_path / "step-00000020", tmp_path / "step-00000020-hf"
+    trainer: Any = SimpleNamespace(
+        checkpointer=SimpleNamespace(last_saved=saved),
+        config=Config(checkpoint=CheckpointConfig(enable=True, last_save_in_hf=True, **keys)),
+        first_step=1,
+        last_step=20,
+    )
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)]
+
+    # Started again, the run exports what is missing only.
+    trainer.first_step = 21
+    train.export_last(trainer)
+    exported.mkdir()
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)] * 2
 
 
 @pytest.fixture
@@ -86,6 +119,24 @@ def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -
     assert (
         opened_step(tmp_path, initial_load_path=str(initial)) == 10
     )  # a run that resumes does not use it
+
+
+def test_a_run_that_goes_on_from_another_run_moves_an_earlier_one_aside(
+    world: None, tmp_path: Path
+) -> None:
+    initial = write_checkpoint(tmp_path / "other", 10)
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint", 20)
+    (run / "config.toml").write_text(CONFIG)
+    assert opened_step(run) == 20
+    settings: Any = {"initial_load_path": str(initial), "initial_load_model_only": False}
+    assert opened_step(run, **settings) == 20
+    assert opened_step(run, load_step=0, **settings) == 10
+    (earlier,) = (run / "previous").iterdir()
+    assert names(earlier / "checkpoint") == ["step-00000020"]
+    moved = str(earlier / "checkpoint/step-00000020")
+    assert opened_step(run, **settings | {"initial_load_path": moved}) == 20
+    assert (earlier / "checkpoint/step-00000020").is_dir()
 
 
 def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class Key:
 
 def show(value: object) -> str:
     """Format a value on one line, nearly as TOML does; `unset` for None."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {show(each)}' for key, each in value.items())} }}"
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
