@@ -50,7 +50,6 @@ BEFORE_START = [
     "--parallelism.enable_async_tensor_parallel",
     "--checkpoint.folder ../elsewhere",
     "--compile.enable --compile.components=",
-    "--validation.dataset pystdlib --validation.dataset_path texts",
     "--metrics.peak_tflops_fp8 0",
     "--metrics.flops_convention megatron",
     "--training.epochs 0",
@@ -61,6 +60,7 @@ BEFORE_START = [
 ]
 """Refused by the launcher within a second, before any process starts."""
 AT_START = [
+    "--training.dataset c4",
     "--training.dataset_path nowhere",
     "--training.dataset_path empty",
     "--training.dataset_path broken.jsonl",

@@ -62,7 +62,7 @@ def build_meta_model(
     """
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
-        model = Transformer(job.model_args)
+        model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
     ac, compiled = config.activation_checkpoint, config.compile.covers("model")
 
     # Which linears train in float8.
