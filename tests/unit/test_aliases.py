@@ -43,6 +43,21 @@ def notices(
             "[checkpoint] enable_checkpoint is now [checkpoint] enable",
         ),
         (
+            "checkpoint.model_weights_only",
+            "checkpoint.last_save_model_only",
+            "[checkpoint] model_weights_only is now [checkpoint] last_save_model_only",
+        ),
+        (
+            "training.disable_loss_parallel",
+            "parallelism.disable_loss_parallel",
+            "[training] disable_loss_parallel is now [parallelism] disable_loss_parallel",
+        ),
+        (
+            "scheduler.lr_min",
+            "lr_scheduler.min_lr_factor",
+            "[scheduler] lr_min is now [lr_scheduler] min_lr_factor",
+        ),
+        (
             "lr_scheduler.lr_min",
             "lr_scheduler.min_lr_factor",
             "[lr_scheduler] lr_min is now [lr_scheduler] min_lr_factor",

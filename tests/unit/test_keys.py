@@ -24,7 +24,7 @@ from torchtitan_lite.config.keys import (
         ("lr_scheduler.total_steps", "int", "int", True, None),
         ("lr_scheduler.decay_ratio", "float", "float", True, None),
         ("training.dataset_path", "str", "str", True, None),
-        ("validation.dataset", "str", '"pystdlib"', True, None),
+        ("validation.dataset", "str", '"pystdlib"|"c4"|"c4_test"|"c4_validation"', True, None),
         ("lr_scheduler.decay_type", "str", '"linear"|"sqrt"|"cosine"', False, "linear"),
         ("float8.filter_fqns", "list", "list", False, []),
         ("training.datasets", "list", "list of {path, weight}", False, []),

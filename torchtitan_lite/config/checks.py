@@ -258,8 +258,8 @@ def _check_run_folder(config: Config) -> Iterator[str]:
         )
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         yield (
-            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true there "
-            "are only weights to load; set it to true"
+            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
+            "there are only weights to load; set it to true"
         )
     exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
     if checkpoint.export_dtype != "float32" and not exports:

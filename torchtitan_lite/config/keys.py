@@ -66,7 +66,7 @@ class Key:
 
 def show(value: object) -> str:
     """Format a value on one line, nearly as TOML does; `unset` for None."""
-    if isinstance(value, dict):
+    if value and isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {show(each)}' for key, each in value.items())} }}"
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 

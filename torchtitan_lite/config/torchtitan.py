@@ -30,6 +30,9 @@ ALIASES = {
     "training.seed": "debug.seed",
     "training.warmup_steps": "lr_scheduler.warmup_steps",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "validation.enabled": "validation.enable",
 }
 """Current name of each renamed key."""
@@ -104,8 +107,6 @@ FOREIGN = {
     "comm.mode": Foreign("scripts/plan.py is the dry run, without processes", ("default",)),
     "memory_estimation.enable*": Foreign(_PLANNED, OFF),
     "memory_estimation.disable_fake_mode": Foreign(_PLANNED),
-    "profiling.profiler_active": Foreign("one step of each period is traced", (1,)),
-    "profiling.profiler_warmup": Foreign("one step warms the profiler up"),
     "debug.deterministic_warn_only": Foreign("[debug] deterministic refuses, not warns", OFF),
 }
 """Keys without a field here, as patterns of fnmatch. The first that matches counts."""
