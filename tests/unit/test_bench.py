@@ -21,7 +21,6 @@ from torchtitan_lite.bench import (
     add_ratios,
     choose_rows,
     find_regressions,
-    format_report,
     measure,
     plan_row,
     read_earlier,
@@ -48,9 +47,12 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, kept)
 
 
+SCRIPT = runpy.run_path(str(ROOT / "scripts/bench.py"))
+
+
 @pytest.fixture
 def script() -> Callable[[list[str]], None]:
-    main: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts/bench.py"))["main"]
+    main: Callable[[list[str]], None] = SCRIPT["main"]
     return main
 
 
@@ -260,7 +262,7 @@ def test_ctrl_c_keeps_what_is_done_and_names_what_is_left(
     report = run_benchmark(rows, None, budget_s=60.0, out=None)
     done = [row["name"] for row in report["rows"]]
     assert done == [row.name for row in rows if not row.compile]
-    text = format_report(report)
+    text = SCRIPT["format_report"](report)
     assert "\nstopped by a signal after" in text and "debugmodel       6 " in text
     for row in rows:
         assert (f"{row.name}: not run: stopped by a signal" in text) == row.compile
