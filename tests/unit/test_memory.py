@@ -282,23 +282,25 @@ def test_8b_on_8_gpus() -> None:
     assert len(moments) == 1 + 2 * (32 + 2) + 1
     shards = 8_030_261_248 * 4 // 8
     tokens, block, output = 8192, 218_112_000, 128256 * 4096 + 4096
-    assert moments["optimizer step"] == Moment("optimizer step", shards, shards, 2 * shards)
+    assert moments["optimizer step"] == Moment(
+        "optimizer step", shards, shards, 2 * shards, buffers=2 * 4 * tokens * 64
+    )
     # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head
     # its norm's input, and the gradients of its output and of the projection's weight, which the
     # loss made from the logits in bf16 and that output; FSDP has gathered the last block and the
-    # head, and holds what it copied the head from.
+    # head, and holds what it copied the head from. The rotary tables are there all the time.
     kept = (
         32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32)
         + 2 * tokens * 2 * 4096
         + 2 * 128256 * 4096
     )
-    working = 2 * tokens * 128256 + 2 * tokens * 4096
+    working, rotary = 2 * tokens * 128256 + 2 * tokens * 4096, 2 * 4 * tokens * 64
     assert moments["loss"] == Moment(
-        "loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output
+        "loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output + rotary
     )
     # At the end of a block's backward: its weights, the next block's, its gradients, and the
     # float32 ones in flight.
-    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block
+    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block + rotary
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
     assert peak(rank) == moments["loss"]
 
@@ -310,7 +312,8 @@ def test_float8_all_gather_halves_the_gathered_blocks() -> None:
         for moment in step_memory(build_rank(FLAVORS["8B"], 8, float8=float8, **GPU))
     }
     linears, norms = 218_103_808, 8192
-    assert buffers["backward of layers.5"] == 2 * (linears + 2 * norms) + 4 * (linears + norms)
+    gathered, rotary = 2 * (linears + 2 * norms), 2 * 4 * 8192 * 64
+    assert buffers["backward of layers.5"] == gathered + 4 * (linears + norms) + rotary
 
 
 def test_accumulated_gradients_are_not_sharded() -> None:
@@ -326,7 +329,7 @@ def test_offloaded_shards_are_not_on_the_device() -> None:
     assert [
         moment.parameters + moment.gradients + moment.optimizer_states for moment in moments
     ] == [0] * len(moments)
-    assert moments[-1].total == 0
+    assert moments[-1].total == 2 * 4 * 8192 * 64  # the rotary tables
 
 
 def test_405b_on_512_gpus() -> None:

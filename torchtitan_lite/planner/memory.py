@@ -47,7 +47,7 @@ class Moment:
     optimizer_states: int
     activations: int = 0
     logits: int = 0
-    buffers: int = 0  # FSDP's gathered weights and unscattered gradients; the optimizer's copies
+    buffers: int = 0  # rotary tables; FSDP's gathers and scatters; the optimizer's copies
 
     @property
     def total(self) -> int:
@@ -122,18 +122,20 @@ class Rank:
             return 0
         return FLOAT32 * sum(group.weights for group in groups) // self.degrees.dp_shard
 
-    def moment(self, name: str, *, left: int, **parts: int) -> Moment:
+    def moment(self, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
         # Gradients of earlier microbatches accumulate unsharded; only the last backward scatters.
         width = self.reduce_width if self.accum_steps > 1 else 0
         accumulated = width * sum(group.weights for group in self.groups[:left])
         parameters = self.sharded(self.groups)
+        rotary_tables = FLOAT32 * self.model.max_seq_len * self.model.head_dim
         moment_width = MOMENT_WIDTHS[self.config.optimizer.state_dtype]
         return Moment(
             name,
             parameters,
             gradients=self.sharded(self.groups[left:]) + accumulated,
             optimizer_states=round(2 * parameters * moment_width / FLOAT32),
+            buffers=rotary_tables + buffers,
             **parts,
         )
 

@@ -4,6 +4,7 @@ Each `_plan_x` computes one section in plain values; docs/plan.md documents ever
 """
 
 import dataclasses
+import math
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,6 +25,7 @@ from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_aut
 from .roofline import Prediction, Roofline
 
 SECONDS_PER_DAY = 86_400
+NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 WITHOUT_COMMUNICATION = "upper bound, without communication"
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
@@ -251,20 +253,31 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
 
 def _find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
     """Return the fewest GPUs that would fit for each mode of activation checkpointing, unless they
-    are enough for a mode that recomputes less."""
-    found: list[dict[str, Any]] = []
-    for mode in CHEAPEST_FIRST:
-        job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
-        for shards in (2**k * job.degrees.dp_shard for k in range(12)):
-            tried = dataclasses.replace(
-                job, degrees=dataclasses.replace(job.degrees, dp_shard=shards)
-            )
-            moments, gpus = dataclasses.replace(meta, job=tried).moments(), tried.degrees.world_size
-            if reserved_bytes(moments) <= device_bytes:
-                if not found or gpus < found[-1]["world_size"]:
-                    found.append({"world_size": gpus, "activation_checkpoint": mode})
-                break
-    return found
+    are enough for a mode that recomputes less. Tensor parallelism is raised only if none fits."""
+    args, degree = meta.job.model_args, meta.job.degrees.tp
+    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
+    for tp in (degree, *(each for each in NODE_TP_DEGREES if each > degree and divided % each == 0)):
+        found: list[dict[str, Any]] = []
+        for mode in CHEAPEST_FIRST:
+            gpus = _fewest_gpus(meta, mode, tp, device_bytes)
+            if gpus and (not found or gpus < found[-1]["world_size"]):
+                layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
+                found.append({"world_size": gpus} | layout)
+        if found:
+            return found
+    return []
+
+
+def _fewest_gpus(meta: MetaModel, mode: str, tp: int, device_bytes: int) -> int | None:
+    """Return the number of GPUs from which on the shards are small enough; None if no number is."""
+    job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+    least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
+    for shards in (2**k * least for k in range(12)):
+        tried = dataclasses.replace(job.degrees, dp_shard=shards, tp=tp)
+        moments = dataclasses.replace(meta, job=dataclasses.replace(job, degrees=tried)).moments()
+        if reserved_bytes(moments) <= device_bytes:
+            return tried.world_size
+    return None
 
 
 def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> dict[str, Any]:

@@ -125,10 +125,11 @@ def _memory(memory: Plan) -> str:
     if memory["fits"]:
         return table
     layouts = [
-        "{world_size} GPUs with activation checkpointing {activation_checkpoint}".format_map(each)
+        "{world_size} GPUs with tp {tensor_parallel_degree} and activation checkpointing "
+        "{activation_checkpoint}".format_map(each)
         for each in memory["would_fit"]
     ]
-    more = "no number of GPUs; lower local_batch_size, or raise tensor_parallel_degree"
+    more = "no number of GPUs, with tp up to 8 either; lower local_batch_size or seq_len"
     return f"{table}\nwould fit: {', or '.join(layouts) or more}"
 
 
