@@ -11,10 +11,11 @@ from torchtitan_lite.config import (
     dump_config,
     resolve_batch,
     resolve_degrees,
+    resolve_model,
     resolve_shares,
 )
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import ModelArgs, find_flavor
+from torchtitan_lite.models.flavors import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,18 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
     batch = resolve_batch(config.training, dp_degree=degrees.dp)
     shares = resolve_shares(config.training.datasets)
 
-    # The model is the flavor with the run's vocabulary and sequence length.
-    flavor = find_flavor(config.model.flavor)
-    assert flavor is not None, "the config is checked"
+    # The model is the configured one with the run's vocabulary and sequence length.
+    args = resolve_model(config.model)
     args = dataclasses.replace(
-        flavor,
-        vocab_size=flavor.vocab_size or tokenizer.vocab_size,
+        args,
+        vocab_size=args.vocab_size or tokenizer.vocab_size,
         max_seq_len=config.training.seq_len,
         document_bos_id=tokenizer.bos_id if config.training.document_mask else None,
     )
     if tokenizer.vocab_size > args.vocab_size:
         raise ConfigError(
             f"[model] tokenizer_path = {tokenizer.path!r} has {tokenizer.vocab_size} ids, more "
-            f"than the {args.vocab_size} of flavor {config.model.flavor}; use a tokenizer with at "
-            "most that many, or another flavor."
+            f"than the model's vocab_size = {args.vocab_size}; use a tokenizer with at most that "
+            "many, or set [model] vocab_size."
         )
     return Job(config, degrees, batch, shares, args, tokenizer)

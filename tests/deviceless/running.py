@@ -24,7 +24,7 @@ TWO_LAYERS = Path(__file__).with_name("two_layers.toml")
 FLAVORS_OF_TESTS = {
     "8B_two_layers": dataclasses.replace(FLAVORS["8B"], n_layers=2, vocab_size=0),
     "small_two_layers": dataclasses.replace(
-        FLAVORS["debugmodel"], n_layers=2, n_heads=4, n_kv_heads=2
+        FLAVORS["debugmodel_gqa"], n_layers=2, n_heads=4, n_kv_heads=2
     ),
 }
 

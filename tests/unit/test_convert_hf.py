@@ -50,9 +50,9 @@ ROOT = Path(__file__).parents[2]
 ARGS = ModelArgs(
     dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
 )
-DEBUG_ARGS = replace(FLAVORS["debugmodel"], vocab_size=300, max_seq_len=48)
+DEBUG_ARGS = replace(FLAVORS["debugmodel_gqa"], vocab_size=300, max_seq_len=48)
 SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 TOKENS = torch.arange(96).reshape(2, 48) % 50
 
@@ -125,7 +125,7 @@ def step_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llama() -> transformers.LlamaForCausalLM:
-    """A model of transformers' own with the dimensions of debugmodel."""
+    """A model of transformers' own with the dimensions of debugmodel_gqa."""
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
         hidden_size=256,
@@ -270,13 +270,13 @@ def test_an_import_is_a_checkpoint_of_weights_alone(
     manifest = read_manifest(tmp_path / "step")
     assert manifest.progress == NEW_RUN
     assert (manifest.world_size, manifest.model) == (1, asdict(DEBUG_ARGS))
-    assert manifest.config == '[model]\nflavor = "debugmodel"\n'
+    assert manifest.config == '[model]\nflavor = "debugmodel_gqa"\n'
     assert manifest.files.keys() == {".metadata", "__0_0.distcp"}
     assert manifest.tensors.keys() == {
         f"model.{name}" for name in Transformer(DEBUG_ARGS).state_dict()
     }
     assert manifest.versions.keys() == {"torchtitan_lite", "torch", "torchao", "python"}
-    assert 'of [model] flavor = "debugmodel", vocabulary 300' in caplog.text
+    assert 'of [model] flavor = "debugmodel_gqa", vocabulary 300' in caplog.text
     assert f'[checkpoint] initial_load_path = "{tmp_path / "step"}"' in caplog.text
 
 
@@ -337,7 +337,7 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         ),
         (
             lambda d: edit_config(d, num_hidden_layers=5),
-            "fits no .* the nearest, debugmodel, differs .*: n_layers: 6 -> 5",
+            "fits no .* the nearest, debugmodel_gqa, differs .*: n_layers: 6 -> 5",
         ),
         (
             lambda d: edit_config(d, **UNFIT),

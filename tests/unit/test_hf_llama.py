@@ -21,7 +21,7 @@ ARGS = ModelArgs(
     dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
 )
 SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 LLAMA_3_1_8B = {  # as it was published, without what is of no consequence here
     "architectures": ["LlamaForCausalLM"],
@@ -210,7 +210,9 @@ def test_what_an_older_config_json_leaves_out() -> None:
         "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4}
     }
     scaled["rope_scaling"]["original_max_position_embeddings"] = 32
-    assert model_args(scaled).rope_scaling == RopeScaling(factor=2.0, original_max_seq_len=32)
+    assert model_args(scaled).rope_scaling == RopeScaling(
+        factor=2.0, original_max_position_embeddings=32
+    )
 
 
 @pytest.mark.parametrize(

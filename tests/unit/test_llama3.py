@@ -24,7 +24,7 @@ from torchtitan_lite.models.llama3 import (
 )
 
 SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 
 
@@ -52,7 +52,7 @@ def reference(model: Transformer) -> transformers.LlamaForCausalLM:
             "factor": args.rope_scaling.factor,
             "low_freq_factor": args.rope_scaling.low_freq_factor,
             "high_freq_factor": args.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": args.rope_scaling.original_max_seq_len,
+            "original_max_position_embeddings": args.rope_scaling.original_max_position_embeddings,
         }
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

@@ -54,7 +54,7 @@ B200 = DeviceSpec("B200", 2250, 4500, 180, 8.0)
 MI300X = DeviceSpec("MI300X", 1307, 2615, 192, 5.3)
 WQ, WK, WV, WO, W1, W3, W2 = BLOCK_LINEARS
 PER_OP_AC = (WK, WO, W3)
-DEBUG = replace(FLAVORS["debugmodel"], vocab_size=2256)
+DEBUG = replace(FLAVORS["debugmodel_gqa"], vocab_size=2256)
 
 
 def one_linear(n: int, k: int) -> LinearChoice:

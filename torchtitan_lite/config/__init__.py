@@ -6,6 +6,7 @@ from .arithmetic import (
     multiples_near,
     resolve_batch,
     resolve_degrees,
+    resolve_model,
     resolve_shares,
 )
 from .checks import check_config, check_decay

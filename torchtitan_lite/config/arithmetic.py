@@ -1,13 +1,16 @@
-"""Numbers that follow from the config: parallel degrees, batch sizes, shares of a dataset mix."""
+"""Numbers that follow from the config: dimensions of the model, parallel degrees, batch sizes,
+shares of a dataset mix."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling, find_flavor
 
-from .sections import DatasetConfig, ParallelismConfig, TrainingConfig
+from .keys import did_you_mean, show
+from .sections import MOST, DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
 
 MAX_PERIOD = 100_000
 """Longest period, in samples, after which a mix of datasets repeats the order of its turns."""
@@ -39,6 +42,56 @@ class BatchSizes:
     local_batch_size: int
     global_batch_size: int
     grad_accum_steps: int
+
+
+def resolve_model(model: ModelConfig) -> ModelArgs:
+    """Return the dimensions of the flavor as changed by the other keys; without a flavor, theirs.
+
+    `vocab_size` is 0 if it is the tokenizer's. `max_seq_len` is the longest sequence that the
+    rotary embeddings are made for; with other ones than the flavor's there is no limit. Raises
+    ConfigError for an unknown flavor and for dimensions that fit no model.
+    """
+    given = model.model_dump(exclude={"name", "flavor", "tokenizer_path"}, exclude_none=True)
+    if (scaling := given.get("rope_scaling")) is not None:
+        given["rope_scaling"] = RopeScaling(**scaling) if scaling["factor"] > 1 else None
+    if {"rope_scaling", "rope_theta"} & given.keys():
+        given["max_seq_len"] = MOST
+
+    if model.flavor:
+        flavor = find_flavor(model.flavor)
+        if flavor is None:
+            names = ", ".join(map(show, FLAVORS))
+            raise ConfigError(
+                f'[model] flavor = {show(model.flavor)} must be one of {names}, or "" for none'
+                f"{did_you_mean(model.flavor, FLAVORS)}"
+            )
+    else:
+        needed = ("dim", "n_layers", "n_heads", "ffn_dim")
+        if missing := [key for key in needed if key not in given]:
+            raise ConfigError(
+                f'[model] flavor = "" has no dimensions of its own; set {", ".join(missing)} too'
+            )
+        flavor = ModelArgs(n_kv_heads=given["n_heads"], vocab_size=0, max_seq_len=MOST)
+    args = replace(flavor, **given)
+
+    if args.dim % (2 * args.n_heads):
+        raise ConfigError(
+            f"[model] dim = {args.dim} is not a multiple of 2 * n_heads = {2 * args.n_heads}, and "
+            "the rotary embedding turns pairs of a head's dimensions; "
+            f"use dim = {multiples_near(args.dim, 2 * args.n_heads)}"
+        )
+    if args.n_heads % args.n_kv_heads:
+        raise ConfigError(
+            f"[model] n_kv_heads = {args.n_kv_heads} does not divide n_heads = {args.n_heads}; "
+            f"use n_kv_heads = {math.gcd(args.n_heads, args.n_kv_heads)}, or {args.n_heads}"
+        )
+    scaling = args.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ConfigError(
+            f"[model] rope_scaling has low_freq_factor = {scaling.low_freq_factor}, which must be "
+            f"below high_freq_factor = {scaling.high_freq_factor}; Llama 3.1 has 1.0 and 4.0"
+        )
+    return args
 
 
 def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:

@@ -12,10 +12,15 @@ from pathlib import PurePosixPath
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.recipes import RECIPES, Recipe
-from torchtitan_lite.models.flavors import FLAVORS, find_flavor
 
-from .arithmetic import multiples_near, resolve_batch, resolve_degrees, resolve_shares
-from .keys import did_you_mean, show
+from .arithmetic import (
+    multiples_near,
+    resolve_batch,
+    resolve_degrees,
+    resolve_model,
+    resolve_shares,
+)
+from .keys import show
 from .sections import Config, LRSchedulerConfig
 
 RUN_FILES = {"config.toml", "metrics.jsonl", "numerics.jsonl", "peaks.json", "status.json"}
@@ -81,10 +86,11 @@ def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
 
 
 def _check_model(config: Config) -> Iterator[str]:
-    args, flavor = find_flavor(config.model.flavor), show(config.model.flavor)
-    if args is None:
-        hint = did_you_mean(config.model.flavor, FLAVORS)
-        yield f"[model] flavor = {flavor} must be one of {', '.join(map(show, FLAVORS))}{hint}"
+    flavor = show(config.model.flavor)
+    try:
+        args = resolve_model(config.model)
+    except ConfigError as error:
+        yield str(error)
         return
 
     # Its dimensions must allow the layout, the sequence length and the number of a layer.
@@ -100,7 +106,8 @@ def _check_model(config: Config) -> Iterator[str]:
     if config.training.seq_len > args.max_seq_len:
         yield (
             f"[training] seq_len = {config.training.seq_len} is above max_seq_len = "
-            f"{args.max_seq_len} of [model] flavor = {flavor}; use at most {args.max_seq_len}"
+            f"{args.max_seq_len} of [model] flavor = {flavor}; use at most {args.max_seq_len}, or "
+            "set rope_theta or rope_scaling for longer sequences"
         )
     mode, option = (
         config.activation_checkpoint.mode,

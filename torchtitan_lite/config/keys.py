@@ -10,7 +10,14 @@ from itertools import groupby
 
 from .sections import Config, Section
 
-KINDS = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "array": "list"}
+KINDS = {
+    "boolean": "bool",
+    "integer": "int",
+    "number": "float",
+    "string": "str",
+    "array": "list",
+    "object": "table",
+}
 """Our names of the types of JSON Schema."""
 LIMITS = {
     "minimum": "at least",
@@ -45,11 +52,11 @@ class Key:
     table: str
     name: str
     kind: str
-    """bool, int, float, str or list."""
+    """bool, int, float, str, list or table."""
     type_text: str
     """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`, `list of {a, b}`."""
     choices: list[str]
-    """Allowed values; empty: any. In a list of tables, the keys of each."""
+    """Allowed values; empty: any. Of a table, or a list of tables, the keys."""
     optional: bool
     """Whether the key may be unset (None)."""
     default: object
@@ -84,10 +91,10 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
     schema = section.model_json_schema()
     for name, field in schema["properties"].items():
         value = field["anyOf"][0] if "anyOf" in field else field  # without `| None`
-        kind, item = KINDS[value["type"]], value.get("items", value)
+        kind, item = KINDS[value.get("type", "object")], value.get("items", value)
         choices = [item["const"]] if "const" in item else item.get("enum", [])
         type_text = "|".join(map(show, choices))
-        if "$ref" in item:  # a list of tables
+        if "$ref" in item:  # a table, or a list of tables
             choices = list(schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"])
             type_text = f"{{{', '.join(choices)}}}"
         if choices and kind == "list":

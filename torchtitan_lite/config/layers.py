@@ -85,11 +85,13 @@ def read_files(path: Path) -> list[Layer]:
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted name, value) for every value in a table and its sub-tables.
 
-    Yield an empty table only if its name is unknown, so that a misspelt name is reported.
+    Yield a table as a value if it is that of a key, and an empty one if its name is unknown, so
+    that a misspelt name is reported.
     """
+    tables = [name for name, key in KEYS.items() if key.kind == "table"]
     for key, value in table.items():
         name = prefix + key
-        if value and isinstance(value, dict):
+        if value and isinstance(value, dict) and name not in tables:
             yield from _flatten(value, f"{name}.")
         elif value != {} or current_name(name) not in TABLES:
             yield name, value

@@ -23,14 +23,14 @@ RULES = {
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must not hold the character NUL",
     "tuple_type": "must be a list, in brackets",
-    "model_type": "must be a list of tables",
+    "model_type": "must be a {type}",
     "missing": "must be set",
     "greater_than": "must be above {gt:,.12g}",
     "greater_than_equal": "must be at least {ge:,.12g}",
     "less_than": "must be below {lt:,.12g}",
     "less_than_equal": "must be at most {le:,.12g}",
 }
-"""Message for each kind of pydantic error. The braces are filled with the limit."""
+"""Message for each kind of pydantic error. The braces are filled with the limit or the type."""
 
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
@@ -122,18 +122,20 @@ def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
     table, key, *place = detail["loc"]
     name, kind = f"{table}.{key}", detail["type"]
     subject = settings[name].cite(name)
-    if len(place) == 2:  # a key of one of a list of tables, which are counted from 1
+    if place and isinstance(place[-1], str):  # a key of a table, or of one of a list, from 1
         value = None if kind == "missing" else detail["input"]
         setting = Setting(value, settings[name].source)
-        subject = f"[[{name}]] {int(place[0]) + 1}: {setting.cite(str(place[1]))}"
+        owner = f"[[{name}]] {int(place[0]) + 1}" if len(place) == 2 else f"[{name}]"
+        subject = f"{owner}: {setting.cite(place[-1])}"
 
     if kind == "literal_error":
         choices = KEYS[name].choices
         hint = did_you_mean(str(detail["input"]), choices)
         return f"{subject}: must be {' or '.join(map(show, choices))}{hint}"
     if kind == "extra_forbidden":
-        return f"{subject}: unknown key{did_you_mean(str(place[1]), KEYS[name].choices)}"
-    return f"{subject}: {RULES[kind].format(**detail.get('ctx', {}))}"
+        return f"{subject}: unknown key{did_you_mean(str(place[-1]), KEYS[name].choices)}"
+    rule = RULES[kind].format(type=KEYS[name].type_text, **detail.get("ctx", {}))
+    return f"{subject}: {rule}"
 
 
 def _name_sources(message: str, settings: Layer) -> str:

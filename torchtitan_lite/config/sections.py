@@ -18,6 +18,7 @@ MOST = 99_999_999
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Whole = Annotated[int, Field(ge=0, le=MOST)]
 AllOrCount = Annotated[int, Field(ge=-1, le=MOST)]
+Dimension = Annotated[int, Field(ge=1, le=1_000_000)]
 Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -62,11 +63,44 @@ class JobConfig(Section):
     """Print the resolved config at start."""
 
 
+class RopeScalingConfig(Section):
+    """Llama 3.1's scaling of rotary frequencies, by Hugging Face's names."""
+
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    """How much longer the context is than the original one; 1: no scaling."""
+    low_freq_factor: Positive = 1.0
+    """Wavelengths above the original context / this are scaled by factor."""
+    high_freq_factor: Positive = 4.0
+    """Wavelengths below the original context / this are not scaled."""
+    original_max_position_embeddings: Count = 8192
+    """Length of the original context in tokens."""
+
+
 class ModelConfig(Section):
     name: Literal["llama3"] = "llama3"
     """Model family."""
-    flavor: Name = "debugmodel"
-    """Dimensions of the model: debugmodel, 8B, 70B or 405B; 8B_16layers: 8B with 16 layers."""
+    flavor: Text = "debugmodel"
+    """debugmodel 150M 350M 1B 3B 8B 70B 405B 3-8B 3-70B; 8B_16layers: 16 layers; "": keys below."""
+    dim: Dimension | None = None
+    """Width of the residual stream."""
+    n_layers: Annotated[int, Field(ge=1, le=9999)] | None = None
+    """Transformer blocks."""
+    n_heads: Dimension | None = None
+    """Attention heads, each of dim / n_heads."""
+    n_kv_heads: Dimension | None = None
+    """Key-value heads, which divide n_heads; without a flavor unset: n_heads."""
+    ffn_dim: Dimension | None = None
+    """Width of the feed-forward layer."""
+    vocab_size: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    """Token ids; 0, and without a flavor unset: the tokenizer's."""
+    rope_theta: Positive | None = None
+    """Base of the rotary frequencies; without a flavor unset: 500000."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Llama 3.1's scaling of rotary frequencies; factor = 1, and without a flavor unset: none."""
+    tie_embeddings: bool | None = None
+    """Share one matrix between the embedding and the projection to the vocabulary."""
+    norm_eps: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Added to the mean square in each RMSNorm; without a flavor unset: 1e-5."""
     tokenizer_path: Text = ""
     """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
 

@@ -1,4 +1,4 @@
-"""Dimensions, linear names and linear shapes of every Llama 3 flavor. Standard library only, so
+"""Dimensions, linear names and linear shapes of every Llama flavor. Standard library only, so
 that a config is checked without importing torch.
 
 Shapes: D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
@@ -6,24 +6,26 @@ Shapes: D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of rotary frequencies (its model card, `rope_scaling` "llama3")."""
+    """Llama 3.1's scaling of rotary frequencies, Hugging Face's `rope_type` "llama3"."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Dimensions of a Llama 3 transformer.
+    """Dimensions of a Llama transformer.
 
-    `vocab_size = 0` takes the tokenizer's. With a `document_bos_id`, attention stays within
-    documents, each of which starts with that id."""
+    `vocab_size = 0` takes the tokenizer's. With `tie_embeddings`, the embedding and the projection
+    to the vocabulary are one matrix. With a `document_bos_id`, attention stays within documents,
+    each of which starts with that id."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -35,6 +37,7 @@ class ModelArgs:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    tie_embeddings: bool = False
     document_bos_id: int | None = None
 
     @property
@@ -53,25 +56,29 @@ class ModelArgs:
         return self.n_kv_heads * self.head_dim
 
 
-# Meta's published dimensions (Llama 3 and 3.1 model cards). The Llama 3.1 models reach 131072
-# tokens by RoPE scaling.
+_LLAMA_3_8B = ModelArgs()
+_LLAMA_3_70B = ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672)
+_LLAMA_3_405B = ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248)
+_LLAMA_3_1: dict[str, Any] = {"max_seq_len": 131072, "rope_scaling": RopeScaling()}
+_LLAMA_3_2 = _LLAMA_3_1 | {"rope_scaling": RopeScaling(factor=32.0), "tie_embeddings": True}
+_SMALL: dict[str, Any] = {"n_kv_heads": 4, "vocab_size": 0, "tie_embeddings": True}
+_DEBUG = ModelArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, vocab_size=0)
+
 FLAVORS = {
-    "debugmodel": ModelArgs(
-        dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0
-    ),
-    "debugmodel_4layers": ModelArgs(
-        dim=256, n_layers=4, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=0
-    ),
-    "8B": ModelArgs(),
-    "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
-    "405B": ModelArgs(
-        dim=16384,
-        n_layers=126,
-        n_heads=128,
-        ffn_dim=53248,
-        max_seq_len=131072,
-        rope_scaling=RopeScaling(),
-    ),
+    # torchtitan's, and the same with grouped-query attention.
+    "debugmodel": _DEBUG,
+    "debugmodel_gqa": replace(_DEBUG, n_kv_heads=8),
+    # For one GPU with 24 GB; named by their parameters with a vocabulary of 32,000.
+    "150M": ModelArgs(dim=768, n_layers=20, n_heads=12, ffn_dim=2048, **_SMALL),
+    "350M": ModelArgs(dim=1024, n_layers=28, n_heads=16, ffn_dim=2816, **_SMALL),
+    # Llama 3.2, 3.1 and 3, as in their model cards.
+    "1B": ModelArgs(dim=2048, n_layers=16, n_heads=32, ffn_dim=8192, **_LLAMA_3_2),
+    "3B": ModelArgs(dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, **_LLAMA_3_2),
+    "8B": replace(_LLAMA_3_8B, **_LLAMA_3_1),
+    "70B": replace(_LLAMA_3_70B, **_LLAMA_3_1),
+    "405B": replace(_LLAMA_3_405B, **_LLAMA_3_1),
+    "3-8B": _LLAMA_3_8B,
+    "3-70B": _LLAMA_3_70B,
 }
 
 

@@ -93,7 +93,7 @@ def hf_config(
         and {
             "rope_type": "llama3",
             **{key: getattr(scaling, key) for key in _ROPE_FACTORS},
-            _ROPE_LENGTH: scaling.original_max_seq_len,
+            _ROPE_LENGTH: scaling.original_max_position_embeddings,
         },
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -127,7 +127,7 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     if kind == "llama3":
         factors = {key: _positive(rope, key) for key in _ROPE_FACTORS}
         length = _positive(rope, _ROPE_LENGTH, whole=True)
-        scaling = RopeScaling(**factors, original_max_seq_len=length)
+        scaling = RopeScaling(**factors, original_max_position_embeddings=length)
     return ModelArgs(
         **sizes,
         rope_theta=_positive(rope, "rope_theta"),

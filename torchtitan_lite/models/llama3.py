@@ -48,7 +48,7 @@ def rope_frequencies(args: ModelArgs) -> Tensor:
     interpolates between the two."""
     frequencies = args.rope_theta ** -(torch.arange(0, args.head_dim, 2).double() / args.head_dim)
     if (scaling := args.rope_scaling) is not None:
-        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.config import Config, MetricsConfig, ModelConfig
+from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.selection import AUTO
@@ -18,7 +18,6 @@ from torchtitan_lite.job import TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
-from torchtitan_lite.models.flavors import find_flavor
 
 from .memory import MOMENT_WIDTHS, reserved_bytes
 from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_auto
@@ -128,10 +127,10 @@ def _tokenizer_values(model: ModelConfig) -> TokenizerValues:
     try:
         return build_tokenizer(model.tokenizer_path).values
     except DataError:
-        flavor = find_flavor(model.flavor)
-        if flavor is None or not flavor.vocab_size:
+        vocab_size = resolve_model(model).vocab_size
+        if not vocab_size:
             raise
-        return TokenizerValues(model.tokenizer_path, flavor.vocab_size, bos_id=0, fingerprint="")
+        return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
 
 
 def _plan_request(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
