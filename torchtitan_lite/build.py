@@ -98,7 +98,7 @@ def build_model(
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
-        f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
+        f"model {job.model_name}: {meta.parameters:,} parameters, "
         f"vocabulary {job.model_args.vocab_size}; attention by {attention}"
     )
     if float8.enable_float8_linear:

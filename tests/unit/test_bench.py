@@ -34,7 +34,7 @@ from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
-EAGER = Row("debugmodel", 6, 256, 2, "none", False, "bf16")
+EAGER = Row("debugmodel_gqa", 6, 256, 2, "none", False, "bf16")
 FIGURES = {"tps": 100.0, "tflops": 1.0, "mfu": 50.0, "mfu_achievable": 60.0, "memory_gib": 1.0}
 FIGURES |= {"step_time_s": 1.0, "spread_pct": 1.0, "loss": 7.0}
 ALL_ROWS = [row for rows in ROWS.values() for row in rows]
@@ -263,7 +263,7 @@ def test_ctrl_c_keeps_what_is_done_and_names_what_is_left(
     done = [row["name"] for row in report["rows"]]
     assert done == [row.name for row in rows if not row.compile]
     text = SCRIPT["format_report"](report)
-    assert "\nstopped by a signal after" in text and "debugmodel       6 " in text
+    assert "\nstopped by a signal after" in text and "debugmodel_gqa       6 " in text
     for row in rows:
         assert (f"{row.name}: not run: stopped by a signal" in text) == row.compile
 

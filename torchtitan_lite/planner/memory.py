@@ -103,18 +103,27 @@ class Rank:
     @cached_property
     def groups(self) -> list[Group]:
         """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
-        # FSDP does not gather the embedding again for its backward.
-        never = self.config.parallelism.fsdp_reshard_after_forward == "never"
-        weights = self.output_weights
-        gathered = self.width * weights if never else 0
-        embedding = Group("tok_embeddings", weights, gathered, saved=0, working=self.hidden)
-
+        matrix, blocks = self.output_weights, [_block(self, i) for i in range(self.model.n_layers)]
         # The projection saves its input; with a fused loss, the gradients of input and weight.
         saved = self.norm_input(compiled=False) + self.hidden
-        saved += self.width * weights if self.fuses_loss else 0
-        weights += self.model.dim
+
+        # Tied, the first group has all weights but the blocks', from the forward to the end of the
+        # backward, and the gradient of the projection from the loss on.
+        if self.model.tie_embeddings:
+            weights = matrix + self.model.dim
+            kept = self.width * (weights + matrix)
+            embedding = Group("tok_embeddings", weights, kept, saved=0, working=self.hidden)
+            head = Group("output", 0, 0, saved, saved + self.hidden)
+            return [embedding, *blocks, head]
+
+        # FSDP does not gather the embedding again for its backward.
+        never = self.config.parallelism.fsdp_reshard_after_forward == "never"
+        gathered = self.width * matrix if never else 0
+        embedding = Group("tok_embeddings", matrix, gathered, saved=0, working=self.hidden)
+        saved += self.width * matrix if self.fuses_loss else 0
+        weights = matrix + self.model.dim
         head = Group("output", weights, self.width * weights, saved, saved + self.hidden)
-        return [embedding, *(_block(self, i) for i in range(self.model.n_layers)), head]
+        return [embedding, *blocks, head]
 
     def sharded(self, groups: Sequence[Group]) -> int:
         """Bytes of this rank's float32 shards of the groups' weights."""
