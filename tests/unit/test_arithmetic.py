@@ -8,14 +8,17 @@ import pytest
 from torchtitan_lite.config import (
     BatchSizes,
     DatasetConfig,
+    ModelConfig,
     ParallelDegrees,
     ParallelismConfig,
     TrainingConfig,
     resolve_batch,
     resolve_degrees,
+    resolve_model,
     resolve_shares,
 )
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 
 
 def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
@@ -150,3 +153,54 @@ def test_weights_too_fine_for_a_mix(weights: tuple[float, ...], fix: str) -> Non
         resolve_shares(datasets(*weights))
     fitting = [float(weight) for weight in fix.removeprefix("use ").split(", ")]
     assert sum(resolve_shares(datasets(*fitting))) <= 100_000
+
+
+ALONE = {"flavor": "", "dim": 64, "n_layers": 2, "n_heads": 4, "ffn_dim": 96}
+
+
+def test_model_keys_override_the_flavor() -> None:
+    assert resolve_model(ModelConfig(flavor="8B")) == FLAVORS["8B"]
+    model = ModelConfig(flavor="8B_16layers", n_kv_heads=4, vocab_size=0, tie_embeddings=True)
+    expected = dataclasses.replace(
+        FLAVORS["8B"], n_layers=16, n_kv_heads=4, vocab_size=0, tie_embeddings=True
+    )
+    assert resolve_model(model) == expected
+
+
+def test_rope_keys_replace_the_flavors_and_its_limit() -> None:
+    scaling = {"factor": 16.0, "original_max_position_embeddings": 4096}
+    args = resolve_model(ModelConfig(flavor="3-8B", rope_scaling=scaling))
+    assert args.rope_scaling == RopeScaling(16.0, 1.0, 4.0, 4096)
+    assert args.max_seq_len > 10**6
+    none = resolve_model(ModelConfig(flavor="8B", rope_scaling={"factor": 1.0}))
+    assert dataclasses.replace(none, max_seq_len=8192) == FLAVORS["3-8B"]
+
+
+def test_dimensions_stand_alone_without_a_flavor() -> None:
+    llama_2_7b = {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim": 11008, "vocab_size": 32000}
+    args = resolve_model(ModelConfig(flavor="", **llama_2_7b, rope_theta=1e4))
+    assert dataclasses.replace(args, max_seq_len=4096) == ModelArgs(
+        **llama_2_7b, n_kv_heads=32, rope_theta=10000.0, max_seq_len=4096
+    )
+    assert resolve_model(ModelConfig(**ALONE)).vocab_size == 0  # the tokenizer's
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"flavor": "", "dim": 64, "n_heads": 4},
+            'flavor = "" has no .* set n_layers, ffn_dim too',
+        ),
+        ({"flavor": "8b"}, 'flavor = "8b" must be one of .*, or "" for none; did you mean "8B"'),
+        ({"dim": 100}, r"dim = 100 .* 2 \* n_heads = 32, .*; use dim = 96 or 128"),
+        (ALONE | {"n_kv_heads": 3}, "n_kv_heads = 3 does not divide n_heads = 4; use .* 1, or 4"),
+        (
+            ALONE | {"rope_scaling": {"factor": 8.0, "low_freq_factor": 4.0}},
+            "low_freq_factor = 4.0, which must be below high_freq_factor = 4.0",
+        ),
+    ],
+)
+def test_dimensions_that_fit_no_model(model: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[model\] .*{message}"):
+        resolve_model(ModelConfig.model_validate(model))

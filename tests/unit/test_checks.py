@@ -1,11 +1,8 @@
 """Rules between keys of the config."""
 
-import dataclasses
-
 import pytest
 
 from torchtitan_lite.config import Config, check_config, checks
-from torchtitan_lite.models.flavors import FLAVORS
 
 
 def check(
@@ -73,9 +70,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"model": {"flavor": "8b"}},
-            '[model] flavor = "8b" must be one of "debugmodel", "debugmodel_4layers", "8B", '
-            '"70B", "405B"; did you '
-            'mean "8B"?',
+            '[model] flavor = "8b" must be one of "debugmodel", "debugmodel_gqa", "150M", "350M", '
+            '"1B", "3B", "8B", "70B", "405B", "3-8B", "3-70B", or "" for none; did you mean "8B"?',
         ),
         (
             16,
@@ -93,9 +89,9 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
-            {"model": {"flavor": "8B"}, "training": {"seq_len": 16384}},
-            '[training] seq_len = 16384 is above max_seq_len = 8192 of [model] flavor = "8B"; use '
-            "at most 8192",
+            {"model": {"flavor": "3-8B"}, "training": {"seq_len": 16384}},
+            '[training] seq_len = 16384 is above max_seq_len = 8192 of [model] flavor = "3-8B"; '
+            "use at most 8192, or set rope_theta or rope_scaling for longer sequences",
         ),
         *(
             (
@@ -355,7 +351,7 @@ def test_a_memory_budget_is_refused_where_it_crashes_the_compiler(
     found = check(
         2,
         parallelism={"tensor_parallel_degree": tp},
-        model={"flavor": "debugmodel"},
+        model={"flavor": "debugmodel_gqa"},
         **MEMORY_BUDGET,
     )
     assert len(found) == (message is not None)
@@ -369,10 +365,5 @@ def test_a_memory_budget_works_with_torch_2_11_where_each_head_has_its_own_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "version", lambda package: "2.11.0")
-    monkeypatch.setitem(FLAVORS, "mha", dataclasses.replace(FLAVORS["debugmodel"], n_kv_heads=16))
-    assert (
-        check(
-            2, parallelism={"tensor_parallel_degree": 2}, model={"flavor": "mha"}, **MEMORY_BUDGET
-        )
-        == []
-    )
+    tables = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"flavor": "debugmodel"}}
+    assert check(2, **tables, **MEMORY_BUDGET) == []

@@ -341,7 +341,7 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         ),
         (
             lambda d: edit_config(d, **UNFIT),
-            "the nearest, 8B, differs .*: vocab_size: 128256 -> 300",
+            "the nearest, 3-8B, differs .*: vocab_size: 128256 -> 300",
         ),
         (
             lambda d: edit_config(d, vocab_size=301),

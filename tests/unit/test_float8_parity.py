@@ -12,9 +12,8 @@ from types import ModuleType
 import pytest
 from sample_records import RECORD
 
-from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config import Config, load_config, resolve_model
 from torchtitan_lite.errors import ConfigError, RunError
-from torchtitan_lite.models.flavors import FLAVORS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/float8_parity.md"
@@ -84,7 +83,7 @@ def test_each_run_is_the_one_it_is_named_after(name: str) -> None:
     assert config.compile.enable is part.startswith("compile")
     modes = {"compile_op_ac": "selective", "compile_full_ac": "full"}
     assert config.activation_checkpoint.mode == modes.get(part, "none")
-    args = FLAVORS[config.model.flavor]
+    args = resolve_model(config.model)
     assert (args.n_layers, args.dim) == (4, 256)
     assert (config.training.steps, config.lr_scheduler.total_steps) == (
         100 if part not in "012" else 300,

@@ -35,7 +35,7 @@ def test_with_a_document_mask_documents_begin_at_the_tokenizers_bos() -> None:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
     assert job_of(vocab_size=128256, model={"flavor": "8B"}).model_args.vocab_size == 128256
-    message = r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than the 128256"
+    message = r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than .* 128256"
     with pytest.raises(ConfigError, match=message):
         job_of(vocab_size=128257, model={"flavor": "8B"})
 

@@ -248,12 +248,26 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
             "[[training.datasets]] 1: path = unset (from run.toml): must be set",
         ),
         (
+            "[model.rope_scaling]\nfactor = 8.0\nfactr = 8.0",
+            "[model.rope_scaling]: factr = 8.0 (from run.toml): unknown key; did you mean "
+            '"factor"?',
+        ),
+        (
+            "model.rope_scaling = {factor = 0.5}",
+            "[model.rope_scaling]: factor = 0.5 (from run.toml): must be at least 1",
+        ),
+        (
+            "model.rope_scaling = 8",
+            "[model] rope_scaling = 8 (from run.toml): must be a {factor, low_freq_factor, "
+            "high_freq_factor, original_max_position_embeddings}",
+        ),
+        (
             "training.datasets = [{path = 3}]",
             "[[training.datasets]] 1: path = 3 (from run.toml): must be a string, in quotes",
         ),
         (
             'training.datasets = ["a", "b"]',
-            '[training] datasets = ["a", "b"] (from run.toml): must be a list of tables',
+            '[training] datasets = ["a", "b"] (from run.toml): must be a list of {path, weight}',
         ),
         (
             '[training.datasets]\npath = "a"',

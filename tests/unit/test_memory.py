@@ -275,7 +275,7 @@ GPU = {"on_cpu": False, "batch": 1}
 
 
 def test_8b_on_8_gpus() -> None:
-    rank = build_rank(FLAVORS["8B"], 8, activation_checkpoint=BY_OP, **GPU, **COMPILED)
+    rank = build_rank(FLAVORS["3-8B"], 8, activation_checkpoint=BY_OP, **GPU, **COMPILED)
     moments = {moment.name: moment for moment in step_memory(rank)}
     assert list(moments)[:3] == ["loss", "backward of output", "gradients of output"]
     assert list(moments)[-1] == "optimizer step"
@@ -309,7 +309,7 @@ def test_float8_all_gather_halves_the_gathered_blocks() -> None:
     float8 = Float8Config(enable_float8_linear=True, enable_fsdp_float8_all_gather=True)
     buffers = {
         moment.name: moment.buffers
-        for moment in step_memory(build_rank(FLAVORS["8B"], 8, float8=float8, **GPU))
+        for moment in step_memory(build_rank(FLAVORS["3-8B"], 8, float8=float8, **GPU))
     }
     linears, norms = 218_103_808, 8192
     gathered, rotary = 2 * (linears + 2 * norms), 2 * 4 * 8192 * 64
@@ -318,14 +318,14 @@ def test_float8_all_gather_halves_the_gathered_blocks() -> None:
 
 def test_accumulated_gradients_are_not_sharded() -> None:
     accumulate = TrainingConfig(seq_len=8192, local_batch_size=1, global_batch_size=16)
-    moments = step_memory(build_rank(FLAVORS["8B"], 8, training=accumulate, on_cpu=False))
+    moments = step_memory(build_rank(FLAVORS["3-8B"], 8, training=accumulate, on_cpu=False))
     assert moments[0].gradients == 8_030_261_248 * 4
     assert moments[-1].gradients == 8_030_261_248 * 4 // 8
 
 
 def test_offloaded_shards_are_not_on_the_device() -> None:
     offload = TrainingConfig(seq_len=8192, local_batch_size=1, enable_cpu_offload=True)
-    moments = step_memory(build_rank(FLAVORS["8B"], 8, training=offload, on_cpu=False))
+    moments = step_memory(build_rank(FLAVORS["3-8B"], 8, training=offload, on_cpu=False))
     assert [
         moment.parameters + moment.gradients + moment.optimizer_states for moment in moments
     ] == [0] * len(moments)

@@ -68,7 +68,7 @@ def test_forward_is_a_third_of_the_ledger_in_each_precision(recipe: str | None) 
 
 
 def test_the_forward_of_8b() -> None:
-    meta = build("tensorwise", dataclasses.replace(FLAVORS["8B"], n_layers=32))
+    meta = build("tensorwise", dataclasses.replace(FLAVORS["3-8B"], n_layers=32))
     flops = count_operators(meta)
     assert 3 * sum(flops.values()) == meta.ledger.total == 57_912_852_480
     fp8 = sum(count for (_, precision), count in flops.items() if precision == "fp8")

@@ -55,8 +55,8 @@ def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Pa
     """Raise CheckpointError unless the model of a checkpoint has the dimensions of this run's."""
     # Both follow from the text, not from the weights.
     ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))
-    # Manifests of 0.2 and earlier do not say that the model is untied.
-    if differing := changes({"tie_embeddings": False, **saved, **ignored}, {**wanted, **ignored}):
+    untied = {"tie_embeddings": False}  # manifests of version 0.2.0 and earlier do not say it
+    if differing := changes({**untied, **saved, **ignored}, {**untied, **wanted, **ignored}):
         raise CheckpointError(
             f"[model] {path} is of another model: {'; '.join(differing)}. Use its [model] flavor "
             "and tokenizer_path, or name another checkpoint or another [job] dump_folder."

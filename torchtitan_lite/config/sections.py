@@ -86,7 +86,7 @@ class ModelConfig(Section):
     n_layers: Annotated[int, Field(ge=1, le=9999)] | None = None
     """Transformer blocks."""
     n_heads: Dimension | None = None
-    """Attention heads, each of dim / n_heads."""
+    """Attention heads, dim / n_heads wide."""
     n_kv_heads: Dimension | None = None
     """Key-value heads, which divide n_heads; without a flavor unset: n_heads."""
     ffn_dim: Dimension | None = None
