@@ -35,6 +35,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
+from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.optim import UpdateGuard
@@ -129,7 +130,9 @@ def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLed
     """Return the float8 operations that each rank must run in a step."""
     float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
     converted = {name for choice in choices if choice.converted for name in choice.names}
-    fsdp_groups = {tuple(name.split(".")[:2]) for name in converted}  # blocks, or the last group
+    # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
+    in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
+    fsdp_groups = {tuple(name.split(".")[:2]) for name in converted - in_high_precision}
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
     gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
     fuses = job.config.parallelism.enable_async_tensor_parallel
