@@ -202,6 +202,30 @@ def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, 
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
 
 
+TIED_VOCABULARY = dataclasses.replace(VOCABULARY, tie_embeddings=True)
+TIED_WEIGHTS = dataclasses.replace(WEIGHTS, vocab_size=8192, tie_embeddings=True)
+FOUR_PASSES = {"training": TrainingConfig(seq_len=4, local_batch_size=1, global_batch_size=8)}
+
+
+@pytest.mark.parametrize(
+    ("args", "dp_shard", "tp", "batch", "changes", "height"),
+    [
+        (TIED_VOCABULARY, 4, 2, 4, {}, "loss"),
+        (TIED_VOCABULARY, 2, 2, 4, GATHERED_LOGITS, "loss"),
+        (TIED_WEIGHTS, 8, 1, 1, {}, "gradients of layers.1"),
+        (TIED_WEIGHTS, 1, 1, 1, {}, "gradients of tok_embeddings"),
+        (TIED_WEIGHTS, 2, 1, 1, FOUR_PASSES, "gradients of layers.3"),
+    ],
+    ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation"],
+)
+def test_peak_with_tied_embeddings(
+    args: ModelArgs, dp_shard: int, tp: int, batch: int, changes: dict[str, Any], height: str
+) -> None:
+    rank = build_rank(args, dp_shard, tp, batch=batch, **changes)
+    assert peak(rank).name == height
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.02)
+
+
 def test_peak_of_a_loss_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     args = dataclasses.replace(VOCABULARY, dim=512, n_heads=8)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**21)  # of 2**23
@@ -303,6 +327,21 @@ def test_8b_on_8_gpus() -> None:
     assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block + rotary
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
     assert peak(rank) == moments["loss"]
+
+
+def test_1b_on_8_gpus_holds_its_embedding_once() -> None:
+    rank = build_rank(FLAVORS["1B"], 8, activation_checkpoint=FULL, **GPU, **COMPILED)
+    moments = {moment.name: moment for moment in step_memory(rank)}
+    shards, matrix, block = 1_235_814_400 * 4 // 8, 128256 * 2048, 60_821_504
+    rotary = 2 * 4 * 131072 * 32
+    assert moments["optimizer step"] == Moment(
+        "optimizer step", shards, shards, 2 * shards, buffers=rotary
+    )
+    # The matrix with the last norm, and its gradient, beside what a block of an untied model needs.
+    stays = 2 * (matrix + 2048) + 2 * matrix
+    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block + stays + rotary
+    assert moments["gradients of layers.5"].gradients == 10 * block * 4 // 8
+    assert moments["gradients of tok_embeddings"].gradients == 16 * block * 4 // 8
 
 
 def test_float8_all_gather_halves_the_gathered_blocks() -> None:
