@@ -65,8 +65,8 @@ _SMALL: dict[str, Any] = {"n_kv_heads": 4, "vocab_size": 0, "tie_embeddings": Tr
 _DEBUG = ModelArgs(dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, vocab_size=0)
 
 FLAVORS = {
-    # torchtitan's, and the same with grouped-query attention.
-    "debugmodel": _DEBUG,
+    # torchtitan's, and one with grouped-query attention.
+    "debugmodel": replace(_DEBUG, **_LLAMA_3_1),
     "debugmodel_gqa": replace(_DEBUG, n_kv_heads=8),
     # For one GPU with 24 GB; named by their parameters with a vocabulary of 32,000.
     "150M": ModelArgs(dim=768, n_layers=20, n_heads=12, ffn_dim=2048, **_SMALL),
