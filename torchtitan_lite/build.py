@@ -98,7 +98,7 @@ def build_model(
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
-        f"{config.model.flavor or 'model'}: {meta.parameters:,} parameters, vocabulary "
+        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
         f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
     )
     if float8.enable_float8_linear:
