@@ -1,6 +1,6 @@
 """Build each part of a run from its job: model, batches, checkpointer, metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 
     A collective call. Raises ConfigError or DataError.
     """
-    on_rank0(lambda: check_wandb_installed(config.metrics))
+    writing_ranks(config.metrics)(lambda: check_wandb_installed(config.metrics))
     set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=dist.get_world_size(), tokenizer=tokenizer.values)
@@ -87,10 +87,8 @@ def build_model(
     Returns the model, its FLOPs per token, and the float8 operations expected in each step.
     """
     config, float8, training = job.config, job.config.float8, job.config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(
-        job.model_args, tp_degree=job.degrees.tp, dtype=dtype, device=device
-    )
+    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(args, tp_degree=job.degrees.tp, dtype=dtype, device=device)
     meta = build_meta_model(
         job,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
@@ -100,8 +98,8 @@ def build_model(
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
-        f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
-        f"vocabulary {job.model_args.vocab_size}; attention by {attention}"
+        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
+        f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
@@ -200,7 +198,7 @@ def build_batches(
     would end within the schedule's warm-up or decay.
     """
     training, validation = job.config.training, job.config.validation
-    corpus, validation_corpus = build_corpora(
+    corpus, validation_corpus, validated = build_corpora(
         training,
         validation,
         tokenizer,
@@ -237,7 +235,7 @@ def build_batches(
     return batches, ValidationBatches(
         validation_corpus,
         local_batch_size=training.local_batch_size,
-        steps=validation.steps,
+        samples=validated,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
     )
@@ -297,6 +295,11 @@ def build_checkpointer(
 # ----- Metrics -----
 
 
+def writing_ranks(metrics: MetricsConfig) -> Callable[[Callable[[], None]], object]:
+    """Return the collective that runs a function on the ranks that write metrics."""
+    return on_all_ranks if metrics.save_for_all_ranks else on_rank0
+
+
 def build_metrics(
     job: Job,
     ledger: FlopsLedger,
@@ -305,7 +308,7 @@ def build_metrics(
     total_steps: int,
     progress: TrainingProgress,
 ) -> MetricsProcessor:
-    """Build the metrics of a run that continues after `progress`. Only rank 0 writes.
+    """Build the metrics of a run that continues after `progress`. Rank 0 writes, or all do.
 
     On CPU all ranks measure their peaks here, at the same time.
     """
@@ -316,16 +319,16 @@ def build_metrics(
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
     file = job.folder / "peaks.json"
-    peaks = find_peaks(device, config.metrics, precisions=precisions, file=file)
-    logger.info(f"{peaks}")
+    logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
 
-    # If rank 0 cannot open its files, all ranks end.
+    # If a rank cannot open its files, all ranks end.
     writers: list[Writer] = []
-    on_rank0(
+    writing_ranks(config.metrics)(
         lambda: writers.extend(
             build_writers(
                 config.metrics,
                 dump_folder=job.folder,
+                rank=dist.get_rank(),
                 total_steps=total_steps,
                 resume_step=progress.step,
                 config_toml=job.to_toml(),

@@ -91,10 +91,17 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     rank, world_size = read_rank()
     store = connect_store(config.comm.init_timeout_seconds)
     check_started_alike(start_facts(config), store=store, rank=rank, world_size=world_size)
+    # At a time-out, NCCL's flight recorder writes into the run folder, if the environment names no
+    # other place.
+    traces = folder.path.absolute() / config.comm.save_traces_folder
+    trace_file = f"{traces}/{config.comm.save_traces_file_prefix}"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", trace_file)
     device = init_distributed(config.comm)
 
     # Lock the run folder, and find the checkpoint to continue from.
     resume = open_folder(config, folder)
+    if device.type == "cuda" and config.comm.trace_buf_size:
+        traces.mkdir(parents=True, exist_ok=True)
     logger.info(f"run folder: {folder.path}")
 
     # Derive the job, the single source of truth from here on.
@@ -174,6 +181,7 @@ def run_entries(config: Config) -> list[str]:
         config.metrics.save_tb_folder,
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,
+        config.comm.save_traces_folder,
     ]
 
 

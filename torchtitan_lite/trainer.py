@@ -254,7 +254,7 @@ class Trainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         gathering.wait()
-        return torch.stack(gathered), grad_norm
+        return torch.stack(gathered), grad_norm.float()
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """Return this rank's next batch once all ranks have theirs; None after the last.
@@ -299,11 +299,11 @@ class Trainer:
         on_gpu = [self.device] if self.device.type == "cuda" else []
         # Validation must not advance the random state of training.
         with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
-            scale = 1 / (self.config.validation.steps * self.config.training.microbatch_tokens)
+            tokens = self.validation_batches.samples * self.config.training.seq_len
             loss = torch.zeros((), device=self.device)
             batches = iter(self.validation_batches)
             while (batch := self.next_batch(batches)) is not None:
-                loss += self.loss(*batch, scale=scale)
+                loss += self.loss(*batch, scale=1 / tokens)
             dist.all_reduce(loss, group=self.dp_group)
             mean = loss.item()
         self.metrics.write_scalars(step, {"validation_loss": mean})

@@ -68,7 +68,7 @@ def make_copy(folder: Path) -> dict[str, str]:
 
 def write_inputs(folder: Path) -> None:
     """Write the files that the pages take for the user's own: texts, a checkpoint of torchtitan,
-    and docs/data.md's config, with the shipped tokenizer instead of Llama's."""
+    and the configs that they show, with the shipped tokenizer instead of Llama's."""
     args = replace(FLAVORS["debugmodel_gqa"], vocab_size=2256)
     weights = dict(Transformer(args).named_parameters())
     init = {name: torch.full_like(each, 0.01) for name, each in weights.items()}
@@ -77,8 +77,7 @@ def write_inputs(folder: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse", "ast", "inspect", "typing"):
         shutil.copy(library / f"{name}.py", folder / "my_texts" / f"{name}.txt")
-    (config,) = re.findall(
-        r"^```toml\n# (my_8b.toml\n.*?)^```$", (folder / "docs/data.md").read_text(), re.M | re.S
-    )
-    name, _, text = config.partition("\n")
-    (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))
+    for page in PAGES:
+        shown = r"^```toml\n# (my_\w+\.toml)\n(.*?)^```$"
+        for name, text in re.findall(shown, (folder / page).read_text(), re.M | re.S):
+            (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))

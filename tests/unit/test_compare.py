@@ -219,6 +219,19 @@ def test_moments_of_another_type_are_refused_with_the_keys_that_decide_it():
         check_tensors(saved, wanted, path=Path("step-00000010"))
 
 
+def test_weights_of_another_type_are_refused_with_the_key_that_decides_it():
+    names = ("model.a", "optimizer.a.exp_avg")
+    saved, wanted = ({name: TensorEntry(dtype, (2, 3)) for name in names} for dtype in TYPES)
+    with pytest.raises(
+        CheckpointError,
+        match=r"is of another data type: 2 tensors .* Set \[training\] dtype to",
+    ):
+        check_tensors(saved, wanted, path=Path("step-00000010"))
+
+
+TYPES = ("float32", "bfloat16")
+
+
 def test_many_differences_are_counted():
     saved = {f"model.{number}": TensorEntry("float32", (2,)) for number in range(20)}
     with pytest.raises(CheckpointError, match=r"20 tensors differ.*model.7: .*; and 12 more"):

@@ -1,6 +1,7 @@
 """The parts of the main job before and around the training."""
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,13 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from sample_checkpoints import CONFIG, write_checkpoint
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError
 
 from torchtitan_lite import train
-from torchtitan_lite.config import CheckpointConfig, Config, JobConfig, MetricsConfig
+from torchtitan_lite.config import (
+    CheckpointConfig,
+    CommConfig,
+    Config,
+    JobConfig,
+    MetricsConfig,
+)
 from torchtitan_lite.errors import (
     CheckpointError,
     ConfigError,
@@ -25,7 +33,13 @@ from torchtitan_lite.errors import (
     StorageError,
 )
 from torchtitan_lite.run_folder import RunFolder
-from torchtitan_lite.train import explain, open_folder, run_entries, start_facts
+from torchtitan_lite.train import (
+    explain,
+    join_and_train,
+    open_folder,
+    run_entries,
+    start_facts,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +47,29 @@ ROOT = Path(__file__).parents[2]
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
     files = ["metrics.jsonl", "numerics.jsonl", "peaks.json", "wandb"]
-    assert entries == [*files, "checkpoint", "curves", "profile_traces", "memory_snapshot"]
+    folders = ["checkpoint", "curves", "profile_traces", "memory_snapshot", "comm_traces"]
+    assert entries == [*files, *folders]
+
+
+@pytest.mark.parametrize("given", [None, "/elsewhere/rank_"])
+def test_the_flight_recorder_writes_into_the_run_folder_or_where_the_environment_says(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE")
+    monkeypatch.chdir(tmp_path)
+    for name in ("read_rank", "connect_store", "check_started_alike", "start_facts"):
+        monkeypatch.setattr(train, name, lambda *args, **kwargs: (0, 1))
+    monkeypatch.setattr(train, "init_distributed", lambda comm: torch.device("cuda"))
+    monkeypatch.setattr(train, "open_folder", lambda config, folder: None)
+    monkeypatch.setattr(train, "prepare_job", lambda config, device: 1 / 0)
+    comm = CommConfig(save_traces_folder="nccl/traces", save_traces_file_prefix="of_")
+    with pytest.raises(ZeroDivisionError):
+        join_and_train(Config(comm=comm), Watchdog(), RunFolder(Path("run")))
+    expected = given or str(tmp_path / "run/nccl/traces/of_")
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == expected
+    assert (tmp_path / "run/nccl/traces").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,9 @@ def check_tensors(
     if not differing:
         return
     part, fix = "model", "Train the model that was saved"
+    shapes = [{name: entry.shape for name, entry in each.items()} for each in (saved, wanted)]
+    if shapes[0] == shapes[1]:
+        part, fix = "data type", "Set [training] dtype to the saved run's"
     if all(each.startswith("optimizer.") for each in differing):
         part, fix = (
             "optimizer",
