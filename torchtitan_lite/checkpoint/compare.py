@@ -13,8 +13,8 @@ from torchtitan_lite.config.keys import show
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError
 
-from .folders import find_problems, naming
-from .manifest import BrokenCheckpoint, TensorEntry
+from .folders import naming
+from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files
 from .reading import SafeReader
 
 MOST_LISTED = 8
@@ -169,11 +169,14 @@ def compare(old: Path, new: Path) -> CheckpointDifference:
 
 
 def _open(path: Path) -> SafeReader:
-    """Open the checkpoint at `path` after checking the sizes of its files."""
+    """Open the checkpoint at `path` after checking the sizes of its tensor files."""
     with naming(path):
-        if problems := find_problems(path, hashes=False):
+        reader = SafeReader(path)
+        files = reader.manifest.files.items()
+        large = {name: entry for name, entry in files if name.endswith(TENSORS_SUFFIX)}
+        if problems := broken_files(path, large, hashes=False):
             raise BrokenCheckpoint(problems[0])
-        return SafeReader(path)
+        return reader
 
 
 def _value_difference(name: str, old: Tensor, new: Tensor) -> ValueDifference | None:
