@@ -87,10 +87,8 @@ def build_model(
     Returns the model, its FLOPs per token, and the float8 operations expected in each step.
     """
     config, float8, training = job.config, job.config.float8, job.config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(
-        job.model_args, tp_degree=job.degrees.tp, dtype=dtype, device=device
-    )
+    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(args, tp_degree=job.degrees.tp, dtype=dtype, device=device)
     meta = build_meta_model(
         job,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
@@ -100,8 +98,8 @@ def build_model(
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
-        f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
-        f"vocabulary {job.model_args.vocab_size}; attention by {attention}"
+        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
+        f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")

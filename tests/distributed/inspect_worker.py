@@ -1,8 +1,8 @@
 """Builds the tiny model of matrix.toml with the overrides of each of RUNS, JSON as matrix_worker.py
 takes it, on every process, and tells as a line of JSON, by name, what it is and what it sends:
 `weights` (sha256 of each full weight), `traffic` (of one forward and backward: collective, type,
-elements sent), and `loaded`, the weights after loading the second argument, a Hugging Face model's
-folder."""
+elements sent), and `loaded`, the weights after loading the Hugging Face model in the folder "tied"
+or "untied" of the second argument."""
 
 import hashlib
 import json
@@ -64,7 +64,8 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % job.model_args.vocab_size
     with Traffic() as traffic:
         model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
-    load_hf(Path(sys.argv[2]), state, job.model_args)
+    kind = "tied" if job.model_args.tie_embeddings else "untied"
+    load_hf(Path(sys.argv[2]) / kind, state, job.model_args)
     loaded = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
     return {"weights": weights, "traffic": traffic.sent, "loaded": loaded}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sample_jobs import job_of
+from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build
 from torchtitan_lite.build import asked_of_step, build_checkpointer, planned_device
@@ -20,6 +21,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.planner.meta_model import build_meta_model
+from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,23 @@ def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
     asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
+
+
+def test_tied_embeddings_are_gathered_in_high_precision_also_for_a_float8_output() -> None:
+    float8 = Float8Config(
+        enable_float8_linear=True, enable_fsdp_float8_all_gather=True, convert_output=True
+    )
+    job = job_of(
+        Config(training=TrainingConfig(seq_len=32), float8=float8),
+        ModelArgs(dim=64, n_layers=2, n_heads=8, ffn_dim=128, vocab_size=64, tie_embeddings=True),
+        degrees=(1, 2, 1),
+    )
+    meta = build_meta_model(job, emulate=True)
+    assert type(meta.model.output) is Float8Linear
+    assert meta.model.output.weight is meta.model.tok_embeddings.weight
+    assert [is_gathered_in_float8(weight) for weight in meta.model.parameters()].count(True) == 14
+    asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
+    assert (asked.linears, asked.fsdp_gathers) == (15, 2)  # of the blocks
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,7 @@ def test_the_last_save_of_a_run_may_have_weights_alone(
     dtype = getattr(torch, export_dtype)
     expected = {name: each.to(dtype) for name, each in states.model_state(run.model).items()}
     path = step_folder(tmp_path / "a", 4)
+    assert SafeReader(path).tensors == states.entries(expected)
     assert equal(SafeReader(path).read_whole(), expected)
     assert verify_checkpoint(path, hashes=True) == []
     table = format_summaries([summarize(each) for each in step_folders(tmp_path / "a")])

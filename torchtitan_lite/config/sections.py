@@ -5,7 +5,7 @@ docs/config.md.
 """
 
 import os
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
@@ -104,6 +104,11 @@ class ModelConfig(Section):
     """Added to the mean square in each RMSNorm; without a flavor unset: 1e-5."""
     tokenizer_path: Text = ""
     """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The keys that are set beside the flavor, by name."""
+        return self.model_dump(exclude={"name", "flavor", "tokenizer_path"}, exclude_none=True)
 
 
 class OptimizerConfig(Section):
