@@ -9,17 +9,17 @@ python scripts/bench.py --dry-run --device "H100 SXM" rows and predictions; need
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.bench import (
     DONE,
-    PREDICTIONS,
     STOPPED,
+    Result,
+    Row,
     choose_rows,
-    device_name,
     find_regressions,
-    format_report,
-    format_rows,
     local_device,
     plan_row,
     read_earlier,
@@ -27,12 +27,20 @@ from torchtitan_lite.bench import (
 )
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
 from torchtitan_lite.logger import init_logger
+from torchtitan_lite.metrics.hardware import device_name
 from torchtitan_lite.planner.plan import find_device
+from torchtitan_lite.tables import format_columns
 
 BUDGET_S = {"GPU": 525.0, "CPU": 300.0, "quick GPU": 240.0, "quick CPU": 180.0}
 USABLE_MEMORY = 0.98
 """Share of a data sheet's memory that the driver leaves."""
 TOLERANCE_PCT = {"GPU": 5.0, "CPU": 50.0}
+
+# Columns of the tables, each with the format of its figures.
+FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "compile_ratio": ".3f", "tflops": ".4g"}
+FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f", "step_time_s": ".4f"}
+FIGURES |= {"spread_pct": ".1f"}
+PREDICTIONS = {"predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -67,6 +75,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.out and not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}.")
     return options
+
+
+def format_rows(rows: Iterable[Result], figures: Mapping[str, str]) -> str:
+    """Return a table of `rows` with `figures`, each by its format."""
+    columns = dict.fromkeys(Row.__annotations__, "") | dict(figures)
+    cells = [
+        ["-" if row[key] is None else format(row[key], form) for key, form in columns.items()]
+        for row in rows
+    ]
+    return format_columns([list(columns), *cells], right=range(1, len(columns)))
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the report as text: the table, then the rows without figures and why."""
+    done = [row for row in report["rows"] if row["status"] == DONE]
+    other = [row for row in report["rows"] if row["status"] != DONE]
+    lines = [report["device"]]
+    if report["emulated"]:
+        lines.append("float8 is emulated on a CPU: its rows show that it runs, not what it gains")
+    if done:
+        lines += ["", format_rows(done, FIGURES), ""]
+    lines += [f"{row['name']}: {row['status']}: {row['reason']}" for row in other]
+    lines += [f"{row['name']}: not run: {row['reason']}" for row in report["skipped"]]
+    return "\n".join([*lines, f"{report['ended_by']} after {report['seconds']:.0f} s"])
 
 
 def print_plan(options: argparse.Namespace) -> None:

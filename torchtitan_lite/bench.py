@@ -29,14 +29,13 @@ import torch
 from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import ConfigError, StorageError
-from torchtitan_lite.files import replace_file, usable_cores
+from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
-from torchtitan_lite.metrics.hardware import cpu_name, total_memory_gib
+from torchtitan_lite.metrics.hardware import device_name, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.run_folder import read_status
-from torchtitan_lite.tables import format_columns
 
 TRAIN = ("-m", "torchtitan_lite.train")  # what Python runs for a row
 WARMUP_STEPS, STEPS = 2, 12  # the first two, which compile and settle, are in no figure
@@ -46,12 +45,6 @@ RECIPES = (*PAIR, "rowwise", "rowwise_with_gw_hp", "mxfp8")
 RATIOS = {"bf16_ratio": "tps over the bf16 row's", "compile_ratio": "tps over the eager row's"}
 """Figures that --check compares: unlike seconds, they hardly depend on clocks and neighbours."""
 DONE, STOPPED = "done", "stopped by a signal"
-
-# Columns of the tables, each with the format of its figures.
-FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "compile_ratio": ".3f", "tflops": ".4g"}
-FIGURES |= {"mfu": ".1f", "mfu_achievable": ".1f", "memory_gib": ".1f", "step_time_s": ".4f"}
-FIGURES |= {"spread_pct": ".1f"}
-PREDICTIONS = {"predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
 
 Result = dict[str, Any]  # a row and its figures, in values that JSON can hold
 
@@ -105,30 +98,24 @@ ROWS = {
         *compare(RECIPES, "8B", 1, "op"),
         *compare(PAIR, "8B", 1, "op", compile=False),
         *compare(PAIR, "8B", 1, "none"),
-        *compare(PAIR, "debugmodel", 8, "none"),
+        *compare(PAIR, "debugmodel_gqa", 8, "none"),
         *compare(PAIR, "8B", 2, "op"),
         *compare(PAIR, "8B", 1, "full"),
         *compare(PAIR, "8B", 2, "none"),
         *compare(PAIR, "8B", 2, "full"),
     ],
-    "quick GPU": [*compare(PAIR, "8B", 1, "op"), *compare(PAIR, "debugmodel", 8, "none")],
+    "quick GPU": [*compare(PAIR, "8B", 1, "op"), *compare(PAIR, "debugmodel_gqa", 8, "none")],
     "CPU": [
-        *compare(RECIPES, "debugmodel", 2, "none", compile=False),
-        *compare(PAIR, "debugmodel", 2, "none"),
-        *compare(PAIR, "debugmodel", 2, "op", compile=False),
-        *compare(PAIR, "debugmodel", 2, "full", compile=False),
+        *compare(RECIPES, "debugmodel_gqa", 2, "none", compile=False),
+        *compare(PAIR, "debugmodel_gqa", 2, "none"),
+        *compare(PAIR, "debugmodel_gqa", 2, "op", compile=False),
+        *compare(PAIR, "debugmodel_gqa", 2, "full", compile=False),
     ],
     "quick CPU": [
-        *compare(PAIR, "debugmodel", 2, "none", compile=False),
-        *compare(PAIR, "debugmodel", 2, "none"),
+        *compare(PAIR, "debugmodel_gqa", 2, "none", compile=False),
+        *compare(PAIR, "debugmodel_gqa", 2, "none"),
     ],
 }
-
-
-def device_name() -> str:
-    """Name of the GPU at hand, or of the CPU with its number of cores."""
-    cpu = f"CPU: {cpu_name()}, {len(usable_cores())} cores"
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
 
 
 def local_device() -> DeviceSpec | None:
@@ -157,7 +144,7 @@ def plan_row(row: Row, device: DeviceSpec | None) -> tuple[Row, Result]:
     On a CPU, where `device` is None, nothing is cut or predicted. Raises ConfigError if the row
     cannot run on the device."""
     if device is None:
-        return row, dict.fromkeys(PREDICTIONS)
+        return row, {"predicted_tps": None, "predicted_memory_gib": None}
 
     # The layers are chosen for bf16, compiled and eager, so that the rows that are compared have
     # equally many. The estimate for fewer layers lies on or below the straight line.
@@ -352,27 +339,3 @@ def find_regressions(
         if 100 * (1 - ratio / old) > tolerance_pct
     ]
     return slower + failed
-
-
-def format_rows(rows: Iterable[Result], figures: Mapping[str, str]) -> str:
-    """Return a table of `rows` with `figures`, each by its format."""
-    columns = dict.fromkeys(Row.__annotations__, "") | dict(figures)
-    cells = [
-        ["-" if row[key] is None else format(row[key], form) for key, form in columns.items()]
-        for row in rows
-    ]
-    return format_columns([list(columns), *cells], right=range(1, len(columns)))
-
-
-def format_report(report: Mapping[str, Any]) -> str:
-    """Return the report as text: the table, then the rows without figures and why."""
-    done = [row for row in report["rows"] if row["status"] == DONE]
-    other = [row for row in report["rows"] if row["status"] != DONE]
-    lines = [report["device"]]
-    if report["emulated"]:
-        lines.append("float8 is emulated on a CPU: its rows show that it runs, not what it gains")
-    if done:
-        lines += ["", format_rows(done, FIGURES), ""]
-    lines += [f"{row['name']}: {row['status']}: {row['reason']}" for row in other]
-    lines += [f"{row['name']}: not run: {row['reason']}" for row in report["skipped"]]
-    return "\n".join([*lines, f"{report['ended_by']} after {report['seconds']:.0f} s"])

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     Config,
@@ -35,6 +36,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
+from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.optim import UpdateGuard
@@ -85,10 +87,8 @@ def build_model(
     Returns the model, its FLOPs per token, and the float8 operations expected in each step.
     """
     config, float8, training = job.config, job.config.float8, job.config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(
-        job.model_args, tp_degree=job.degrees.tp, dtype=dtype, device=device
-    )
+    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(args, tp_degree=job.degrees.tp, dtype=dtype, device=device)
     meta = build_meta_model(
         job,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
@@ -98,8 +98,8 @@ def build_model(
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
-        f"Llama 3 {config.model.flavor}: {meta.parameters:,} parameters, "
-        f"vocabulary {job.model_args.vocab_size}; attention by {attention}"
+        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
+        f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
@@ -129,7 +129,9 @@ def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLed
     """Return the float8 operations that each rank must run in a step."""
     float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
     converted = {name for choice in choices if choice.converted for name in choice.names}
-    fsdp_groups = {tuple(name.split(".")[:2]) for name in converted}  # blocks, or the last group
+    # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
+    in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
+    fsdp_groups = {tuple(name.split(".")[:2]) for name in converted - in_high_precision}
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
     gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
     fuses = job.config.parallelism.enable_async_tensor_parallel
@@ -173,16 +175,17 @@ def build_guard(
 # ----- Data and checkpoints -----
 
 
-def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProgress:
+def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
     """Return the progress to continue from, and log the config keys that have changed.
 
     Raises CheckpointError if the checkpoint is of another model.
     """
     if resume is None:
         return NEW_RUN
-    check_model(resume.model, asdict(job.model_args), path=job.checkpoint_folder)
-    for change in config_changes(resume.config, job.to_toml()):
-        logger.info(f"since step {resume.progress.step}: {change}")
+    saved = resume.manifest
+    check_model(saved.model, asdict(job.model_args), path=resume.path)
+    for change in config_changes(saved.config, job.to_toml()):
+        logger.info(f"since step {saved.progress.step}: {change}")
     return resume.progress
 
 
@@ -204,7 +207,7 @@ def build_batches(
         seed=job.config.debug.seed,
         held_out_before=progress.held_out,
     )
-    if progress.step:
+    if progress.data:
         check_same_data(
             progress.data,
             corpus.identity(),
@@ -255,7 +258,7 @@ def build_checkpointer(
     *,
     mesh: DeviceMesh,
     device: torch.device,
-    resume: CheckpointManifest | None,
+    resume: Resume | None,
 ) -> Checkpointer:
     """Build the Checkpointer, and load the checkpoint `resume` or, in a new run, initial weights.
     Without either, load nothing."""
@@ -278,12 +281,14 @@ def build_checkpointer(
 
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
+    if initial is None and settings.initial_load_in_hf:
+        initial = job.config.model.tokenizer_path
     if resume is not None:
-        if initial is not None:
+        if initial is not None and resume.path != Path(initial):
             logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
         checkpointer.load(resume)
     elif initial is not None:
-        checkpointer.load_weights(Path(initial))
+        checkpointer.load_weights(Path(initial), job.model_args)
     return checkpointer
 
 

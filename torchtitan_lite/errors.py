@@ -3,6 +3,8 @@
 A message names `[table] key = value`, the rule, every number in it, and the fix.
 """
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 
@@ -66,9 +68,17 @@ stopped it."""
 
 def run_script(main: Callable[[list[str]], None]) -> None:
     """Call `main` with the arguments of the command line. After a RunError, print it and exit with
-    its exit code."""
+    its exit code; after one of a full disk, as a StorageError."""
     try:
         main(sys.argv[1:])
+        print(end="", flush=True)
     except RunError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # The interpreter flushes standard output once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"a file or standard output cannot be written: {error}; make room.", file=sys.stderr)
+        sys.exit(StorageError.exit_code)

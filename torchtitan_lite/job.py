@@ -13,6 +13,7 @@ from torchtitan_lite.config import (
     resolve_degrees,
     resolve_model,
     resolve_shares,
+    show,
 )
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
@@ -57,6 +58,13 @@ class Job:
         """The folder of the run's checkpoints."""
         return self.folder / self.config.checkpoint.folder
 
+    @property
+    def model_name(self) -> str:
+        """The flavor and the keys that override it, such as `8B, n_layers = 16`."""
+        model = self.config.model
+        overrides = (f"{key} = {show(value)}" for key, value in model.overrides.items())
+        return ", ".join(filter(None, (model.flavor, *overrides)))
+
     def choose(self, table: str, **values: object) -> "Job":
         """Return the job with `values` in place of the "auto" values of a table."""
         section = getattr(self.config, table)
@@ -89,7 +97,7 @@ class Job:
         return {
             "activation_checkpoint": config.activation_checkpoint.mode,
             "compile": config.compile.enable,
-            "flavor": config.model.flavor,
+            "flavor": self.model_name,
             "float8": float8.recipe_name if float8.enable_float8_linear else "off",
             "float8_all_gather": float8.enable_fsdp_float8_all_gather,
             "global_batch_size": self.batch.global_batch_size,

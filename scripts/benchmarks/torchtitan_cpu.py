@@ -89,6 +89,7 @@ def main() -> None:
     from torchtitan.distributed import ParallelDims
     from torchtitan.models import llama3
     from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs
     from torchtitan.protocols import train_spec
 
     parallelize.disable_fsdp_gradient_division = lambda model: None
@@ -96,7 +97,8 @@ def main() -> None:
         ParallelDims.fsdp_enabled = True
         ParallelDims._mesh_exist = lambda self, name, degree: degree > 1 or name == "fsdp"
 
-    args = llama3.TransformerModelArgs(**dimensions)
+    scaling = RoPEScalingArgs(**dimensions.pop("rope_scaling_args"))
+    args = llama3.TransformerModelArgs(**dimensions, rope_scaling_args=scaling)
     spec = dataclasses.replace(
         llama3.get_train_spec(),
         model_args={"debugmodel": args},

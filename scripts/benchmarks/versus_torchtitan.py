@@ -11,8 +11,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common import (
     ALIKE,
@@ -29,10 +31,10 @@ from common import (
     watch,
 )
 
-from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config import Config, load_config, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, RunError, run_script
-from torchtitan_lite.models.flavors import find_flavor
+from torchtitan_lite.models.flavors import RopeScaling
 
 ADAPTER = Path(__file__).with_name("torchtitan_cpu.py")
 PARAMETERS = r"([\d,]+) (?:total )?parameters"
@@ -63,15 +65,21 @@ SAME = {
 """Keys, by table, that torchtitan gets from the config."""
 
 
-def torchtitan_dimensions(config: Config) -> dict[str, float | int]:
+def torchtitan_dimensions(config: Config) -> dict[str, Any]:
     """Return torchtitan's model arguments for the model of `config`. torchtitan derives the width
-    of the feed-forward from a number of which it is a multiple."""
-    flavor = find_flavor(config.model.flavor)
-    assert flavor is not None, "the config is checked"
+    of the feed-forward from a number of which it is a multiple. Raises ConfigError for a model with
+    tied embeddings."""
+    args = resolve_model(config.model)
+    if args.tie_embeddings:
+        raise ConfigError(
+            "[model] tie_embeddings = true is not implemented in torchtitan 0.2.2; set it to false"
+        )
+    scaling = asdict(args.rope_scaling or RopeScaling(factor=1.0))
     names = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
-    return {name: getattr(flavor, name) for name in names} | {
-        "multiple_of": flavor.ffn_dim,
-        "vocab_size": flavor.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size,
+    return {name: getattr(args, name) for name in names} | {
+        "multiple_of": args.ffn_dim,
+        "vocab_size": args.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size,
+        "rope_scaling_args": {"scaling_factor": scaling.pop("factor"), **scaling},
     }
 
 

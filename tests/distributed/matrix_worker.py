@@ -22,7 +22,7 @@ from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.errors import RunError
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics import hardware
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.trainer import Trainer
@@ -36,6 +36,13 @@ FLAVORS["debugmodel"] = ModelArgs(
 for size in (2256, 32000, 50257):
     wider = replace(FLAVORS["debugmodel"], n_kv_heads=8, ffn_dim=256, vocab_size=size)
     FLAVORS[f"vocab-{size}"] = wider
+# Like Llama 3.2 1B: the vocabulary is most of it, and RoPE scaling reaches its short sequences.
+FLAVORS["tied"] = replace(
+    FLAVORS["debugmodel"],
+    vocab_size=4096,
+    tie_embeddings=True,
+    rope_scaling=RopeScaling(factor=32.0, original_max_position_embeddings=32),
+)
 
 
 def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> str:

@@ -21,7 +21,6 @@ from torchtitan_lite.bench import (
     add_ratios,
     choose_rows,
     find_regressions,
-    format_report,
     measure,
     plan_row,
     read_earlier,
@@ -35,7 +34,7 @@ from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
-EAGER = Row("debugmodel", 6, 256, 2, "none", False, "bf16")
+EAGER = Row("debugmodel_gqa", 6, 256, 2, "none", False, "bf16")
 FIGURES = {"tps": 100.0, "tflops": 1.0, "mfu": 50.0, "mfu_achievable": 60.0, "memory_gib": 1.0}
 FIGURES |= {"step_time_s": 1.0, "spread_pct": 1.0, "loss": 7.0}
 ALL_ROWS = [row for rows in ROWS.values() for row in rows]
@@ -48,9 +47,12 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, kept)
 
 
+SCRIPT = runpy.run_path(str(ROOT / "scripts/bench.py"))
+
+
 @pytest.fixture
 def script() -> Callable[[list[str]], None]:
-    main: Callable[[list[str]], None] = runpy.run_path(str(ROOT / "scripts/bench.py"))["main"]
+    main: Callable[[list[str]], None] = SCRIPT["main"]
     return main
 
 
@@ -260,8 +262,8 @@ def test_ctrl_c_keeps_what_is_done_and_names_what_is_left(
     report = run_benchmark(rows, None, budget_s=60.0, out=None)
     done = [row["name"] for row in report["rows"]]
     assert done == [row.name for row in rows if not row.compile]
-    text = format_report(report)
-    assert "\nstopped by a signal after" in text and "debugmodel       6 " in text
+    text = SCRIPT["format_report"](report)
+    assert "\nstopped by a signal after" in text and "debugmodel_gqa       6 " in text
     for row in rows:
         assert (f"{row.name}: not run: stopped by a signal" in text) == row.compile
 

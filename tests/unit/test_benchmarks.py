@@ -180,17 +180,33 @@ def test_float8_and_document_masks_are_not_compared_with_torchtitan_on_cpu() -> 
     assert not BARE.keys() & {"float8.enable_float8_linear", "training.document_mask"}
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "8B", "70B", "405B"])
+@pytest.mark.parametrize("flavor", ["debugmodel_gqa", "8B", "70B", "405B"])
 def test_torchtitan_gets_the_same_model(flavor: str) -> None:
     dimensions = torchtitan_dimensions(load(f"--model.flavor={flavor}"))
+    scaling = dimensions["rope_scaling_args"]
+    assert scaling.pop("scaling_factor") == (1.0 if flavor == "debugmodel_gqa" else 8.0)
+    assert scaling == {
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+    }  # fmt: skip
     # Two thirds of 4 * dim, rounded up to a multiple of this, is the feed-forward's width.
     multiple = int(dimensions["multiple_of"])
     assert multiple * -(-int(8 * dimensions["dim"] / 3) // multiple) == multiple
-    if flavor == "debugmodel":
+    if flavor == "debugmodel_gqa":
         assert dimensions == {
             "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "multiple_of": 768,
             "vocab_size": 2256, "norm_eps": 1e-5, "rope_theta": 500000.0,
+            "rope_scaling_args": scaling,
         }  # fmt: skip
+
+
+def test_tied_embeddings_are_not_compared_with_torchtitan() -> None:
+    with pytest.raises(ConfigError, match="tie_embeddings = true is not implemented in torchtitan"):
+        torchtitan_dimensions(load("--model.flavor=1B"))
+    dimensions = torchtitan_dimensions(load("--model.flavor=1B", "--model.tie_embeddings=false"))
+    assert (dimensions["multiple_of"], dimensions["rope_scaling_args"]["scaling_factor"]) == (
+        8192,
+        32.0,
+    )
 
 
 def test_torchtitan_gets_the_same_options() -> None:

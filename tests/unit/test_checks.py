@@ -260,6 +260,42 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"checkpoint": {"export_dtype": "bfloat16"}},
+            '[checkpoint] export_dtype = "bfloat16" is for the save of last_save_model_only = '
+            "true, which is torchtitan's default, or of last_save_in_hf = true; set one of these, "
+            "or unset it",
+        ),
+        (
+            1,
+            {
+                "checkpoint": {
+                    "enable": True,
+                    "initial_load_path": "/base",
+                    "initial_load_in_hf": True,
+                    "initial_load_model_only": False,
+                }
+            },
+            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
+            "there are only weights to load; set it to true",
+        ),
+        (
+            1,
+            {"checkpoint": {"last_save_in_hf": True}},
+            "[checkpoint] last_save_in_hf = true needs enable = true; set that, or unset it",
+        ),
+        (
+            1,
+            {"checkpoint": {"enable": True, "last_save_in_hf": True, "load_only": True}},
+            "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one",
+        ),
+        (
+            1,
+            {"checkpoint": {"enable": True, "initial_load_in_hf": True}},
+            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
+            "or [model] tokenizer_path to the folder of the Hugging Face model",
+        ),
+        (
+            1,
             {"activation_checkpoint": {"mode": "memory_budget"}},
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
             "enable = true, with "

@@ -212,6 +212,30 @@ def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, 
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
 
 
+TIED_VOCABULARY = dataclasses.replace(VOCABULARY, tie_embeddings=True)
+TIED_WEIGHTS = dataclasses.replace(WEIGHTS, vocab_size=8192, tie_embeddings=True)
+FOUR_PASSES = {"training": TrainingConfig(seq_len=4, local_batch_size=1, global_batch_size=8)}
+
+
+@pytest.mark.parametrize(
+    ("args", "dp_shard", "tp", "batch", "changes", "height"),
+    [
+        (TIED_VOCABULARY, 4, 2, 4, {}, "loss"),
+        (TIED_VOCABULARY, 2, 2, 4, GATHERED_LOGITS, "loss"),
+        (TIED_WEIGHTS, 8, 1, 1, {}, "gradients of layers.1"),
+        (TIED_WEIGHTS, 1, 1, 1, {}, "gradients of tok_embeddings"),
+        (TIED_WEIGHTS, 2, 1, 1, FOUR_PASSES, "gradients of layers.3"),
+    ],
+    ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation"],
+)
+def test_peak_with_tied_embeddings(
+    args: ModelArgs, dp_shard: int, tp: int, batch: int, changes: dict[str, Any], height: str
+) -> None:
+    rank = build_rank(args, dp_shard, tp, batch=batch, **changes)
+    assert peak(rank).name == height
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.02)
+
+
 def test_peak_of_a_loss_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     args = dataclasses.replace(VOCABULARY, dim=512, n_heads=8)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**21)  # of 2**23
@@ -292,25 +316,42 @@ def test_8b_on_8_gpus() -> None:
     assert len(moments) == 1 + 2 * (32 + 2) + 1
     shards = 8_030_261_248 * 4 // 8
     tokens, block, output = 8192, 218_112_000, 128256 * 4096 + 4096
-    assert moments["optimizer step"] == Moment("optimizer step", shards, shards, 2 * shards)
+    assert moments["optimizer step"] == Moment(
+        "optimizer step", shards, shards, 2 * shards, buffers=2 * 4 * tokens * 64
+    )
     # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head
     # its norm's input, and the gradients of its output and of the projection's weight, which the
     # loss made from the logits in bf16 and that output; FSDP has gathered the last block and the
-    # head, and holds what it copied the head from.
+    # head, and holds what it copied the head from. The rotary tables are there all the time.
     kept = (
         32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32)
         + 2 * tokens * 2 * 4096
         + 2 * 128256 * 4096
     )
-    working = 2 * tokens * 128256 + 2 * tokens * 4096
+    working, rotary = 2 * tokens * 128256 + 2 * tokens * 4096, 2 * 4 * tokens * 64
     assert moments["loss"] == Moment(
-        "loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output
+        "loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output + rotary
     )
     # At the end of a block's backward: its weights, the next block's, its gradients, and the
     # float32 ones in flight.
-    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block
+    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block + rotary
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4 // 8
     assert peak(rank) == moments["loss"]
+
+
+def test_1b_on_8_gpus_holds_its_embedding_once() -> None:
+    rank = build_rank(FLAVORS["1B"], 8, activation_checkpoint=FULL, **GPU, **COMPILED)
+    moments = {moment.name: moment for moment in step_memory(rank)}
+    shards, matrix, block = 1_235_814_400 * 4 // 8, 128256 * 2048, 60_821_504
+    rotary = 2 * 4 * 131072 * 32
+    assert moments["optimizer step"] == Moment(
+        "optimizer step", shards, shards, 2 * shards, buffers=rotary
+    )
+    # The matrix with the last norm, and its gradient, beside what a block of an untied model needs.
+    stays = 2 * (matrix + 2048) + 2 * matrix
+    assert moments["gradients of layers.5"].buffers == (2 + 2 + 2 + 4) * block + stays + rotary
+    assert moments["gradients of layers.5"].gradients == 10 * block * 4 // 8
+    assert moments["gradients of tok_embeddings"].gradients == 16 * block * 4 // 8
 
 
 def test_float8_all_gather_halves_the_gathered_blocks() -> None:
@@ -320,7 +361,8 @@ def test_float8_all_gather_halves_the_gathered_blocks() -> None:
         for moment in step_memory(build_rank(FLAVORS["3-8B"], 8, float8=float8, **GPU))
     }
     linears, norms = 218_103_808, 8192
-    assert buffers["backward of layers.5"] == 2 * (linears + 2 * norms) + 4 * (linears + norms)
+    gathered, rotary = 2 * (linears + 2 * norms), 2 * 4 * 8192 * 64
+    assert buffers["backward of layers.5"] == gathered + 4 * (linears + norms) + rotary
 
 
 def test_accumulated_gradients_are_not_sharded() -> None:
@@ -336,7 +378,7 @@ def test_offloaded_shards_are_not_on_the_device() -> None:
     assert [
         moment.parameters + moment.gradients + moment.optimizer_states for moment in moments
     ] == [0] * len(moments)
-    assert moments[-1].total == 0
+    assert moments[-1].total == 2 * 4 * 8192 * 64  # the rotary tables
 
 
 def test_405b_on_512_gpus() -> None:

@@ -4,6 +4,7 @@ refusals."""
 import contextlib
 import io
 import json
+import os
 import re
 import runpy
 import signal
@@ -418,6 +419,26 @@ def test_a_refusal_is_no_traceback():
     result = run_plan(*CONFIG, "--device", "H100")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith('--device "H100" is not known; use one of H100 SXM')
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_no_traceback(unbuffered):
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "scripts/plan.py", "--help"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert result.returncode == 7
+    assert result.stderr == (
+        "a file or standard output cannot be written: [Errno 28] No space left on device; "
+        "make room.\n"
+    )
 
 
 def test_the_gpu_at_hand_is_planned_for(monkeypatch):

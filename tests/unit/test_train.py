@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,37 @@ def test_the_flight_recorder_writes_into_the_run_folder_or_where_the_environment
     assert (tmp_path / "run/nccl/traces").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "float32"),
+        ({"export_dtype": "bfloat16"}, "bfloat16"),
+        ({"export_dtype": "bfloat16", "last_save_model_only": True}, "keep"),  # it has the type
+    ],
+)
+def test_the_last_checkpoint_is_exported_in_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], dtype: str
+) -> None:
+    exports: list[tuple[Path, Path, str]] = []
+    monkeypatch.setattr(train, "export_hf", lambda *paths, dtype: exports.append((*paths, dtype)))
+    saved, exported = tmp_path / "step-00000020", tmp_path / "step-00000020-hf"
+    trainer: Any = SimpleNamespace(
+        checkpointer=SimpleNamespace(last_saved=saved),
+        config=Config(checkpoint=CheckpointConfig(enable=True, last_save_in_hf=True, **keys)),
+        first_step=1,
+        last_step=20,
+    )
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)]
+
+    # Started again, the run exports what is missing only.
+    trainer.first_step = 21
+    train.export_last(trainer)
+    exported.mkdir()
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)] * 2
+
+
 @pytest.fixture
 def world() -> Iterator[None]:
     """A process group of this process alone."""
@@ -123,6 +155,24 @@ def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -
     assert (
         opened_step(tmp_path, initial_load_path=str(initial)) == 10
     )  # a run that resumes does not use it
+
+
+def test_a_run_that_goes_on_from_another_run_moves_an_earlier_one_aside(
+    world: None, tmp_path: Path
+) -> None:
+    initial = write_checkpoint(tmp_path / "other", 10)
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint", 20)
+    (run / "config.toml").write_text(CONFIG)
+    assert opened_step(run) == 20
+    settings: Any = {"initial_load_path": str(initial), "initial_load_model_only": False}
+    assert opened_step(run, **settings) == 20
+    assert opened_step(run, load_step=0, **settings) == 10
+    (earlier,) = (run / "previous").iterdir()
+    assert names(earlier / "checkpoint") == ["step-00000020"]
+    moved = str(earlier / "checkpoint/step-00000020")
+    assert opened_step(run, **settings | {"initial_load_path": moved}) == 20
+    assert (earlier / "checkpoint/step-00000020").is_dir()
 
 
 def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.planner.plan import find_device, make_plan
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
@@ -13,6 +14,10 @@ SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
     "float8_parity": (1, "debugmodel_gqa_4layers", 1),
     "llama3_8b": (8, "8B", 1),
     "llama3_8b_float8": (8, "8B", 1),
+    "llama3_8b_long": (8, "8B", 2),
+    "llama3_1b": (1, "1B", 1),
+    "llama3_350m": (1, "350M", 1),
+    "llama3_150m": (1, "150M", 1),
     "llama3_70b": (256, "70B", 8),
     "llama3_405b": (512, "405B", 8),
 }
@@ -28,6 +33,42 @@ def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name: str) -> No
     config = load_config(["--job.config_file", f"{FOLDER}/{name}.toml"], world_size=world_size)
     assert (config.model.flavor, config.parallelism.tensor_parallel_degree) == (flavor, tp)
     assert config.job.dump_folder == f"./outputs/{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "device", "overrides"),
+    [
+        ("llama3_150m", 1, "L4", ["--model.vocab_size=32000"]),
+        ("llama3_350m", 1, "L4", ["--model.vocab_size=32000"]),
+        ("llama3_1b", 1, "L4", []),
+        (
+            "llama3_1b",
+            1,
+            "H100 SXM",
+            [
+                "--training.local_batch_size=8",
+                "--activation_checkpoint.mode=none",
+                "--optimizer.state_dtype=float32",
+            ],
+        ),
+        ("llama3_8b", 8, "H100 SXM", []),
+        ("llama3_8b_long", 8, "H100 SXM", []),
+        (
+            "llama3_8b_long",
+            8,
+            "H100 SXM",
+            ["--training.seq_len=131072", "--parallelism.tensor_parallel_degree=8"],
+        ),
+        ("llama3_70b", 32, "H100 SXM", []),
+        ("llama3_405b", 256, "H100 SXM", []),
+    ],
+)
+def test_a_shipped_config_fits_the_devices_that_it_names(
+    name: str, world_size: int, device: str, overrides: list[str]
+) -> None:
+    words = ["--job.config_file", f"{FOLDER}/{name}.toml", *overrides]
+    config = load_config(words, world_size=world_size)
+    assert make_plan(config, world_size=world_size, device=find_device(device))["memory"]["fits"]
 
 
 def test_the_wrong_number_of_processes_is_refused() -> None:

@@ -25,8 +25,7 @@ from .manifest import BrokenCheckpoint, TensorEntry
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of `model` by name, sharing their storage."""
-    parameters = model.state_dict(keep_vars=True)
-    return {f"model.{fqn}": _plain(parameter) for fqn, parameter in parameters.items()}
+    return {f"model.{fqn}": _plain(parameter) for parameter, fqn in _names(model).items()}
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -35,10 +34,18 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     if not optimizer.state:
         _init_optimizer_state(optimizer)
     state = model_state(model)
-    for fqn, parameter in model.state_dict(keep_vars=True).items():
+    for parameter, fqn in _names(model).items():
         for name, tensor in optimizer.state[parameter].items():
             state[f"optimizer.{fqn}.{name}"] = _plain(tensor)
     return state
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    """Return the name of each parameter; the first one of a parameter that modules share."""
+    names: dict[Tensor, str] = {}
+    for fqn, parameter in model.state_dict(keep_vars=True).items():
+        names.setdefault(parameter, fqn)
+    return names
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
     rotary embeddings are made for; with other ones than the flavor's there is no limit. Raises
     ConfigError for an unknown flavor and for dimensions that fit no model.
     """
-    given = model.model_dump(exclude={"name", "flavor", "tokenizer_path"}, exclude_none=True)
+    given = model.overrides
     if (scaling := given.get("rope_scaling")) is not None:
         given["rope_scaling"] = RopeScaling(**scaling) if scaling["factor"] > 1 else None
     if {"rope_scaling", "rope_theta"} & given.keys():

@@ -245,10 +245,28 @@ def _check_training(config: Config) -> Iterator[str]:
 
 def _check_run_folder(config: Config) -> Iterator[str]:
     checkpoint, profiling = config.checkpoint, config.profiling
-    if checkpoint.initial_load_path is not None and not checkpoint.enable:
+    for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
+        if (value := getattr(checkpoint, key)) and not checkpoint.enable:
+            yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
+    if checkpoint.last_save_in_hf and checkpoint.load_only:
+        yield "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one"
+    no_folder = checkpoint.initial_load_path is None and not config.model.tokenizer_path
+    if checkpoint.initial_load_in_hf and no_folder:
         yield (
-            f"[checkpoint] initial_load_path = {show(checkpoint.initial_load_path)} needs "
-            "enable = true; set that, or unset it"
+            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
+            "or [model] tokenizer_path to the folder of the Hugging Face model"
+        )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield (
+            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
+            "there are only weights to load; set it to true"
+        )
+    exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
+    if checkpoint.export_dtype != "float32" and not exports:
+        yield (
+            f"[checkpoint] export_dtype = {show(checkpoint.export_dtype)} is for the save of "
+            "last_save_model_only = true, which is torchtitan's default, or of last_save_in_hf = "
+            "true; set one of these, or unset it"
         )
     if profiling.profiler_active > profiling.profile_freq:
         yield (

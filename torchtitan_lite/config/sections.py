@@ -5,7 +5,7 @@ docs/config.md.
 """
 
 import os
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
@@ -32,6 +32,7 @@ Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
+ExcludedState = Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str
@@ -103,6 +104,11 @@ class ModelConfig(Section):
     """Added to the mean square in each RMSNorm; without a flavor unset: 1e-5."""
     tokenizer_path: Text = ""
     """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The keys that are set beside the flavor, by name."""
+        return self.model_dump(exclude={"name", "flavor", "tokenizer_path"}, exclude_none=True)
 
 
 class OptimizerConfig(Section):
@@ -281,6 +287,16 @@ class CheckpointConfig(Section):
     """Folder of the checkpoints, within job.dump_folder."""
     interval: Count = 500
     """Steps between saves; the last step is always saved."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too, to see at once whether saves work."""
+    last_save_model_only: bool = False
+    """Save only weights at the end of the run, which then cannot be resumed or extended."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the weights that last_save_model_only and last_save_in_hf save."""
+    last_save_in_hf: bool = False
+    """Save the weights at the end of the run as a Hugging Face model too, in folder step-...-hf."""
+    load_only: bool = False
+    """Load checkpoints, and never save one."""
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -288,7 +304,13 @@ class CheckpointConfig(Section):
     load_step: AllOrCount = -1
     """Step to resume from, and no other; -1: the newest that verifies, if any; 0: a new run."""
     initial_load_path: Folder | None = None
-    """Weights for a new run: a checkpoint's folder, or one made by scripts/convert_hf.py import."""
+    """Weights for a new run: folder of a checkpoint, also torchtitan's, or a Hugging Face model."""
+    initial_load_in_hf: bool = False
+    """Refuse any but a Hugging Face model; without initial_load_path it is model.tokenizer_path."""
+    initial_load_model_only: bool = True
+    """false: a new run goes on from all that the checkpoint at initial_load_path has."""
+    exclude_from_loading: Annotated[tuple[ExcludedState, ...], Strict(False)] = ()
+    """What a run that resumes starts afresh: moments, learning rate, data, or steps."""
     on_failure: Literal["stop", "warn"] = "stop"
     """After a failed save: stop, or warn and go on; exit code 7 anyway if the last save failed."""
     verify_hashes: bool = True

@@ -211,6 +211,13 @@ def cpu_name() -> str:
     return next(models, platform.machine())
 
 
+def device_name() -> str:
+    """Return the name of the GPU at hand, or of the CPU with its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU: {cpu_name()}, {len(usable_cores())} cores"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until `device` has done all requested work."""
     if device.type == "cuda":

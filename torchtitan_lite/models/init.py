@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .flavors import ModelArgs
 from .llama3 import Transformer, rope_table
 
 CUTOFF = 3.0  # truncation of the normal distribution, in standard deviations
@@ -85,15 +86,16 @@ def _fill(param: Tensor, *, key: int, std: float) -> None:
         local[start:stop].copy_(truncated_normal(index, key=key, std=std))
 
 
-def init_std(name: str, *, dim: int) -> float:
+def init_std(name: str, args: ModelArgs) -> float:
     """Return the standard deviation of the matrix `name`, as torchtitan initializes Llama 3.
 
     It is 1 for the embedding, 0.02 for linears that read the residual stream, smaller with depth
-    for those that write to it, and 1/sqrt(D) for the output."""
+    for those that write to it, and 1/sqrt(D) for the output. A tied embedding has the output's, so
+    that logits start near 1; the first RMSNorm rescales what the blocks read."""
+    if name.startswith("output.") or (args.tie_embeddings and name.startswith("tok_embeddings.")):
+        return args.dim**-0.5
     if name.startswith("tok_embeddings."):
         return 1.0
-    if name.startswith("output."):
-        return dim**-0.5
     layer = int(name.split(".")[1])
     reads = name.split(".")[-2] in ("wq", "wk", "wv", "w1")
     return 0.02 if reads else 0.02 / math.sqrt(2 * (layer + 1))
@@ -116,7 +118,7 @@ def init_weights(
         else:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             key = _signed(int.from_bytes(digest[:8], "little"))
-            _fill(param, key=key, std=init_std(name, dim=model.args.dim))
+            _fill(param, key=key, std=init_std(name, model.args))
 
     device = buffer_device or model.rope_cos.device
     model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(model.args))

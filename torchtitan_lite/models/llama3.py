@@ -1,7 +1,7 @@
-"""Llama 3 as published by Meta.
+"""Llama as published by Meta, from Llama 2 to Llama 3.2.
 
-RMSNorm, grouped-query attention, rotary position embeddings, SwiGLU, and an output projection that
-does not share its weight with the embedding.
+RMSNorm, grouped-query attention, rotary position embeddings, SwiGLU, and an output projection whose
+weight can be the embedding's, as in Llama 3.2 1B and 3B.
 
 Shapes: B batch, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 Under tensor parallelism H, K and F are this rank's share.
@@ -148,10 +148,10 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.q_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.kv_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.kv_dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        self.wo = nn.Linear(args.q_dim, args.dim, bias=False)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
@@ -218,12 +218,27 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the embedding's weight also the output's if `tie_embeddings`. Call it after anything
+        that replaces parameters."""
+        if self.args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Transformer":
+        # `to_empty` replaces each parameter of each module.
+        super()._apply(*args, **kwargs)
+        self.tie_weights()
+        return self
 
     def forward(
         self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
         """Return logits [B, S, V] for the token after each of `tokens` [B, S]; with a `head`, its
         result, see `Output`."""
+        tied = self.output.weight is self.tok_embeddings.weight
+        assert tied == self.args.tie_embeddings, "something has replaced parameters"
         seq_len = tokens.shape[1]
         cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None  # [S, Q/2]
 

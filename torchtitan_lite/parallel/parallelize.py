@@ -4,7 +4,6 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 from .activation_checkpoint import apply_activation_checkpointing
@@ -23,7 +23,7 @@ from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
 def parallelize(
-    model: nn.Module,
+    model: Transformer,
     mesh: DeviceMesh,
     *,
     parallelism: ParallelismConfig,
@@ -79,20 +79,21 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         patches.count_no_memory_for_meshes()
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: Transformer) -> None:
     """Compile each block of `model` in place as one full graph. Equal blocks share their code."""
-    for block in model.get_submodule("layers").children():
+    for block in model.layers:
         block.compile(fullgraph=True)
 
 
 def apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str
+    model: Transformer, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str
 ) -> None:
     """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate.
 
     FSDP gathers the embedding, each block, and the last norm with the output projection as a group
-    each. `reshard_after_forward`: "always" and "never" free all groups, or none, after their
-    forward. "default" keeps the last block and the last norm with the output: backward needs them
+    each; if the embedding's weight is the output's, it is in the last group, which is gathered
+    before the first block. `reshard_after_forward`: "always" and "never" free all groups, or none,
+    after their forward. "default" keeps the last block and the last group: backward needs them
     first, and as the loss computes its gradient in the forward pass, too little would be left of
     the last group's backward to hide the gather of a block behind it."""
     # The floating-point inputs of a block are the residual stream, which already has the compute
@@ -116,15 +117,16 @@ def apply_fsdp(
     elif any(map(is_gathered_in_float8, model.parameters())):
         patches.scale_gathered_weights_over(None)
 
-    # The embedding's gradient does not depend on its weights: backward does not gather them.
     reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
-    embeddings = model.get_submodule("tok_embeddings")
-    shard(embeddings, reshard_after_forward=reshard)
-    cast(FSDPModule, embeddings).set_unshard_in_backward(False)
-
-    *blocks, last_block = model.get_submodule("layers").children()
+    *blocks, last_block = model.layers
     for block in blocks:
         shard(block, reshard_after_forward=reshard)
-    for last in (last_block, [model.get_submodule("norm"), model.get_submodule("output")]):
-        shard(last, reshard_after_forward=reshard_last)
-    shard(model, reshard_after_forward=reshard)
+    shard(last_block, reshard_after_forward=reshard_last)
+
+    # FSDP forms the last group of what is left when it shards the model: of both ends if they share
+    # a weight. An embedding's gradient does not depend on its weight: backward does not gather it.
+    if not model.args.tie_embeddings:
+        shard(model.tok_embeddings, reshard_after_forward=reshard)
+        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
+        shard([model.norm, model.output], reshard_after_forward=reshard_last)
+    shard(model, reshard_after_forward=reshard_last)

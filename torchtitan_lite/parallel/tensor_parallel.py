@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import COLUMN_SPLIT, ROW_SPLIT
+from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.patches import gather_float8_as_bytes
 from torchtitan_lite.torchao_types import is_float8_linear
 
@@ -72,7 +73,7 @@ def gathers_float8(module: nn.Module) -> bool:
     )
 
 
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Split `model` over `tp_mesh` in place. With `loss_parallel` the logits stay DTensors that are
     split over the vocabulary; without it each rank gathers all of them."""
     # gloo cannot send float8 tensors.
@@ -80,7 +81,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
         gather_float8_as_bytes()
 
     # The ends of the model: the embedding scatters, the projection to the vocabulary gathers.
-    output = _style(_HeadParallel, float8=gathers_float8(model.get_submodule("output")))(
+    output = _style(_HeadParallel, float8=gathers_float8(model.output))(
         input_layouts=Shard(1),
         output_layouts=Shard(-1) if loss_parallel else Replicate(),
         use_local_output=not loss_parallel,
@@ -88,8 +89,9 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, *, loss_paralle
     embedding = _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     plan = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": output}
     parallelize_module(model, tp_mesh, plan)
+    model.tie_weights()  # both ends split the vocabulary
 
-    for block in model.get_submodule("layers").children():
+    for block in model.layers:
         parallelize_module(block, tp_mesh, _block_plan(block))
 
 

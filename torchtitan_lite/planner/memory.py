@@ -9,7 +9,7 @@ Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, 
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
@@ -45,7 +45,7 @@ class Moment:
     optimizer_states: int
     activations: int = 0
     logits: int = 0
-    buffers: int = 0  # FSDP's gathered weights and unscattered gradients; the optimizer's copies
+    buffers: int = 0  # rotary tables; FSDP's gathers and scatters; the optimizer's copies
 
     @property
     def total(self) -> int:
@@ -104,18 +104,28 @@ class Rank:
     @cached_property
     def groups(self) -> list[Group]:
         """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
-        # FSDP does not gather the embedding again for its backward.
-        never = self.config.parallelism.fsdp_reshard_after_forward == "never"
-        weights = self.output_weights
-        gathered = self.width * weights if never else 0
-        embedding = Group("tok_embeddings", weights, gathered, saved=0, working=self.hidden)
-
+        matrix, last = self.output_weights, self.output_weights + self.model.dim
+        embedding = partial(Group, "tok_embeddings", saved=0, working=self.hidden)
         # The projection saves its input; with a fused loss, the gradients of input and weight.
         saved = self.norm_input(compiled=False) + self.hidden
-        saved += self.width * weights if self.fuses_loss else 0
-        weights += self.model.dim
-        head = Group("output", weights, self.width * weights, saved, saved + self.hidden)
-        return [embedding, *(_block(self, i) for i in range(self.model.n_layers)), head]
+
+        if self.model.tie_embeddings:
+            # The first group has the last one's weights too. From the loss to the end of the
+            # backward they stay gathered, beside their gradient.
+            first = embedding(weights=last, gathered=self.width * (last + matrix))
+            head = Group("output", 0, 0, saved, saved + self.hidden)
+        else:
+            # FSDP does not gather the embedding again for its backward.
+            never = self.config.parallelism.fsdp_reshard_after_forward == "never"
+            first = embedding(weights=matrix, gathered=self.width * matrix if never else 0)
+            saved += self.width * matrix if self.fuses_loss else 0
+            head = Group("output", last, self.width * last, saved, saved + self.hidden)
+        return [first, *(_block(self, i) for i in range(self.model.n_layers)), head]
+
+    def gathered(self, start: int, stop: int) -> int:
+        """Bytes of the gathered weights of groups[start:stop], and of tied ones before them."""
+        tied = self.groups[: min(start, 1)] if self.model.tie_embeddings else []
+        return sum(group.gathered for group in [*tied, *self.groups[start:stop]])
 
     def sharded(self, groups: Sequence[Group]) -> int:
         """Bytes of this rank's shards of the groups' weights."""
@@ -123,17 +133,19 @@ class Rank:
             return 0
         return self.weight_width * sum(group.weights for group in groups) // self.degrees.dp_shard
 
-    def moment(self, name: str, *, left: int, **parts: int) -> Moment:
+    def moment(self, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
         # Gradients of earlier microbatches accumulate unsharded; only the last backward scatters.
         width = self.reduce_width if self.accum_steps > 1 else 0
         accumulated = width * sum(group.weights for group in self.groups[:left])
         parameters = self.sharded(self.groups)
+        rotary_tables = FLOAT32 * self.model.max_seq_len * self.model.head_dim
         return Moment(
             name,
             parameters,
             gradients=self.sharded(self.groups[left:]) + accumulated,
             optimizer_states=2 * parameters * self.moment_width // self.weight_width,
+            buffers=rotary_tables + buffers,
             **parts,
         )
 
@@ -161,7 +173,7 @@ def step_memory(rank: Rank) -> list[Moment]:
         # Meanwhile FSDP prefetches the weights of the next group in the backward, and scatters the
         # gradients of the previous one, i + 1.
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
-        ahead = sum(each.gathered for each in groups[min(kept_from, next_up) : i])
+        ahead = rank.gathered(min(kept_from, next_up), i)
         scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
         unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
         height = rank.moment(
@@ -191,7 +203,7 @@ def step_memory(rank: Rank) -> list[Moment]:
 def _loss(rank: Rank, kept_from: int) -> Moment:
     """The moment of the loss, when all activations are kept."""
     # FSDP keeps the all-gather buffer of the head's weights until the next all-gather.
-    buffers = sum(group.gathered for group in rank.groups[kept_from:])
+    buffers = rank.gathered(kept_from, len(rank.groups))
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += rank.groups[-1].gathered
 

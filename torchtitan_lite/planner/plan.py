@@ -4,7 +4,9 @@ Each `_plan_x` computes one section in plain values; docs/plan.md documents ever
 """
 
 import dataclasses
+import math
 from difflib import get_close_matches
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_aut
 from .roofline import Prediction, Roofline
 
 SECONDS_PER_DAY = 86_400
+NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 WITHOUT_COMMUNICATION = "upper bound, without communication"
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
@@ -134,6 +137,7 @@ def _tokenizer_values(model: ModelConfig) -> TokenizerValues:
 def _plan_request(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
     job, config = meta.job, meta.job.config
     return {
+        "model": job.model_name,
         "flavor": config.model.flavor,
         "device": device.name,
         "world_size": job.degrees.world_size,
@@ -151,11 +155,12 @@ def _plan_request(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
 
 def _plan_model(meta: MetaModel) -> dict[str, Any]:
     args = meta.job.model_args
-    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    looked_up = 0 if args.tie_embeddings else args.vocab_size * args.dim
+    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tie_embeddings")
     return {
         "flavor": meta.job.config.model.flavor,
         "parameters": meta.parameters,
-        "parameters_without_embedding": meta.parameters - args.vocab_size * args.dim,
+        "parameters_without_embedding": meta.parameters - looked_up,
         **{size: getattr(args, size) for size in sizes},
     }
 
@@ -249,21 +254,30 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
 
 
 def _find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
-    """Return the fewest GPUs that would fit for each mode of activation checkpointing, unless they
-    are enough for a mode that recomputes less."""
+    """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
+    recomputing more, or by more tensor parallelism."""
+    args, degree = meta.job.model_args, meta.job.degrees.tp
+    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
+    higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []
-    for mode in CHEAPEST_FIRST:
-        job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
-        for shards in (2**k * job.degrees.dp_shard for k in range(12)):
-            tried = dataclasses.replace(
-                job, degrees=dataclasses.replace(job.degrees, dp_shard=shards)
-            )
-            moments, gpus = dataclasses.replace(meta, job=tried).moments(), tried.degrees.world_size
-            if reserved_bytes(moments) <= device_bytes:
-                if not found or gpus < found[-1]["world_size"]:
-                    found.append({"world_size": gpus, "activation_checkpoint": mode})
-                break
+    for tp, mode in product((degree, *higher), CHEAPEST_FIRST):
+        gpus = _fewest_gpus(meta, mode, tp, device_bytes)
+        if gpus and (not found or gpus < found[-1]["world_size"]):
+            layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
+            found.append({"world_size": gpus} | layout)
     return found
+
+
+def _fewest_gpus(meta: MetaModel, mode: str, tp: int, device_bytes: int) -> int | None:
+    """Return the number of GPUs from which on the shards are small enough; None if no number is."""
+    job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+    least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
+    for shards in (2**k * least for k in range(12)):
+        tried = dataclasses.replace(job.degrees, dp_shard=shards, tp=tp)
+        moments = dataclasses.replace(meta, job=dataclasses.replace(job, degrees=tried)).moments()
+        if reserved_bytes(moments) <= device_bytes:
+            return tried.world_size
+    return None
 
 
 def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def _run(request: Plan, peaks: Plan) -> str:
     mask = ", document mask (attention counts as if documents were one)"
     mask = mask if request["document_mask"] else ""
     return (
-        "{flavor} on {world_size} x {device}: dp_replicate {dp_replicate} x dp_shard {dp_shard} x "
+        "{model} on {world_size} x {device}: dp_replicate {dp_replicate} x dp_shard {dp_shard} x "
         "tp {tp}, global batch {global_batch_size} x {seq_len:,} tokens\n".format_map(request)
         + f"float8 {recipe or 'off'}{gather}, "
         f"activation checkpointing {request['activation_checkpoint']}, compile {compiled}{mask}\n"
@@ -62,6 +62,8 @@ def _model(model: Plan, flops: Plan) -> str:
     parts["recomputed, on top"] = flops["recompute"]
     rows = [(name, f"{count:,}", f"{count / total:.2%}") for name, count in parts.items() if count]
     without = f"{model['parameters_without_embedding']:,} without the input embedding"
+    if model["tie_embeddings"]:
+        without = "and the input embedding is the projection to the vocabulary"
     table = _table(("FLOPs per token", f"{total:,}", "share"), rows)
     return f"{model['parameters']:,} parameters, {without}\n{table}"
 
@@ -125,10 +127,11 @@ def _memory(memory: Plan) -> str:
     if memory["fits"]:
         return table
     layouts = [
-        "{world_size} GPUs with activation checkpointing {activation_checkpoint}".format_map(each)
+        "{world_size} GPUs with tp {tensor_parallel_degree} and activation checkpointing "
+        "{activation_checkpoint}".format_map(each)
         for each in memory["would_fit"]
     ]
-    more = "no number of GPUs; lower local_batch_size, or raise tensor_parallel_degree"
+    more = "no number of GPUs, with tp up to 8 either; lower local_batch_size or seq_len"
     return f"{table}\nwould fit: {', or '.join(layouts) or more}"
 
 

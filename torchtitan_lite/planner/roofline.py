@@ -103,6 +103,12 @@ class Roofline:
         """Whether the blocks are compiled, which fuses the casts."""
         return self.job.config.compile.covers("model")
 
+    def gathers_float8(self, linear: LinearChoice) -> bool:
+        """Whether FSDP gathers the linear's weight in float8, if it is converted. The embedding
+        reads a tied one too."""
+        tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
+        return self.job.config.float8.enable_fsdp_float8_all_gather and not tied
+
     def move(self, nbytes: float, kernels: float) -> Cost:
         """Cost of kernels that read and write `nbytes` in total and compute next to nothing."""
         bandwidth = self.device.bandwidth_tb_s * 1e12 * BANDWIDTH_FRACTION
@@ -128,7 +134,7 @@ class Roofline:
         """Cost of the same in float8. Compiled, `readers` linears share the casts of an input."""
         m, (n, k), float8 = self.tokens, linear.local_shape, self.job.config.float8
         casts = float8.recipe.compiled_casts if self.compiled else float8.recipe.eager_casts
-        weight = GATHERED_WEIGHT if float8.enable_fsdp_float8_all_gather else casts.weight
+        weight = GATHERED_WEIGHT if self.gathers_float8(linear) else casts.weight
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
@@ -201,9 +207,9 @@ class Roofline:
         # gradients to float32 to reduce them. The optimizer runs once a step.
         gathered = parameters // degrees.tp
         updated = gathered // (degrees.dp_shard * self.job.batch.grad_accum_steps)
+        in_bytes = [each for each in in_float8 if self.gathers_float8(each)]
         copied = 14 * gathered
-        if self.job.config.float8.enable_fsdp_float8_all_gather:
-            copied -= 4 * sum(len(each.names) * math.prod(each.local_shape) for each in in_float8)
+        copied -= 4 * sum(len(each.names) * math.prod(each.local_shape) for each in in_bytes)
 
         costs = {
             "attention": self._attention(),
