@@ -3,7 +3,8 @@
 
   export STEP_DIR OUT_DIR   write a checkpoint as a model: safetensors, config.json and, if
                             transformers can read it, the tokenizer
-  import HF_DIR OUT_DIR     write a Llama 3 model as a checkpoint for [checkpoint] initial_load_path
+  import HF_DIR OUT_DIR     write a Llama model as a checkpoint; [checkpoint] initial_load_path
+                            takes either of the two folders
 
 OUT_DIR must be new or empty.
 """
@@ -30,7 +31,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     export.add_argument("out_dir", type=Path, help="folder to make")
     export.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "keep"),
+        choices=("float32", "bfloat16", "float16", "keep"),
         default="keep",
         help="type of the weights (keep: as saved)",
     )

@@ -6,8 +6,8 @@
   inspect STORE       print its counts and the text of a window
 
 SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet
-(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or pystdlib, the source text
-of the running Python's standard library.
+(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or a name that [training]
+dataset takes, such as pystdlib, the source text of the running Python's standard library.
 """
 
 import argparse
@@ -60,6 +60,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     make.add_argument(
         "--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)"
     )
+    make.add_argument(
+        "--max-tokens", type=count(1), help="end with the document that reaches so many (all)"
+    )
     make.add_argument("--workers", type=count(1), help="processes that tokenize (one per core)")
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
@@ -86,7 +89,14 @@ def make(args: argparse.Namespace) -> None:
     )
     tokenizer = build_tokenizer(args.tokenizer)
     existed = args.store.exists()
-    store = make_store(args.store, source, tokenizer, skip_bad=args.skip_bad, workers=args.workers)
+    store = make_store(
+        args.store,
+        source,
+        tokenizer,
+        skip_bad=args.skip_bad,
+        max_tokens=args.max_tokens,
+        workers=args.workers,
+    )
     if existed:
         counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
         print(f"{args.store} is made already: {counts}")

@@ -1,6 +1,6 @@
 """Build each part of a run from its job: model, batches, checkpointer, metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     Config,
@@ -51,7 +52,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 
     A collective call. Raises ConfigError or DataError.
     """
-    on_rank0(lambda: check_wandb_installed(config.metrics))
+    writing_ranks(config.metrics)(lambda: check_wandb_installed(config.metrics))
     set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=dist.get_world_size(), tokenizer=tokenizer.values)
@@ -86,10 +87,8 @@ def build_model(
     Returns the model, its FLOPs per token, and the float8 operations expected in each step.
     """
     config, float8, training = job.config, job.config.float8, job.config.training
-    dtype = getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(
-        job.model_args, tp_degree=job.degrees.tp, dtype=dtype, device=device
-    )
+    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(args, tp_degree=job.degrees.tp, dtype=dtype, device=device)
     meta = build_meta_model(
         job,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
@@ -99,8 +98,8 @@ def build_model(
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
-        f"model {job.model_name}: {meta.parameters:,} parameters, "
-        f"vocabulary {job.model_args.vocab_size}; attention by {attention}"
+        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
+        f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
@@ -176,16 +175,17 @@ def build_guard(
 # ----- Data and checkpoints -----
 
 
-def accept_progress(resume: CheckpointManifest | None, job: Job) -> TrainingProgress:
+def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
     """Return the progress to continue from, and log the config keys that have changed.
 
     Raises CheckpointError if the checkpoint is of another model.
     """
     if resume is None:
         return NEW_RUN
-    check_model(resume.model, asdict(job.model_args), path=job.checkpoint_folder)
-    for change in config_changes(resume.config, job.to_toml()):
-        logger.info(f"since step {resume.progress.step}: {change}")
+    saved = resume.manifest
+    check_model(saved.model, asdict(job.model_args), path=resume.path)
+    for change in config_changes(saved.config, job.to_toml()):
+        logger.info(f"since step {saved.progress.step}: {change}")
     return resume.progress
 
 
@@ -198,7 +198,7 @@ def build_batches(
     would end within the schedule's warm-up or decay.
     """
     training, validation = job.config.training, job.config.validation
-    corpus, validation_corpus = build_corpora(
+    corpus, validation_corpus, validated = build_corpora(
         training,
         validation,
         tokenizer,
@@ -207,7 +207,7 @@ def build_batches(
         seed=job.config.debug.seed,
         held_out_before=progress.held_out,
     )
-    if progress.step:
+    if progress.data:
         check_same_data(
             progress.data,
             corpus.identity(),
@@ -235,7 +235,7 @@ def build_batches(
     return batches, ValidationBatches(
         validation_corpus,
         local_batch_size=training.local_batch_size,
-        steps=validation.steps,
+        samples=validated,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
     )
@@ -258,7 +258,7 @@ def build_checkpointer(
     *,
     mesh: DeviceMesh,
     device: torch.device,
-    resume: CheckpointManifest | None,
+    resume: Resume | None,
 ) -> Checkpointer:
     """Build the Checkpointer, and load the checkpoint `resume` or, in a new run, initial weights.
     Without either, load nothing."""
@@ -281,16 +281,23 @@ def build_checkpointer(
 
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
+    if initial is None and settings.initial_load_in_hf:
+        initial = job.config.model.tokenizer_path
     if resume is not None:
-        if initial is not None:
+        if initial is not None and resume.path != Path(initial):
             logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
         checkpointer.load(resume)
     elif initial is not None:
-        checkpointer.load_weights(Path(initial))
+        checkpointer.load_weights(Path(initial), job.model_args)
     return checkpointer
 
 
 # ----- Metrics -----
+
+
+def writing_ranks(metrics: MetricsConfig) -> Callable[[Callable[[], None]], object]:
+    """Return the collective that runs a function on the ranks that write metrics."""
+    return on_all_ranks if metrics.save_for_all_ranks else on_rank0
 
 
 def build_metrics(
@@ -301,7 +308,7 @@ def build_metrics(
     total_steps: int,
     progress: TrainingProgress,
 ) -> MetricsProcessor:
-    """Build the metrics of a run that continues after `progress`. Only rank 0 writes.
+    """Build the metrics of a run that continues after `progress`. Rank 0 writes, or all do.
 
     On CPU all ranks measure their peaks here, at the same time.
     """
@@ -312,16 +319,16 @@ def build_metrics(
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
     file = job.folder / "peaks.json"
-    peaks = find_peaks(device, config.metrics, precisions=precisions, file=file)
-    logger.info(f"{peaks}")
+    logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
 
-    # If rank 0 cannot open its files, all ranks end.
+    # If a rank cannot open its files, all ranks end.
     writers: list[Writer] = []
-    on_rank0(
+    writing_ranks(config.metrics)(
         lambda: writers.extend(
             build_writers(
                 config.metrics,
                 dump_folder=job.folder,
+                rank=dist.get_rank(),
                 total_steps=total_steps,
                 resume_step=progress.step,
                 config_toml=job.to_toml(),

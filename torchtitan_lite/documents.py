@@ -74,7 +74,7 @@ def _parse(loads: Callable[[str], Any], content: bytes, kind: str) -> Any:
     """Return the value of a text. Raises ValueError also for values that break functions on plain
     values: lists and tables deeper than MAX_DEPTH, and huge whole numbers."""
     try:
-        value = loads(content.decode())
+        value = loads(content.decode("utf-8-sig"))  # Windows editors begin with U+FEFF
     except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise ValueError(f"not {kind}: {error}") from error
 

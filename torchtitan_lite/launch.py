@@ -121,7 +121,7 @@ class Launch:
             variables = {"NNODES": self.nnodes} | node | variables
         assignments = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
         line = " ".join([*assignments, self.program, *map(shlex.quote, self.overrides)])
-        return re.sub(r" --checkpoint\.load_step[= ]\S+", "", line)
+        return re.sub(r" --checkpoint\.load[_-]step[= ]\S+", "", line)
 
 
 def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool) -> dict[str, str]:

@@ -110,7 +110,7 @@ def _update(
     square = torch.lerp(gradient.square(), state["exp_avg_sq"].float(), betas[1])
     root = (square / (1 - betas[1] ** step)).sqrt()
     change = lr * (mean / (1 - betas[0] ** step)) / (root + eps)
-    updated = parameter * (1 - lr * weight_decay) - change
+    updated = parameter.float() * (1 - lr * weight_decay) - change
 
     # Store everything, or what was there before.
     for old, new in (

@@ -18,8 +18,8 @@ SNAPSHOT_EVENTS = 100_000
 
 
 class Profiler:
-    """Write a trace and a memory snapshot of the last step of each period, and a snapshot when the
-    device runs out of memory. A context manager around the steps after `done_steps`."""
+    """Write a trace of the last steps of each period, and a memory snapshot after each period and
+    when the device runs out of memory. A context manager around the steps after `done_steps`."""
 
     def __init__(
         self,
@@ -42,13 +42,14 @@ class Profiler:
                 "is on CPU; set it to false."
             )
 
-        # In each period the second-to-last step warms up, the last is traced, the others wait.
+        # In each period the last steps are traced, some before them warm up, the others wait.
         self._trace: torch.profiler.profile | None = None
         if profiling.enable_profiling:
-            warmup = min(1, self._freq - 1)
-            wait = self._freq - 1 - warmup
+            active = profiling.profiler_active
+            warmup = min(profiling.profiler_warmup, self._freq - active)
+            wait = self._freq - active - warmup
             self._trace = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=1),
+                schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active),
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
@@ -77,7 +78,7 @@ class Profiler:
                 self._write_snapshot(f"step-{step:08d}")
 
     def _write_trace(self, finished: torch.profiler.profile) -> None:
-        """Write the trace of a step, unless the run ended within its period."""
+        """Write the trace that ends with a step, unless the run ended within its period."""
         step = self._done_steps + finished.step_num
         folder = self._run_folder / self._profiling.save_traces_folder / f"step-{step:08d}"
         path = folder / f"rank{self._rank}_trace.json"

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import prepare_job
-from torchtitan_lite.checkpoint.checkpointer import find_resume
-from torchtitan_lite.checkpoint.folders import remove_drafts
-from torchtitan_lite.checkpoint.manifest import CheckpointManifest, installed_versions
+from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
+from torchtitan_lite.checkpoint.manifest import installed_versions
+from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.collectives import on_rank0
 from torchtitan_lite.config import (
     Config,
@@ -31,6 +31,7 @@ from torchtitan_lite.config import (
     load_config,
     shared_settings,
 )
+from torchtitan_lite.convert_hf import export_hf
 from torchtitan_lite.errors import (
     STOPPED_EXIT_CODE,
     ConfigError,
@@ -90,10 +91,17 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     rank, world_size = read_rank()
     store = connect_store(config.comm.init_timeout_seconds)
     check_started_alike(start_facts(config), store=store, rank=rank, world_size=world_size)
+    # At a time-out, NCCL's flight recorder writes into the run folder, if the environment names no
+    # other place.
+    traces = folder.path.absolute() / config.comm.save_traces_folder
+    trace_file = f"{traces}/{config.comm.save_traces_file_prefix}"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", trace_file)
     device = init_distributed(config.comm)
 
     # Lock the run folder, and find the checkpoint to continue from.
     resume = open_folder(config, folder)
+    if device.type == "cuda" and config.comm.trace_buf_size:
+        traces.mkdir(parents=True, exist_ok=True)
     logger.info(f"run folder: {folder.path}")
 
     # Derive the job, the single source of truth from here on.
@@ -129,17 +137,19 @@ def start_facts(config: Config) -> dict[str, str]:
     }
 
 
-def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
-    """Lock the run folder; if nothing is resumed, move an earlier run aside. A collective call.
+def open_folder(config: Config, folder: RunFolder) -> Resume | None:
+    """Lock the run folder; if nothing in it is resumed, move an earlier run aside. A collective
+    call.
 
-    Returns the manifest of the checkpoint to resume from. Raises ConfigError, and changes nothing,
+    Returns the checkpoint to go on from. Raises ConfigError, and changes nothing,
     if the folder holds files that no run wrote.
     """
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     def begin() -> None:
         initial = checkpoint.initial_load_path
-        if resume is None and initial is not None and is_within(checkpoints, initial):
+        resumes = resume is not None and resume.path.parent == checkpoints
+        if not resumes and initial is not None and is_within(checkpoints, initial):
             raise ConfigError(
                 f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = '
                 f'"{folder.path}", whose checkpoints move to previous/ when a new run starts; '
@@ -148,7 +158,7 @@ def open_folder(config: Config, folder: RunFolder) -> CheckpointManifest | None:
         if checkpoint.enable and read_status(folder.path) is not None:
             # If the folder is a link, drafts of a killed save would block the move to previous/.
             remove_drafts(checkpoints)
-        resumed_config = None if resume is None else resume.config
+        resumed_config = resume.manifest.config if resume and resumes else None
         folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 
     # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
@@ -171,24 +181,42 @@ def run_entries(config: Config) -> list[str]:
         config.metrics.save_tb_folder,
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,
+        config.comm.save_traces_folder,
     ]
 
 
 def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
     """Log the summary, and write the outcome into status.json.
 
-    Raises the error of the last save if that failed.
+    Raises the error of the last save if that failed. Collective.
     """
     folder, step = trainer.run_folder, trainer.step
     if folder is not None:
         log_outcome(trainer, stopped_by=stopped_by)
     if trainer.checkpointer.last_failure is not None:
         raise trainer.checkpointer.last_failure
+    if stopped_by is None and trainer.config.checkpoint.last_save_in_hf:
+        trainer.watchdog.at(step, "export")
+        on_rank0(lambda: export_last(trainer), group=trainer.checkpointer.group)
     if folder is not None and stopped_by is None:
         folder.update(step=step, state="done", exit_code=0)
     elif folder is not None:
         cause = f"stopped by {stopped_by} after step {step}"
         folder.update(step=step, state="stopped", cause=cause, exit_code=STOPPED_EXIT_CODE)
+
+
+def export_last(trainer: Trainer) -> None:
+    """Write the last checkpoint as a Hugging Face model beside it, unless an earlier start of the
+    run has."""
+    saved, settings = trainer.checkpointer.last_saved, trainer.config.checkpoint
+    assert saved is not None, "a run with last_save_in_hf saves its last step"
+    target = hf_folder(saved)
+    if trainer.first_step > trainer.last_step and target.exists():
+        logger.info(f"{target} was there already, and is kept")
+    else:
+        # A checkpoint of weights alone has the type of the export already.
+        keeps = settings.last_save_model_only
+        export_hf(saved, target, dtype="keep" if keeps else settings.export_dtype)
 
 
 def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:

@@ -24,7 +24,8 @@ from torchtitan_lite.build import (
     build_metrics,
     build_model,
 )
-from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.manifest import TrainingProgress
+from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import agree, on_rank0
 from torchtitan_lite.data.dataloader import Batch, Prefetcher
@@ -62,7 +63,7 @@ class Trainer:
         *,
         device: torch.device,
         run_folder: RunFolder | None,
-        resume: CheckpointManifest | None,
+        resume: Resume | None,
         watchdog: Watchdog,
     ) -> None:
         """Build the parts of `job` and load the checkpoint `resume`, if any. A collective call.
@@ -85,6 +86,7 @@ class Trainer:
         self.step = self.saved_step = progress.step
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
         self.tokens, self.save_wanted = progress.tokens, False
+        self.schedule_start = progress.schedule_start
 
         # Model, optimizer and checkpoint, then the measurements.
         ledger = self.build_training(mesh, progress=progress, resume=resume)
@@ -99,7 +101,7 @@ class Trainer:
         self.prefetched = Prefetcher(self.batches, device=device)
 
     def build_training(
-        self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: CheckpointManifest | None
+        self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: Resume | None
     ) -> FlopsLedger:
         """Build and load model, optimizer and guard. Return the model's FLOPs per token."""
         config = self.config
@@ -147,7 +149,7 @@ class Trainer:
                 # A signal during the validation after the last step stops no training.
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()
-                if self.checkpointer.enabled and self.saved_step < self.step:
+                if self.checkpointer.saves and self.saved_step < self.step:
                     self.save()
             except RunError:
                 with contextlib.suppress(RunError):  # report the first error, not a later one
@@ -205,7 +207,8 @@ class Trainer:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
         schedule = self.config.lr_scheduler.model_dump()
-        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
+        at = step - self.schedule_start
+        lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -251,7 +254,7 @@ class Trainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         gathering.wait()
-        return torch.stack(gathered), grad_norm
+        return torch.stack(gathered), grad_norm.float()
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """Return this rank's next batch once all ranks have theirs; None after the last.
@@ -296,11 +299,11 @@ class Trainer:
         on_gpu = [self.device] if self.device.type == "cuda" else []
         # Validation must not advance the random state of training.
         with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
-            scale = 1 / (self.config.validation.steps * self.config.training.microbatch_tokens)
+            tokens = self.validation_batches.samples * self.config.training.seq_len
             loss = torch.zeros((), device=self.device)
             batches = iter(self.validation_batches)
             while (batch := self.next_batch(batches)) is not None:
-                loss += self.loss(*batch, scale=scale)
+                loss += self.loss(*batch, scale=1 / tokens)
             dist.all_reduce(loss, group=self.dp_group)
             mean = loss.item()
         self.metrics.write_scalars(step, {"validation_loss": mean})
@@ -311,8 +314,8 @@ class Trainer:
         if self.run_folder is None or not request.is_file():
             return False
         request.unlink(missing_ok=True)
-        if not self.checkpointer.enabled:
-            logger.warning(f"{request} asks for a save, but [checkpoint] enable = false: not saved")
+        if not self.checkpointer.saves:
+            logger.warning(f"{request}: not saved: [checkpoint] enable = false or load_only = true")
             return False
         logger.info(f"{request} asks for a save")
         return True
@@ -327,7 +330,8 @@ class Trainer:
 
         on_rank0(check_folder)
         with self.metrics.outside_step("checkpoint", step=self.step):
-            self.checkpointer.save(self.progress(), self.generators)
+            done = self.step == self.last_step
+            self.checkpointer.save(self.progress(), self.generators, last=done)
         self.saved_step, self.save_wanted = self.step, False
 
     def progress(self) -> TrainingProgress:
@@ -341,6 +345,7 @@ class Trainer:
             skipped_steps=int(self.guard.skipped_steps.item()),
             consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
+            schedule_start=self.schedule_start,
         )
 
     def report_progress(self) -> None:

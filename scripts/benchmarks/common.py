@@ -38,7 +38,8 @@ ALIKE: Mapping[str, Sequence[object]] = {
     "parallelism.tensor_parallel_degree": (1,),
     "parallelism.data_parallel_replicate_degree": (1,),
     "activation_checkpoint.mode": ("none", "selective", "full"),
-    "optimizer.state_dtype": ("float32",),
+    "optimizer.state_dtype": (None, "float32"),
+    "training.dtype": ("float32",),
     "training.enable_cpu_offload": (False,),
 }
 """Values, by key, that torchtitan and the bare loop implement too."""

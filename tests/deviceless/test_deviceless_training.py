@@ -21,6 +21,7 @@ PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree=2"
 TIED = ("--model.tie_embeddings", "--model.vocab_size=128256")
 SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
+TIED = ("--model.tie_embeddings=true", "--model.vocab_size=128256")
 BLACKWELL = {"FAKE_GPU_MAJOR": "10", "FAKE_GPU_NAME": "NVIDIA B200", "FAKE_GPU_GIB": "178"}
 MX_TORCHAO, BUDGET_TORCH = ("torchao", "0.18"), ("torch", "2.13")
 PER_MATMUL = 7 * 2 * 2 * 3
@@ -106,6 +107,7 @@ CASES = {
     # Layouts.
     "FSDP": Case((FLOAT8, GATHERED, PRECOMPUTED), TENSORWISE, gpus=2, steady=True),
     "FSDP, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2),
+    "FSDP, tied": Case((FLOAT8, GATHERED, PRECOMPUTED, *TIED), TENSORWISE, gpus=2),
     "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2, steady=True),
     "TP, compiled": Case((FLOAT8, TP, COMPILED), TENSORWISE, gpus=2),
     "TP, memory budget": Case(

@@ -30,13 +30,16 @@ BEFORE_START = [
     "--optimizer.lr=-1",
     "--float8.recipe_name rowise",
     "--model.flavor 7B",
-    "--model.converters mx",
+    "--model.converters lora",
+    "--model.norm_type layernorm",
+    "--checkpoint.create_seed_checkpoint",
+    "--validation.seq_len 128",
     "--parallelism.tensor_parallel_degree 3",
     "--parallelism.data_parallel_shard_degree 2",
     "--parallelism.context_parallel_degree 2",
     "--parallelism.pipeline_parallel_degree 2",
     "--training.local_batch_size 8 --training.global_batch_size 30",
-    "--training.seq_len 9000",
+    "--training.seq_len 200000",
     "--activation_checkpoint.selective_ac_option 9",
     f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
     f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
@@ -47,7 +50,6 @@ BEFORE_START = [
     "--parallelism.enable_async_tensor_parallel",
     "--checkpoint.folder ../elsewhere",
     "--compile.enable --compile.components=",
-    "--validation.dataset pystdlib --validation.dataset_path texts",
     "--metrics.peak_tflops_fp8 0",
     "--metrics.flops_convention megatron",
     "--training.epochs 0",
@@ -58,6 +60,7 @@ BEFORE_START = [
 ]
 """Refused by the launcher within a second, before any process starts."""
 AT_START = [
+    "--training.dataset c4",
     "--training.dataset_path nowhere",
     "--training.dataset_path empty",
     "--training.dataset_path broken.jsonl",
@@ -74,6 +77,7 @@ AT_START = [
     f"{FLOAT8} --training.seq_len 33 --training.local_batch_size 1 --training.global_batch_size -1",
     f"{FLOAT8} --float8.filter_fqns auto",
     "--checkpoint.enable --checkpoint.load_step 7",
+    "--checkpoint.enable --checkpoint.initial_load_path empty",
     "--profiling.enable_memory_snapshot",
     "--job.dump_folder short.txt",
 ]

@@ -7,9 +7,15 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from launching import ROOT
+from torchtitan_layout import save_torchtitan
+
+from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.models.llama3 import Transformer
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./|python |pip |torchrun )")
@@ -61,14 +67,17 @@ def make_copy(folder: Path) -> dict[str, str]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the files that the pages take for the user's own: texts, and docs/data.md's config,
-    with the shipped tokenizer instead of Llama's."""
+    """Write the files that the pages take for the user's own: texts, a checkpoint of torchtitan,
+    and the configs that they show, with the shipped tokenizer instead of Llama's."""
+    args = replace(FLAVORS["debugmodel_gqa"], vocab_size=2256)
+    weights = dict(Transformer(args).named_parameters())
+    init = {name: torch.full_like(each, 0.01) for name, each in weights.items()}
+    save_torchtitan(folder / "torchtitan/checkpoint/step-1000", init)
     (folder / "my_texts").mkdir()
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse", "ast", "inspect", "typing"):
         shutil.copy(library / f"{name}.py", folder / "my_texts" / f"{name}.txt")
-    (config,) = re.findall(
-        r"^```toml\n# (my_8b.toml\n.*?)^```$", (folder / "docs/data.md").read_text(), re.M | re.S
-    )
-    name, _, text = config.partition("\n")
-    (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))
+    for page in PAGES:
+        shown = r"^```toml\n# (my_\w+\.toml)\n(.*?)^```$"
+        for name, text in re.findall(shown, (folder / page).read_text(), re.M | re.S):
+            (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))

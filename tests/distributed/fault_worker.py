@@ -37,7 +37,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build, train, trainer
 from torchtitan_lite.checkpoint import checkpointer, folders
-from torchtitan_lite.checkpoint.manifest import CheckpointManifest
+from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.errors import DataError
@@ -244,12 +244,12 @@ class FaultyCheckpointer(checkpointer.Checkpointer):
 
     saves_what_is_loaded = False
 
-    def load(self, manifest: CheckpointManifest) -> None:
+    def load(self, resume: Resume) -> None:
         """Load, and save at once if asked to."""
-        super().load(manifest)
+        super().load(resume)
         if self.saves_what_is_loaded:
             folder, self.folder = self.folder, self.folder.parent / "loaded"
-            self.save(manifest.progress, random_state(self._device))
+            self.save(resume.progress, random_state(self._device), last=False)
             self.wait()
             self.folder = folder
 

@@ -1,12 +1,14 @@
 """Builds the tiny model of matrix.toml with the overrides of each of RUNS, JSON as matrix_worker.py
 takes it, on every process, and tells as a line of JSON, by name, what it is and what it sends:
-`weights` (sha256 of each full weight) and `traffic` (of one forward and backward: collective, type,
-elements sent)."""
+`weights` (sha256 of each full weight), `traffic` (of one forward and backward: collective, type,
+elements sent), and `loaded`, the weights after loading the Hugging Face model in the folder "tied" or
+"untied" of the second argument."""
 
 import hashlib
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from torchtitan_lite.build import build_model, prepare_job
+from torchtitan_lite.checkpoint.hf_folder import load_hf
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.models.loss import CrossEntropy
@@ -56,13 +59,15 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     job, _ = prepare_job(config, device=device)
     mesh = build_mesh(job.degrees, device_type=device.type)
     model, *_ = build_model(job, mesh, device=device)
-    weights = {
-        name.removeprefix("model."): digest(weight) for name, weight in model_state(model).items()
-    }
+    state = model_state(model)
+    weights = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % job.model_args.vocab_size
     with Traffic() as traffic:
         model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
-    return {"weights": weights, "traffic": traffic.sent}
+    kind = "tied" if job.model_args.tie_embeddings else "untied"
+    load_hf(Path(sys.argv[2]) / kind, state, job.model_args)
+    loaded = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
+    return {"weights": weights, "traffic": traffic.sent, "loaded": loaded}
 
 
 def main() -> None:

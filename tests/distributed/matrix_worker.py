@@ -36,10 +36,12 @@ FLAVORS["debugmodel"] = ModelArgs(
 for size in (2256, 32000, 50257):
     wider = replace(FLAVORS["debugmodel"], n_kv_heads=8, ffn_dim=256, vocab_size=size)
     FLAVORS[f"vocab-{size}"] = wider
-# Like Llama 3.2 1B: tied, grouped-query attention, long-context RoPE. Its vocabulary is most of it.
-FLAVORS["untied"] = replace(FLAVORS["debugmodel"], vocab_size=8192, rope_scaling=RopeScaling(factor=32))
+# Like Llama 3.2 1B: the vocabulary is most of it, and RoPE scaling reaches its short sequences.
 FLAVORS["tied"] = replace(
-    FLAVORS["debugmodel"], vocab_size=8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32)
+    FLAVORS["debugmodel"],
+    vocab_size=4096,
+    tie_embeddings=True,
+    rope_scaling=RopeScaling(factor=32.0, original_max_position_embeddings=32),
 )
 
 

@@ -24,6 +24,10 @@ INSTEAD = {
     # The network is not there for all.
     'pip install -e ".[hf]"': "true",
     'pip install -e ".[llama]"': "true",
+    "python scripts/prepare_data.py make hf:allenai/c4 stores/c4 --hf-name en --max-tokens "
+    "10000000000": "python scripts/prepare_data.py make my_texts/ stores/c4 --max-tokens 1000",
+    "python scripts/prepare_data.py make hf:allenai/c4 stores/c4_val --hf-name en --hf-split "
+    "validation": "python scripts/prepare_data.py make my_texts/ stores/c4_val",
     # Llama's tokenizers have to be downloaded.
     "python scripts/prepare_data.py make my_texts/ stores/mine --tokenizer Llama-3-8B/": (
         "python scripts/prepare_data.py make my_texts/ stores/mine"

@@ -2,10 +2,8 @@
 processes."""
 
 import re
-import runpy
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import kill_runs
@@ -30,7 +28,8 @@ from processes import descendants, is_alive
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import step_folder
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.hf_llama import hf_config
 from torchtitan_lite.models.llama3 import Transformer
 
 pytestmark = pytest.mark.timeout(300)
@@ -256,38 +255,63 @@ def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert not (folder / "SAVE").exists()
 
 
-def test_a_hugging_face_model_is_trained_and_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
+    straight: Path, tmp_path: Path
 ) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    weights = ["--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16"]
+    finish(folder, f"{STEPS}=4", "--checkpoint.enable_first_step_checkpoint", *weights)
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (1, 2, 4)]
+    tensors = SafeReader(checkpoint(folder, 4)).tensors
+    assert {entry.dtype for entry in tensors.values()} == {"bfloat16"} and len(tensors) == 21
+    code, cause = fail(folder, f"{STEPS}=6")
+    assert code == 4
+    assert re.search(r"step-00000004 has only weights, .* \(there are: 1, 2\)", cause)
+
+    # Another run goes on from all of its second step.
+    initial = f"--checkpoint.initial_load_path={checkpoint(folder, 2)}"
+    settings = [initial, "--checkpoint.initial_load_model_only=false", "--checkpoint.load_only"]
+    finish(other, f"{STEPS}=6", *settings, faults=[NOTE])
+    assert not (other / "checkpoint").exists()
+    losses = {step: line["loss"] for step, line in records(other).items()}
+    assert losses == {step: records(straight)[step]["loss"] for step in range(3, 7)}
+    assert samples(other) == {step: samples(straight)[step] for step in range(3, 7)}
+
+    # And one with the data and the learning rate of the first steps.
+    afresh, excluded = (
+        tmp_path / "afresh",
+        "--checkpoint.exclude_from_loading=lr_scheduler,dataloader",
+    )
+    finish(afresh, f"{STEPS}=4", *settings, excluded, faults=[NOTE])
+    rates = {step: line["lr"] for step, line in records(afresh).items()}
+    assert rates == {step + 2: records(straight)[step]["lr"] for step in (1, 2)}
+    assert samples(afresh) == {step + 2: samples(straight)[step] for step in (1, 2)}
+
+
+def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path) -> None:
     import transformers  # takes seconds
 
     args = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=2256)
-    dimensions = transformers.LlamaConfig(
-        hidden_size=args.dim, intermediate_size=args.ffn_dim, num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
-        vocab_size=args.vocab_size, max_position_embeddings=args.max_seq_len,
-        rms_norm_eps=args.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
-    )  # fmt: skip
-    theirs, imported, exported, folder = (
-        tmp_path / name for name in ("theirs", "imported", "exported", "run")
-    )
-    monkeypatch.setitem(FLAVORS, "debugmodel", replace(args, vocab_size=0))
+    theirs, folder = tmp_path / "theirs", tmp_path / "run"
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(dimensions).save_pretrained(theirs)
-    convert = runpy.run_path(str(ROOT / "scripts/convert_hf.py"))["main"]
-    assert convert(["import", str(theirs), str(imported)]) == 0
-    output = finish(folder, f"{STEPS}=1", f"--checkpoint.initial_load_path={imported}")
-    assert f"weights from {imported}" in output
-    assert convert(["export", str(checkpoint(folder, 1)), str(exported)]) == 0
+    dimensions = hf_config(args, dtype=torch.float32, bos_id=1, eos_id=2)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**dimensions))
+    llama.save_pretrained(theirs)
+    initial = [f"--checkpoint.initial_load_path={theirs}", "--checkpoint.initial_load_in_hf"]
+    output = finish(folder, f"{STEPS}=1", *initial, "--checkpoint.last_save_in_hf")
+    assert f"weights from {theirs}, of Hugging Face" in output
+
+    # Its end again, after a kill during the export.
+    exported = folder / "checkpoint" / "step-00000001-hf"
+    draft = exported.rename(exported.with_name(f".tmp-{exported.name}"))
+    finish(folder, f"{STEPS}=1", "--checkpoint.last_save_in_hf")
+    assert not draft.exists()
 
     tensors = SafeReader(checkpoint(folder, 1)).read_whole()
     model = Transformer(args)
     model.load_state_dict({name: tensors[f"model.{name}"] for name in model.state_dict()})
-    before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (theirs, exported)
-    )
-    moved = before.lm_head.weight - after.lm_head.weight
+    after = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    moved = llama.lm_head.weight - after.lm_head.weight
     assert 0 < moved.abs().max() < 1.1e-3  # by one step of a learning rate of 1e-3
     tokens = torch.arange(64).reshape(2, 32)
     with torch.no_grad():

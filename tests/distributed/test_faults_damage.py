@@ -14,9 +14,9 @@ import torch.distributed as dist
 from faults import checkpoint, checkpoints, fail, finish, records, run, status
 from launching import FOLDER
 
-from torchtitan_lite.checkpoint.checkpointer import find_resume
 from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
+from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source

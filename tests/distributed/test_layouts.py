@@ -1,6 +1,7 @@
 """On any layout ranks start from the same weights, mask the same documents, and gather in the
 types that the config asks for."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import cache
@@ -8,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import FOLDER, finish, read_losses, told, train_together
 from matrix import FLOAT8_GATHER, HSDP, RECIPES, TOLERANCE
+from safetensors.torch import save_file
+
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
+from torchtitan_lite.models.llama3 import Transformer
 
 TP = "--parallelism.tensor_parallel_degree=2"
 RUNS = {
@@ -17,6 +24,7 @@ RUNS = {
     2: {
         "FSDP": [],
         "FSDP, all_gather": RECIPES["all_gather"],
+        "FSDP, tied": ["--model.tie_embeddings=true"],
         **{f"TP, {recipe}": [*RECIPES[recipe], TP] for recipe in ("bf16", "tensorwise", "rowwise")},
     },
     4: {"FSDP x TP": [TP], "HSDP, all_gather": [*FLOAT8_GATHER, HSDP]},
@@ -28,13 +36,34 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def models() -> Callable[[int], dict[str, Any]]:
+def hf_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, str]]]:
+    """The folder of Hugging Face models of these dimensions, "untied" and "tied", and the sha256 of
+    each weight in our order of rows."""
+    folder, generator = tmp_path_factory.mktemp("hf"), torch.Generator().manual_seed(5)
+    sizes = {"dim": DIM, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": FFN_DIM}
+    digests: dict[str, dict[str, str]] = {"untied": {}, "tied": {}}
+    for kind in digests:
+        args = ModelArgs(**sizes, vocab_size=VOCABULARY, tie_embeddings=kind == "tied")
+        names, weights = hf_names(args), {}
+        for name, weight in Transformer(args).named_parameters():
+            torch.nn.init.normal_(weight, generator=generator)
+            digests[kind][name] = hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()
+            weights[names[name]] = to_hf(name, weight.detach(), args).contiguous()
+        (folder / kind).mkdir()
+        save_file(weights, folder / kind / "model.safetensors")
+        config = hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None)
+        (folder / kind / "config.json").write_text(json.dumps(config))
+    return folder, digests
+
+
+@pytest.fixture(scope="module")
+def models(hf_models: tuple[Path, dict[str, dict[str, str]]]) -> Callable[[int], dict[str, Any]]:
     """Return a function that inspects the models of RUNS on a number of processes."""
 
     @cache
     def inspect(processes: int) -> dict[str, Any]:
-        runs = json.dumps(RUNS[processes])
-        return told(finish(str(FOLDER / "inspect_worker.py"), runs, processes=processes))
+        arguments = [json.dumps(RUNS[processes]), str(hf_models[0])]
+        return told(finish(str(FOLDER / "inspect_worker.py"), *arguments, processes=processes))
 
     return inspect
 
@@ -46,7 +75,18 @@ def test_weights_are_the_same_on_any_mesh(models: Callable[[int], dict[str, Any]
     assert [other["weights"] for other in others] == [one] * 3
 
 
-@pytest.mark.parametrize(("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1)])
+def test_a_hugging_face_model_is_loaded_into_any_mesh(
+    models: Callable[[int], dict[str, Any]], hf_models: tuple[Path, dict[str, dict[str, str]]]
+) -> None:
+    runs = {name: run for processes in RUNS for name, run in models(processes).items()}
+    assert len(runs) == 8
+    for name, run in runs.items():
+        assert run["loaded"] == hf_models[1]["tied" if "tied" in name else "untied"], name
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1), ("FSDP, tied", 2)]
+)
 def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     name: str, bytes_per_weight: int, models: Callable[[int], dict[str, Any]]
 ) -> None:
@@ -59,8 +99,9 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     norms, embedding, output = 2 * DIM * 2, VOCABULARY * DIM * 2, (VOCABULARY * DIM + DIM) * 2
     block = (weights * bytes_per_weight + norms) // 2  # each of two ranks sends half
     # Forward, and the first block again for the backward: the second and the output stay whole in
-    # between, and the embedding's backward takes no weights.
-    assert sorted(gathered) == sorted([block] * 3 + [embedding // 2, output // 2])
+    # between, and the embedding's backward takes no weights. Tied, both ends are gathered once.
+    ends = [output // 2] if "tied" in name else [embedding // 2, output // 2]
+    assert sorted(gathered) == sorted([block] * 3 + ends)
 
 
 @pytest.mark.parametrize(

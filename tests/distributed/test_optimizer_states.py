@@ -1,5 +1,5 @@
-"""Moments in bfloat16 train nearly as float32 ones do, and a run resumes with them, also on another
-number of ranks."""
+"""Moments, and weights, in bfloat16 train nearly as float32 ones do, and a run resumes with them,
+also on another number of ranks."""
 
 import shutil
 from pathlib import Path
@@ -17,17 +17,20 @@ def test_bfloat16_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
     common = ["--lr_scheduler.total_steps=8", "--checkpoint.enable"]
     bfloat16 = [*common, "--optimizer.state_dtype=bfloat16"]
     runs = {}
-    for name, settings in {"plain": [], "gathered": GATHERED}.items():
-        runs[f"{name} float32"] = [*common, *settings, f"{STEPS}=8"]
+    weights = [*GATHERED, "--training.dtype=bfloat16", "--optimizer.state_dtype="]
+    variants = {"plain": [], "gathered": GATHERED, "weights": weights}
+    for name, settings in variants.items():
+        if name != "weights":
+            runs[f"{name} float32"] = [*common, *settings, f"{STEPS}=8"]
         runs[f"{name} whole"] = [*bfloat16, *settings, f"{STEPS}=8"]
         runs[f"{name} in parts"] = [*bfloat16, *settings, f"{STEPS}=4"]
         folder = f"--job.dump_folder={tmp_path}/{name} in parts"
         runs[f"{name} resumed"] = [*bfloat16, *settings, f"{STEPS}=8", folder]
     train_together(tmp_path, runs, processes=2)
-    for name in ("plain", "gathered"):
+    for name in variants:
         whole = read_losses(tmp_path / f"{name} whole")
         assert read_losses(tmp_path / f"{name} in parts") == whole
-        expected = read_losses(tmp_path / f"{name} float32")
+        expected = read_losses(tmp_path / f"{name.replace('weights', 'gathered')} float32")
         assert whole == pytest.approx(expected, rel=5e-3) and whole != expected
 
     # On one rank, from what two had saved.

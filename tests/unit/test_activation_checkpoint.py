@@ -112,6 +112,13 @@ def test_whole_blocks_are_recomputed(
     check_gradients(gradients, recipe=recipe)
 
 
+def test_without_an_early_stop_blocks_are_recomputed_to_their_end() -> None:
+    ac = ActivationCheckpointConfig(mode="full", early_stop=False)
+    calls, gradients = backward(ac, recipe=None)
+    assert calls["mm"] == BACKWARD_MATMULS + 4 * 7
+    check_gradients(gradients, recipe=None)
+
+
 @pytest.mark.parametrize("args", [ARGS, MASKED], ids=["causal", "masked"])
 @pytest.mark.parametrize("recipe", [*RECIPES, "rowwise"])
 def test_op_recomputes_every_second_matmul_and_no_attention(
@@ -157,12 +164,15 @@ def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
     return sum(ledger.recompute.values())
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mode", "option"), MODES)
 def test_what_is_counted_as_recomputed_is_what_pytorch_counts(
-    mode: str, option: str, recipe: str | None
+    mode: str, option: str, recipe: str | None, early_stop: bool
 ) -> None:
-    ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
+    ac = ActivationCheckpointConfig.model_validate(
+        {"mode": mode, "selective_ac_option": option, "early_stop": early_stop}
+    )
     flops = {}
     for applied in (ac, NONE):
         model = build_model(recipe=recipe)
@@ -203,11 +213,13 @@ def compiled_backward(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("mode", "option"), [("full", "op"), ("selective", "op")])
+@pytest.mark.parametrize(
+    ("mode", "early_stop"), [("full", True), ("full", False), ("selective", True)]
+)
 def test_a_compiled_block_recomputes_what_is_counted(
-    mode: str, option: str, recipe: str | None
+    mode: str, early_stop: bool, recipe: str | None
 ) -> None:
-    ac = ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
+    ac = ActivationCheckpointConfig.model_validate({"mode": mode, "early_stop": early_stop})
     model = build_model(recipe=recipe)
     linears = [
         name

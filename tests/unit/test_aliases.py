@@ -3,7 +3,8 @@ import logging
 import pytest
 
 from torchtitan_lite.config.keys import KEYS
-from torchtitan_lite.config.layers import ALIASES, Setting, current_name, resolve_aliases
+from torchtitan_lite.config.layers import Setting, resolve_aliases
+from torchtitan_lite.config.torchtitan import ALIASES, current_name
 from torchtitan_lite.logger import logger
 
 
@@ -40,6 +41,21 @@ def notices(
             "checkpoint.enable_checkpoint",
             "checkpoint.enable",
             "[checkpoint] enable_checkpoint is now [checkpoint] enable",
+        ),
+        (
+            "checkpoint.model_weights_only",
+            "checkpoint.last_save_model_only",
+            "[checkpoint] model_weights_only is now [checkpoint] last_save_model_only",
+        ),
+        (
+            "training.disable_loss_parallel",
+            "parallelism.disable_loss_parallel",
+            "[training] disable_loss_parallel is now [parallelism] disable_loss_parallel",
+        ),
+        (
+            "scheduler.lr_min",
+            "lr_scheduler.min_lr_factor",
+            "[scheduler] lr_min is now [lr_scheduler] min_lr_factor",
         ),
         (
             "lr_scheduler.lr_min",
@@ -91,6 +107,8 @@ def test_current_names_stay(notices: pytest.LogCaptureFixture) -> None:
         ([], False),
         ("float8", True),  # the last two as the command line writes them
         ("", False),
+        (["mx"], True),
+        ("quantize.linear.mx", True),
     ],
 )
 def test_converters_become_the_float8_switch(converters: object, enabled: bool) -> None:
@@ -99,12 +117,14 @@ def test_converters_become_the_float8_switch(converters: object, enabled: bool) 
     assert resolved["float8.enable_float8_linear"].value is enabled
 
 
-@pytest.mark.parametrize("converters", [["mx"], ["float8", "mx"], True, {}, [["float8"]]])
+@pytest.mark.parametrize("converters", [["lora"], ["float8", "mx"], True, {}, [["float8"]]])
 def test_other_converters_are_refused(converters: object) -> None:
     resolved, problems = resolve_aliases({"model.converters": Setting(converters, "run.toml")})
     assert resolved == {}
     assert len(problems) == 1
-    assert '(from run.toml): must be ["float8"], ["quantize.linear.float8"] or []' in problems[0]
+    assert (
+        '(from run.toml): must be ["quantize.linear.float8"], ["quantize.linear.mx"]' in problems[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,27 @@
-"""What is asked of a step, and by which data sheet it is predicted."""
+"""What is asked of a step, by which data sheet it is predicted, and which weights begin a run."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sample_jobs import job_of
+from torchao.float8.float8_linear import Float8Linear
 
-from torchtitan_lite.build import asked_of_step, planned_device
-from torchtitan_lite.config import Config, Float8Config, MetricsConfig, TrainingConfig
+from torchtitan_lite import build
+from torchtitan_lite.build import asked_of_step, build_checkpointer, planned_device
+from torchtitan_lite.config import (
+    CheckpointConfig,
+    Config,
+    Float8Config,
+    MetricsConfig,
+    ModelConfig,
+    TrainingConfig,
+)
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.planner.meta_model import build_meta_model
+from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 
 @pytest.mark.parametrize(
@@ -64,6 +76,23 @@ def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
 
 
+def test_tied_embeddings_are_gathered_in_high_precision_also_for_a_float8_output() -> None:
+    float8 = Float8Config(
+        enable_float8_linear=True, enable_fsdp_float8_all_gather=True, convert_output=True
+    )
+    job = job_of(
+        Config(training=TrainingConfig(seq_len=32), float8=float8),
+        ModelArgs(dim=64, n_layers=2, n_heads=8, ffn_dim=128, vocab_size=64, tie_embeddings=True),
+        degrees=(1, 2, 1),
+    )
+    meta = build_meta_model(job, emulate=True)
+    assert type(meta.model.output) is Float8Linear
+    assert meta.model.output.weight is meta.model.tok_embeddings.weight
+    assert [is_gathered_in_float8(weight) for weight in meta.model.parameters()].count(True) == 14
+    asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
+    assert (asked.linears, asked.fsdp_gathers) == (15, 2)  # of the blocks
+
+
 @pytest.mark.parametrize(
     ("name", "planned"),
     [("NVIDIA H200", "H200"), ("NVIDIA A100 80GB PCIe", None), ("Some GPU", None)],
@@ -76,3 +105,25 @@ def test_rates_are_not_guessed(
     spec = planned_device(torch.device("cuda", 0), given)
     assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
     assert planned_device(torch.device("cpu"), given) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "loaded"),
+    [
+        ({"initial_load_in_hf": True}, ["/llama"]),
+        ({"initial_load_in_hf": True, "initial_load_path": "/other"}, ["/other"]),
+        ({}, []),
+    ],
+)
+def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], loaded: list[str]
+) -> None:
+    loads: list[Path] = []
+    checkpointer = SimpleNamespace(load_weights=lambda path, _: loads.append(path))
+    monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: checkpointer)
+    checkpoint = CheckpointConfig(enable=True, **keys)
+    job = job_of(Config(model=ModelConfig(tokenizer_path="/llama"), checkpoint=checkpoint))
+    mesh: Any = SimpleNamespace(mesh_dim_names=("dp_shard",), shape=(1,))
+    nothing: Any = None
+    build_checkpointer(job, nothing, nothing, mesh=mesh, device=torch.device("cpu"), resume=None)
+    assert loads == list(map(Path, loaded))

@@ -89,6 +89,38 @@ def test_what_is_written_is_read(folder):
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, MANIFEST])
 
 
+@pytest.mark.parametrize(
+    ("excluded", "changes"),
+    [
+        ([], {}),
+        (["optimizer"], {}),
+        (["dataloader"], {"samples": 0, "data": {}}),
+        (["lr_scheduler"], {"schedule_start": 10}),
+        (
+            ["optimizer", "lr_scheduler", "dataloader"],
+            {"samples": 0, "data": {}, "schedule_start": 10},
+        ),
+        (["train_state"], {"step": 0, "tokens": 0, "skipped_steps": 0, "schedule_start": -7}),
+        (
+            ["train_state", "lr_scheduler"],
+            {"step": 0, "tokens": 0, "skipped_steps": 0, "schedule_start": 0},
+        ),
+    ],
+)
+def test_what_is_excluded_starts_afresh_and_the_rest_goes_on(excluded, changes):
+    progress = TrainingProgress(
+        10, samples=80, tokens=5120, data={"seed": 0}, skipped_steps=2, schedule_start=3
+    )
+    assert progress.without(excluded) == replace(progress, **changes)
+
+
+def test_rope_scaling_of_earlier_versions_is_read_by_the_names_of_today(folder):
+    old = {"dim": 4, "rope_scaling": {"factor": 8.0, "original_max_seq_len": 8192}}
+    write_manifest(folder, replace(read_manifest(folder), model=old))
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 8192}
+    assert read_manifest(folder).model == {"dim": 4, "rope_scaling": scaling}
+
+
 def test_windows_held_out_are_by_store():
     assert (SAMPLE.progress.held_out(1), SAMPLE.progress.held_out(2), NEW_RUN.held_out(1)) == (
         7,

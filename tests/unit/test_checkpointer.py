@@ -14,12 +14,19 @@ import torch.distributed as dist
 from sample_checkpoints import write_checkpoint
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torchtitan_layout import save_torchtitan
 
 from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
-from torchtitan_lite.checkpoint.checkpointer import Checkpointer, find_resume, verify
-from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
+from torchtitan_lite.checkpoint.folders import (
+    committed_steps,
+    format_summaries,
+    step_folder,
+    step_folders,
+    summarize,
+)
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
     CheckpointManifest,
@@ -27,9 +34,12 @@ from torchtitan_lite.checkpoint.manifest import (
     TrainingProgress,
     read_manifest,
 )
+from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
+from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
+from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
 BOTH_MODES = pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -75,11 +85,11 @@ class Run:
             self.step += 1
         return losses
 
-    def save(self, *, wait: bool = True) -> None:
+    def save(self, *, wait: bool = True, last: bool = False) -> None:
         progress = TrainingProgress(
             self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0}
         )
-        self.checkpointer.save(progress, random_state(CPU))
+        self.checkpointer.save(progress, random_state(CPU), last=last)
         if wait:
             self.checkpointer.wait()
 
@@ -95,8 +105,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def resume(folder: Path, **settings: Any) -> int | None:
-    manifest = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
-    return None if manifest is None else manifest.progress.step
+    found = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
+    return None if found is None else found.progress.step
+
+
+def verified(folder: Path, step: int) -> Resume:
+    path = step_folder(folder, step)
+    return Resume(path, verify(path, hashes=True))
 
 
 @BOTH_MODES
@@ -109,10 +124,10 @@ def test_a_resumed_run_goes_on_bit_by_bit(async_mode: str, tmp_path: Path) -> No
     second = Run(tmp_path)
     torch.manual_seed(1)
     random.seed(1)
-    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert manifest is not None
-    assert manifest.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
-    second.checkpointer.load(manifest)
+    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert found is not None
+    assert found.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
+    second.checkpointer.load(found)
     assert second.train(3) == later
     assert equal(first.state(), second.state())
     assert (
@@ -202,7 +217,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path:
         CheckpointError,
         match=r"9 tensors differ .*: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]",
     ):
-        other.checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+        other.checkpointer.load(verified(tmp_path, 2))
     assert equal(other.state(), before)
 
 
@@ -211,7 +226,7 @@ def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
     for _ in range(3):
         run.train(2)
         run.save()
-    Run(tmp_path).checkpointer.load(verify(step_folder(tmp_path, 2), hashes=True))
+    Run(tmp_path).checkpointer.load(verified(tmp_path, 2))
     assert committed_steps(tmp_path) == [2]
     assert len(list(tmp_path.glob("superseded-step-*"))) == 2
 
@@ -221,7 +236,7 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     run.train(2)
     run.save()
     new = Run(tmp_path / "b")
-    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
     state = new.state()
     assert all(
         torch.equal(state[name], tensor)
@@ -231,10 +246,10 @@ def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
     other = Run(tmp_path / "c", width=6)
     with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: dim: 4 -> 6\."):
-        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
     break_step(tmp_path / "a", 2)
     with pytest.raises(BrokenCheckpoint, match="contents have changed"):
-        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2))
+        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
 
 
 def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
@@ -244,7 +259,7 @@ def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
     }
     path = write_checkpoint(tmp_path, 5, weights)
     run = Run(tmp_path / "new")
-    run.checkpointer.load_weights(path)
+    run.checkpointer.load_weights(path, ModelArgs())
     assert all(
         (weight == 0.333984375).all() and weight.dtype == torch.float32
         for weight in run.model.parameters()
@@ -260,16 +275,183 @@ def test_loaded_weights_that_are_not_finite_are_refused(tmp_path: Path, value: f
         CheckpointError,
         match=r"step-00000005 cannot .*: model\.2\.weight has 2 values that are NaN",
     ):
-        Run(tmp_path / "new").checkpointer.load_weights(path)
+        Run(tmp_path / "new").checkpointer.load_weights(path, ModelArgs())
 
 
 def test_weights_that_are_no_checkpoint(tmp_path: Path) -> None:
     checkpointer = Run(tmp_path / "run").checkpointer
-    with pytest.raises(CheckpointError, match=r"nowhere is missing$"):
-        checkpointer.load_weights(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"nowhere is missing\. It takes the folder of a "):
+        checkpointer.load_weights(tmp_path / "nowhere", ModelArgs())
     (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match=r"is a Hugging Face model; .*convert_hf\.py import"):
-        checkpointer.load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be imported: not JSON"):
+        checkpointer.load_weights(tmp_path, ModelArgs())
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("export_dtype", ["float32", "bfloat16", "float16"])
+def test_the_last_save_of_a_run_may_have_weights_alone(
+    export_dtype: str, async_mode: Any, tmp_path: Path
+) -> None:
+    settings = {"async_mode": async_mode, "export_dtype": export_dtype}
+    run = Run(tmp_path / "a", last_save_model_only=True, **settings)
+    run.train(2)
+    run.save()
+    run.train(2)
+    run.save(last=True)
+    dtype = getattr(torch, export_dtype)
+    expected = {name: each.to(dtype) for name, each in states.model_state(run.model).items()}
+    path = step_folder(tmp_path / "a", 4)
+    assert SafeReader(path).tensors == states.entries(expected)
+    assert equal(SafeReader(path).read_whole(), expected)
+    assert verify_checkpoint(path, hashes=True) == []
+    table = format_summaries([summarize(each) for each in step_folders(tmp_path / "a")])
+    assert [line.endswith("ok, weights only") for line in table.splitlines()[1:]] == [False, True]
+
+    new = Run(tmp_path / "b")
+    new.checkpointer.load_weights(path, ModelArgs())
+    loaded = states.model_state(new.model)
+    assert equal(loaded, {name: each.float() for name, each in expected.items()})
+
+
+def test_weights_beyond_the_range_of_float16_are_saved_in_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, last_save_model_only=True, export_dtype="float16")
+    with torch.no_grad():
+        run.model[2].weight[0, 1] = 1e5
+    run.save(last=True)
+    assert 'export_dtype = "float16" cannot hold all weights' in caplog.text
+    weights = SafeReader(step_folder(tmp_path, 0)).read_whole()
+    assert equal(weights, states.model_state(run.model))
+
+
+def test_a_run_that_ended_with_weights_alone_is_not_resumed_but_its_earlier_steps_are(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, last_save_model_only=True)
+    for last in (False, False, True):
+        run.train(2)
+        run.save(last=last)
+    for load_step in (-1, 6):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"load_step = {load_step}: .*step-00000006 has only weights, .* load_step to an "
+            r'earlier step \(there are: 2, 4\), .* initial_load_path = ".*step-00000006"',
+        ):
+            resume(tmp_path, load_step=load_step)
+    assert resume(tmp_path, load_step=4) == 4
+    assert resume(tmp_path, load_step=0) is None
+    break_step(tmp_path, 6)
+    assert resume(tmp_path) == 4
+
+
+def test_which_steps_are_saved(tmp_path: Path) -> None:
+    def saved(**settings: Any) -> list[int]:
+        checkpointer = Run(tmp_path, **settings).checkpointer
+        return [step for step in range(1, 6) if checkpointer.due(step, last=step == 5)]
+
+    assert saved() == [2, 4, 5]
+    assert saved(enable_first_step_checkpoint=True) == [1, 2, 4, 5]
+    assert saved(load_only=True) == saved(load_only=True, enable_first_step_checkpoint=True) == []
+
+
+def test_a_run_that_only_loads_renames_no_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.train(2)
+        run.save()
+    Run(tmp_path, load_only=True).checkpointer.load(verified(tmp_path, 2))
+    assert committed_steps(tmp_path) == [2, 4]
+
+
+def test_moments_that_are_excluded_start_at_zero_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.save()
+    found = find_resume(
+        CheckpointConfig(enable=True, exclude_from_loading=("optimizer",)), folder=tmp_path
+    )
+    assert found is not None and found.excluded == ("optimizer",)
+    assert found.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
+    second = Run(tmp_path)
+    second.checkpointer.load(found)
+    weights, state = run.state(), second.state()
+    assert all(
+        torch.equal(each, weights[name]) if name.startswith("model.") else (each == 0).all()
+        for name, each in state.items()
+    )
+
+    # The run that has done so resumes with its own moments.
+    config = '[checkpoint]\nexclude_from_loading = ["optimizer"]\n'
+    saved = write_checkpoint(tmp_path / "own", 5, config=config)
+    with caplog.at_level("INFO"):
+        found = find_resume(
+            CheckpointConfig(enable=True, exclude_from_loading=("optimizer",)),
+            folder=tmp_path / "own",
+        )
+    assert found is not None and found.excluded == ()
+    assert f"is ignored: the run that saved {saved} had the same" in caplog.text
+
+
+def test_steps_do_not_begin_again_in_a_folder_with_checkpoints_of_them(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    with pytest.raises(
+        CheckpointError,
+        match=r'exclude_from_loading = \["train_state"\]: .* set another \[job\] dump_folder',
+    ):
+        resume(tmp_path, exclude_from_loading=("train_state",))
+
+
+def test_a_new_run_goes_on_from_all_that_another_run_has_saved(tmp_path: Path) -> None:
+    first = Run(tmp_path / "a")
+    first.train(2)
+    first.save()
+    path = step_folder(tmp_path / "a", 2)
+    later = first.train(3)
+    settings: Any = {"initial_load_path": str(path), "initial_load_model_only": False}
+    assert find_resume(CheckpointConfig(enable=True), folder=tmp_path / "b") is None
+    found = find_resume(CheckpointConfig(enable=True, **settings), folder=tmp_path / "b")
+    assert found is not None and (found.path, found.progress.step) == (path, 2)
+    second = Run(tmp_path / "b")
+    second.checkpointer.load(found)
+    assert second.checkpointer.last_saved is None
+    assert second.train(3) == later
+
+    # Once it has saved, it resumes from its own.
+    second.step = 5
+    second.save()
+    assert resume(tmp_path / "b", **settings) == 5
+    assert resume(tmp_path / "b", load_step=0, **settings) == 2
+    excluded = ("train_state", "dataloader")
+    assert resume(tmp_path / "c", exclude_from_loading=excluded, **settings) == 0
+
+
+@pytest.mark.parametrize("kind", ["torchtitan_lite", "torchtitan", "Hugging Face"])
+def test_a_new_run_cannot_go_on_from_weights_alone(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    if kind == "torchtitan_lite":
+        path = write_checkpoint(tmp_path, 5, {"model.w": torch.ones(2)})
+    elif kind == "torchtitan":
+        save_torchtitan(path, {"w": torch.ones(2)})
+    else:
+        path.mkdir()
+        (path / "model.safetensors").touch()
+    with pytest.raises(
+        CheckpointError,
+        match=rf"initial_load_model_only = false: {path}, of {kind}, has nothing but weights",
+    ):
+        resume(tmp_path / "run", initial_load_path=str(path), initial_load_model_only=False)
+
+
+def test_any_but_a_hugging_face_model_can_be_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 5, states.model_state(Run(tmp_path).model))
+    checkpointer = Run(tmp_path / "new", initial_load_in_hf=True).checkpointer
+    with pytest.raises(
+        CheckpointError, match=r"initial_load_in_hf = true: .*05 is of torchtitan_lite; set it to"
+    ):
+        checkpointer.load_weights(path, ModelArgs())
 
 
 def test_a_run_without_checkpoints_says_so(
@@ -476,8 +658,8 @@ def test_a_random_state_of_another_kind_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(2)
     run.save()
-    manifest = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert manifest is not None
+    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
+    assert found is not None
     (step_folder(tmp_path, 2) / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
     with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: "):
-        run.checkpointer.load(manifest)
+        run.checkpointer.load(found)

@@ -19,11 +19,13 @@ def check(
         {"training": {"steps": 20}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.1}},
         {"training": {"steps": 250}, "lr_scheduler": {"warmup_steps": 200, "decay_ratio": 0.2}},
         {"activation_checkpoint": {"selective_ac_option": "6"}},
+        {"training": {"dtype": "bfloat16"}, "optimizer": {"implementation": "foreach"}},
+        {"training": {"dtype": "bfloat16"}, "optimizer": {"state_dtype": "bfloat16"}},
         {"compile": {"components": []}},
         {"float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"}},
         {"float8": {"precompute_float8_dynamic_scale_for_fsdp": True}},
         {
-            "validation": {"dataset_path": "held_out.txt"},
+            "validation": {"dataset": "c4_validation", "dataset_path": "c4", "steps": -1},
             "training": {"dataset": "pystdlib", "dataset_path": "x.txt"},
         },
         {
@@ -233,9 +235,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
-            {"validation": {"dataset": "pystdlib", "dataset_path": "held_out.txt"}},
-            '[validation] dataset = "pystdlib" and dataset_path = "held_out.txt" are both set; '
-            "unset one",
+            {"validation": {"steps": 0}},
+            "[validation] steps = 0 validates nothing; use 1 or more, -1 for all data, or disable",
         ),
         *(
             (
@@ -259,6 +260,42 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"checkpoint": {"export_dtype": "bfloat16"}},
+            '[checkpoint] export_dtype = "bfloat16" is for the save of last_save_model_only = '
+            "true, which is torchtitan's default, or of last_save_in_hf = true; set one of these, "
+            "or unset it",
+        ),
+        (
+            1,
+            {
+                "checkpoint": {
+                    "enable": True,
+                    "initial_load_path": "/base",
+                    "initial_load_in_hf": True,
+                    "initial_load_model_only": False,
+                }
+            },
+            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
+            "there are only weights to load; set it to true",
+        ),
+        (
+            1,
+            {"checkpoint": {"last_save_in_hf": True}},
+            "[checkpoint] last_save_in_hf = true needs enable = true; set that, or unset it",
+        ),
+        (
+            1,
+            {"checkpoint": {"enable": True, "last_save_in_hf": True, "load_only": True}},
+            "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one",
+        ),
+        (
+            1,
+            {"checkpoint": {"enable": True, "initial_load_in_hf": True}},
+            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
+            "or [model] tokenizer_path to the folder of the Hugging Face model",
+        ),
+        (
+            1,
             {"activation_checkpoint": {"mode": "memory_budget"}},
             '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
             "enable = true, with "
@@ -267,9 +304,27 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             1,
             {"optimizer": {"state_dtype": "bfloat16", "implementation": "foreach"}},
-            '[optimizer] implementation = "foreach" keeps its moments in float32, and state_dtype '
-            '= "bfloat16"; set '
-            'implementation to "fused", or state_dtype to "float32"',
+            '[optimizer] implementation = "foreach" keeps its moments in the data type of the '
+            'weights, and state_dtype = "bfloat16"; set implementation to "fused", or unset '
+            "state_dtype",
+        ),
+        (
+            1,
+            {"optimizer": {"state_dtype": "float32"}, "training": {"dtype": "bfloat16"}},
+            '[optimizer] state_dtype = "float32" needs [training] dtype = "float32" too, not '
+            '"bfloat16": moments are no wider than weights; unset one of them',
+        ),
+        (
+            1,
+            {"profiling": {"profiler_active": 11}},
+            "[profiling] profiler_active = 11 is above profile_freq = 10, the steps of a period; "
+            "use at most that",
+        ),
+        (
+            1,
+            {"comm": {"save_traces_folder": "profile_traces"}},
+            '[comm] save_traces_folder = "profile_traces" is also the name of [profiling] '
+            "save_traces_folder; choose another",
         ),
         (
             1,

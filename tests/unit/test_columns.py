@@ -1,5 +1,7 @@
 """Tables: rows of parquet files and of Hugging Face datasets."""
 
+import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -176,6 +178,31 @@ def test_folder_of_data_files(tmp_path, datasets):
     (tmp_path / "test.jsonl").write_text('{"text": "c", "id": 3}\n')
     check_reading(f"hf:{tmp_path}", ["a", "b"])
     check_reading(f"hf:{tmp_path}", ["c"], hf_split="test", hf_name="default")
+
+
+def test_a_copy_of_c4_has_its_splits_and_configurations(tmp_path, datasets):
+    """The hub's layout: lines of JSON in .json.gz files that README.md sorts into splits."""
+    (tmp_path / "en").mkdir()
+    for name, text in (("train.0", "a"), ("train.1", "b"), ("validation.0", "c")):
+        content = json.dumps({"text": text, "timestamp": "2019", "url": ""}).encode()
+        (tmp_path / f"en/c4-{name}.json.gz").write_bytes(gzip.compress(content))
+    files = "  data_files:\n" + "".join(
+        f"  - split: {split}\n    path: en/c4-{split}.*.json.gz\n"
+        for split in ("train", "validation")
+    )
+    readme = f"---\nconfigs:\n- config_name: en\n{files}- config_name: other\n{files}---\n"
+    (tmp_path / "README.md").write_text(readme)
+
+    check_reading(f"hf:{tmp_path}", ["a", "b"], chunks=2, hf_name="en")
+    check_reading(f"hf:{tmp_path}", ["c"], hf_name="en", hf_split="validation")
+    with pytest.raises(DataError, match=r"Config name is missing(.|\n)*\['en', 'other'\]"):
+        open_source(f"hf:{tmp_path}")
+
+
+def test_without_a_network_the_way_to_a_copy_is_named(datasets):
+    message = r"^hf:allenai/c4: .*; check the network, or name a downloaded copy in HF_HOME: hf:F"
+    with pytest.raises(DataError, match=message):
+        open_source("c4")
 
 
 def test_rows_of_a_dataset_without_text_are_bad(tmp_path, datasets):

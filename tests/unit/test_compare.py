@@ -1,7 +1,7 @@
 """Differences between configs, dimensions, tensors and whole checkpoints."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torchtitan_lite.checkpoint.compare import (
     CheckpointDifference,
     ValueDifference,
     changes,
+    check_model,
     check_tensors,
     compare,
     config_changes,
@@ -26,6 +27,7 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.models.flavors import FLAVORS
 
 
 def test_a_checkpoint_that_is_as_written(tmp_path):
@@ -147,7 +149,7 @@ def test_dimensions():
         {"dim": 4, "scaling": {"factor": 8.0}, "mask": None},
         {"dim": 8, "scaling": None, "mask": None},
     )
-    assert changes(old, new) == ["dim: 4 -> 8", 'scaling: {"factor": 8.0} -> unset']
+    assert changes(old, new) == ["dim: 4 -> 8", "scaling: { factor = 8.0 } -> unset"]
 
 
 def test_tensors():
@@ -167,6 +169,23 @@ def test_tensors():
         "c: float32 [1] -> bfloat16 [1]",
         "d: missing -> int64 [4]",
     ]
+
+
+def test_models_differ_by_what_decides_the_weights_and_rope():
+    saved = asdict(FLAVORS["3-8B"])
+    check_model(saved, saved | {"max_seq_len": 16, "document_bos_id": 1}, path=Path("x"))
+    del saved["tie_embeddings"]  # as in manifests of version 0.2
+    check_model(saved, asdict(FLAVORS["3-8B"]), path=Path("x"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"x is of another model: rope_scaling: unset -> \{ factor = 8\.0, .*rope_scaling = "
+        r"\{ factor = 1\.0 \} is none; the flavors 3-8B and 3-70B have none",
+    ):
+        check_model(saved, asdict(FLAVORS["8B"]), path=Path("x"))
+    with pytest.raises(
+        CheckpointError, match="tie_embeddings: true -> false; n_kv_heads: 8 -> 16. Set [^(]*$"
+    ):
+        check_model({"n_kv_heads": 8, "tie_embeddings": True}, {"n_kv_heads": 16}, path=Path("x"))
 
 
 def test_a_difference_is_listed():
@@ -194,9 +213,23 @@ def test_moments_of_another_type_are_refused_with_the_keys_that_decide_it():
     wanted = saved | {"optimizer.a.exp_avg": TensorEntry("float32", (2, 3))}
     with pytest.raises(
         CheckpointError,
-        match="is of another optimizer: 1 tensors differ.* state_dtype to the saved run's, or",
+        match="is of another optimizer: 1 tensors differ.* state_dtype to the saved run's, or "
+        r"\[checkpoint\] exclude_from_loading = \[.optimizer.\]",
     ):
         check_tensors(saved, wanted, path=Path("step-00000010"))
+
+
+def test_weights_of_another_type_are_refused_with_the_key_that_decides_it():
+    names = ("model.a", "optimizer.a.exp_avg")
+    saved, wanted = ({name: TensorEntry(dtype, (2, 3)) for name in names} for dtype in TYPES)
+    with pytest.raises(
+        CheckpointError,
+        match=r"is of another data type: 2 tensors .* Set \[training\] dtype to",
+    ):
+        check_tensors(saved, wanted, path=Path("step-00000010"))
+
+
+TYPES = ("float32", "bfloat16")
 
 
 def test_many_differences_are_counted():

@@ -23,9 +23,11 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from hypothesis import given, settings
 from sample_hostile import edits
+from sample_llamas import ARGS, FAMILIES, build, build_hf, logit_difference
 from torch import Tensor
 
 from torchtitan_lite import convert_hf
+from torchtitan_lite.checkpoint.hf_folder import INDEX
 from torchtitan_lite.checkpoint.manifest import (
     NEW_RUN,
     CheckpointManifest,
@@ -35,10 +37,10 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.checkpoint.state import entries
-from torchtitan_lite.convert_hf import INDEX, export_hf, import_hf, plan_shards
+from torchtitan_lite.convert_hf import export_hf, import_hf, plan_shards
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import CheckpointError, ConfigError, StorageError
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.hf_llama import hf_config
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -47,14 +49,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # as the checkpoints are saved here
 
 ROOT = Path(__file__).parents[2]
-ARGS = ModelArgs(
-    dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
-)
 DEBUG_ARGS = replace(FLAVORS["debugmodel_gqa"], vocab_size=300, max_seq_len=48)
-SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
-TOKENS = torch.arange(96).reshape(2, 48) % 50
 
 
 def save(folder: Path, state: dict[str, Tensor], args: ModelArgs, **settings: str) -> Path:
@@ -75,14 +70,6 @@ def save(folder: Path, state: dict[str, Tensor], args: ModelArgs, **settings: st
     return folder
 
 
-def build(args: ModelArgs) -> Transformer:
-    """A model in which each weight matters: new ones have norms alike and next to no attention."""
-    model, generator = Transformer(args), torch.Generator().manual_seed(3)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
-    return model
-
-
 def state_of(model: Transformer) -> dict[str, Tensor]:
     state = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     return state | {"optimizer.norm.weight.step": torch.tensor(100.0)}
@@ -95,13 +82,6 @@ def load(folder: Path, **options: Any) -> transformers.LlamaForCausalLM:
     )
     assert not any(info.values()), info
     return model
-
-
-@torch.no_grad()
-def logit_difference(model: Transformer, llama: transformers.LlamaForCausalLM) -> float:
-    """The largest, as a share of the largest logit."""
-    logits, expected = model(TOKENS), llama(TOKENS).logits
-    return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
 def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -126,22 +106,7 @@ def step_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llama() -> transformers.LlamaForCausalLM:
     """A model of transformers' own with the dimensions of debugmodel_gqa."""
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        intermediate_size=768,
-        vocab_size=300,
-        max_position_embeddings=48,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
-    model = transformers.LlamaForCausalLM(config)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return model
+    return build_hf(DEBUG_ARGS)
 
 
 @pytest.fixture
@@ -150,21 +115,42 @@ def hf_dir(tmp_path: Path, llama: transformers.LlamaForCausalLM) -> Path:
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 50_000], ids=["one file", "sharded"])
-@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
-@pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
-def test_transformers_loads_an_export_and_gives_our_logits(
-    tmp_path: Path, n_kv_heads: int, scaling: RopeScaling | None, max_shard_bytes: int
-) -> None:
-    args = replace(ARGS, n_kv_heads=n_kv_heads, rope_scaling=scaling)
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
+def test_transformers_loads_an_export_and_gives_our_logits(tmp_path: Path, args: ModelArgs) -> None:
     model = build(args)
     folder = save(tmp_path / "step-00000100", state_of(model), args, tokenizer_path="")
-    export_hf(folder, tmp_path / "out", max_shard_bytes=max_shard_bytes)
-    assert logit_difference(model, load(tmp_path / "out")) < 1e-5
-    single = max_shard_bytes > 50_000
-    assert (tmp_path / "out/model.safetensors").exists() is single
-    assert (tmp_path / "out/model.safetensors.index.json").exists() is not single
+    for max_shard_bytes, single in ((5_000_000_000, True), (50_000, False)):
+        out = tmp_path / f"out-{single}"
+        export_hf(folder, out, max_shard_bytes=max_shard_bytes)
+        exported = load(out)
+        assert logit_difference(model, exported) < 1e-5
+        tied = exported.lm_head.weight is exported.model.embed_tokens.weight
+        assert tied is args.tie_embeddings
+        assert (out / "model.safetensors").exists() is single
+        assert (out / "model.safetensors.index.json").exists() is not single
     assert list(tmp_path.glob(".tmp-*")) == []
+
+
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
+def test_an_import_computes_transformers_logits_and_is_exported_bit_by_bit(
+    tmp_path: Path, args: ModelArgs
+) -> None:
+    llama = build_hf(args)
+    llama.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
+    import_hf(tmp_path / "hf", tmp_path / "step")
+    assert read_manifest(tmp_path / "step").model == asdict(args)
+    model = Transformer(args)
+    state = SafeReader(tmp_path / "step").read_whole()
+    model.load_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in state.items()},
+        strict=not args.tie_embeddings,
+    )
+    assert logit_difference(model, llama) < 1e-5
+
+    export_hf(tmp_path / "step", tmp_path / "out")
+    assert_same_tensors(
+        dict(load(tmp_path / "out").named_parameters()), dict(llama.named_parameters())
+    )
 
 
 def test_shards_and_their_index(tmp_path: Path, step_dir: Path) -> None:
@@ -212,6 +198,18 @@ def test_export_as_bfloat16(tmp_path: Path, step_dir: Path) -> None:
     assert logit_difference(rounded, load(tmp_path / "out", dtype=torch.float32)) < 1e-5
 
 
+def test_an_export_in_a_type_that_cannot_hold_the_weights(tmp_path: Path) -> None:
+    state = state_of(build(ARGS))
+    state["model.norm.weight"][3] = 70000.0
+    folder = save(tmp_path / "step", state, ARGS)
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.norm\.weight has values that float16 cannot hold; use float32",
+    ):
+        export_hf(folder, tmp_path / "out", dtype="float16")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_export_of_mixed_types_keeps_each_and_names_the_wider(tmp_path: Path) -> None:
     model = build(ARGS)
     state = {name: t if "norm" in name else t.bfloat16() for name, t in state_of(model).items()}
@@ -250,16 +248,41 @@ def test_import_then_export_is_bit_exact(
     )
 
 
-def test_an_import_computes_transformers_logits(tmp_path: Path, hf_dir: Path, llama: Any) -> None:
-    import_hf(hf_dir, tmp_path / "step")
-    model = Transformer(DEBUG_ARGS)
-    model.load_state_dict(
-        {
-            name.removeprefix("model."): tensor
-            for name, tensor in SafeReader(tmp_path / "step").read_whole().items()
-        }
+MEMORY = """
+import re, sys
+from pathlib import Path
+from torchtitan_lite.convert_hf import export_hf, import_hf
+
+def peak(convert, source, target, **options):
+    convert(source, target, **options)  # ru_maxrss would be that of the parent process, if larger
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+small, large = map(Path, sys.argv[1:])
+export_hf(small / "step", small / "hf")
+before = peak(import_hf, small / "hf", small / "back")  # with all libraries loaded
+exported = peak(export_hf, large / "step", large / "hf", max_shard_bytes=48_000_000)
+print(exported - before, peak(import_hf, large / "hf", large / "back") - before)
+"""
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    large = replace(ARGS, dim=512, n_layers=10, ffn_dim=1024)
+    for name, args in (("small", ARGS), ("large", large)):
+        state = {key: tensor for key, tensor in state_of(build(args)).items() if "model" in key}
+        save(tmp_path / name / "step", state, args)
+    paths = [str(tmp_path / name) for name in ("small", "large")]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, *paths],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
-    assert logit_difference(model, llama) < 1e-5
+    shards = [path.stat().st_size for path in (tmp_path / "large/hf").glob("*.safetensors")]
+    assert len(shards) == 2 and min(shards) > 40_000_000
+    growths = [int(word) for word in result.stdout.splitlines()[-1].split()]
+    assert max(growths) < 0.8 * min(shards)  # the largest tensor has 2 MB
 
 
 def test_an_import_is_a_checkpoint_of_weights_alone(
@@ -270,14 +293,17 @@ def test_an_import_is_a_checkpoint_of_weights_alone(
     manifest = read_manifest(tmp_path / "step")
     assert manifest.progress == NEW_RUN
     assert (manifest.world_size, manifest.model) == (1, asdict(DEBUG_ARGS))
-    assert manifest.config == '[model]\nflavor = "debugmodel_gqa"\n'
-    assert manifest.files.keys() == {".metadata", "__0_0.distcp"}
+    assert manifest.config == '[model]\nflavor = "debugmodel_gqa"\nvocab_size = 300\n'
+    files = {f"__0_{number}.distcp" for number in range(6 * 9 + 3)}
+    assert manifest.files.keys() == files | {".metadata"}
     assert manifest.tensors.keys() == {
         f"model.{name}" for name in Transformer(DEBUG_ARGS).state_dict()
     }
     assert manifest.versions.keys() == {"torchtitan_lite", "torch", "torchao", "python"}
-    assert 'of [model] flavor = "debugmodel_gqa", vocabulary 300' in caplog.text
-    assert f'[checkpoint] initial_load_path = "{tmp_path / "step"}"' in caplog.text
+    assert (
+        'set [model] flavor = "debugmodel_gqa", vocab_size = 300 and [checkpoint] '
+        f'initial_load_path = "{tmp_path / "step"}"'
+    ) in caplog.text
 
 
 def test_an_empty_folder_may_be_written_to(tmp_path: Path, step_dir: Path) -> None:
@@ -308,10 +334,6 @@ def split(folder: Path, *files: str) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": dict(enumerate(files))}))
 
 
-UNFIT = {  # 8B but for its vocabulary
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "intermediate_size": 14336, "head_dim": 128,
-}  # fmt: skip
 DOUBLE_NORM = {"model.norm.weight": torch.zeros(256, dtype=torch.float64)}
 STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
 
@@ -337,11 +359,15 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         ),
         (
             lambda d: edit_config(d, num_hidden_layers=5),
-            "fits no .* the nearest, debugmodel_gqa, differs .*: n_layers: 6 -> 5",
+            r"config.json .*: model.layers.5.input_layernorm.weight: missing -> \[256\]; ",
         ),
         (
-            lambda d: edit_config(d, **UNFIT),
-            "the nearest, 3-8B, differs .*: vocab_size: 128256 -> 300",
+            lambda d: edit_config(d, num_hidden_layers=2**31 - 1),
+            "config.json cannot be .*: n_layers is 2147483647, and there are 57 weights; use a L",
+        ),
+        (
+            lambda d: edit_config(d, tie_word_embeddings=True),
+            "config.json .*: lm_head.weight: tied to model.embed_tokens.weight -> another",
         ),
         (
             lambda d: edit_config(d, vocab_size=301),
@@ -357,7 +383,7 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         ),
         (
             lambda d: edit_weights(d, **DOUBLE_NORM),
-            "config.json .*: model.norm.weight: one of torch.float32, .* -> torch.float64",
+            "config.json .*: model.norm.weight: one of float32, bfloat16, float16 -> float64",
         ),
         (lambda d: edit_weights(d, **STRANGERS), r"extra07: missing -> \[1\]; and 15 more"),
         (
@@ -465,8 +491,8 @@ def set_model(folder: Path, **dimensions: Any) -> None:
             "step is broken: .metadata: its contents have changed;",
         ),
         (
-            lambda d: set_model(d, n_layers=10**12),
-            "json: model: ValueError: n_layers is 10{12}, and there are 21 weights",
+            lambda d: set_model(d, n_layers=10**9),
+            "json: model: ValueError: n_layers is 10{9}, and there are 21 weights",
         ),
         (
             lambda d: set_model(d, n_heads=0),
@@ -549,13 +575,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, step_dir: Path) -> None:
         export_hf(step_dir, tmp_path / "file/out")
 
 
-def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_hf, "find_spec", lambda name: None)
-    for convert in (export_hf, import_hf):
-        with pytest.raises(
-            ConfigError, match=r'safetensors is not installed; pip install "torchtitan-lite\[hf\]"'
-        ):
-            convert(tmp_path / "in", tmp_path / "out")
+def test_without_safetensors(tmp_path: Path, hf_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ConfigError, match=r'safetensors is not installed; pip install "torchtitan-lite\[hf\]"'
+    ):
+        import_hf(hf_dir, tmp_path / "out")
 
 
 def exported_tokenizer(tmp_path: Path, **settings: str) -> Path:
@@ -602,7 +627,9 @@ def test_weights_that_are_not_finite_are_not_imported(tmp_path: Path, hf_dir: Pa
     head = safetensors.torch.load_file(hf_dir / "model.safetensors")["lm_head.weight"].clone()
     head[3, :5], head[4, 0] = torch.nan, -torch.inf
     edit_weights(hf_dir, **{"lm_head.weight": head})
-    with pytest.raises(CheckpointError, match=r"NaN or infinite: lm_head\.weight \(6 values\)"):
+    with pytest.raises(
+        CheckpointError, match=r"NaN or infinite: model\.output\.weight \(6 values\)"
+    ):
         import_hf(hf_dir, tmp_path / "out")
 
 
@@ -693,7 +720,8 @@ def test_the_command_line(tmp_path: Path, step_dir: Path) -> None:
     exported = run_script("export", step_dir, tmp_path / "out", "--dtype", "bfloat16")
     assert exported.returncode == 0, exported.stderr
     assert "out: 21 tensors of step 100, bfloat16" in exported.stdout
+    (tmp_path / "out/config.json").unlink()
     refused = run_script("import", tmp_path / "out", tmp_path / "step")
     assert (refused.returncode, refused.stdout) == (4, "")
-    assert "out fits no [model] flavor" in refused.stderr
+    assert "out/config.json cannot be read: No such file" in refused.stderr
     assert "Traceback" not in refused.stderr

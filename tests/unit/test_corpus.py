@@ -74,6 +74,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return FakeStore(40, first=1000 * (ord((path or "a")[0]) - ord("a")))
 
     monkeypatch.setattr(corpus_module, "open_data", open_data)
+    monkeypatch.setattr(corpus_module, "HELD_OUT", 20)
     monkeypatch.setattr(corpus_module, "check_same_tokens", lambda stores: None)
     return settings
 
@@ -89,7 +90,7 @@ def data_of(
     section = TrainingConfig(**{"seq_len": 4, "local_batch_size": 1, "steps": 40, **training})
     validation = validation or ValidationConfig()
     progress = TrainingProgress(step=3, samples=12, tokens=48, data=trained_on or {})
-    corpus, to_validate = build_corpora(
+    corpus, to_validate, validated = build_corpora(
         section,
         validation,
         TOKENIZER,
@@ -113,7 +114,7 @@ def data_of(
         **first,
     )
     log_data(batches, section)
-    held_out = ValidationBatches(to_validate, local_batch_size=1, steps=validation.steps, **ranks)
+    held_out = ValidationBatches(to_validate, local_batch_size=1, samples=validated, **ranks)
     return batches, held_out
 
 
@@ -174,6 +175,23 @@ def test_validation_on_one_of_several_stores_is_held_out_of_that_one(opened: lis
     assert [windows.held_out for windows in batches.corpus.windows] == [0, 5]
     assert len({*trained(batches), *trained(validation)}) == 35 + 40
     assert not set(trained(batches)) & set(trained(validation))
+
+
+def test_validation_on_all_data(opened: list[str]) -> None:
+    """All of its own data; of training data, 1 in 20 windows, and of a mix no more of any store."""
+    every = {"enable": True, "steps": -1}
+    batches, validation = data_of(validation=ValidationConfig(**every, dataset_path="c"))
+    assert sorted(trained(validation)) == list(range(500, 540))
+    assert sorted(trained(batches)) == list(range(40))
+
+    batches, validation = data_of(validation=ValidationConfig(**every), steps=38)
+    assert len(trained(validation)) == 2
+    assert sorted(trained(batches) + trained(validation)) == list(range(40))
+
+    mix = [{"path": "a", "weight": 3}, {"path": "b"}]
+    batches, validation = data_of(validation=ValidationConfig(**every), datasets=mix)
+    assert [windows.held_out for windows in batches.corpus.windows] == [2, 0]
+    assert len(trained(validation)) == 2
 
 
 def test_validation_on_other_data_takes_nothing(opened: list[str]) -> None:

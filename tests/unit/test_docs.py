@@ -25,14 +25,17 @@ from test_roofline import (
 )
 
 from torchtitan_lite.config import load_config
+from torchtitan_lite.config.keys import KEYS, show
+from torchtitan_lite.config.torchtitan import ALIASES, FOREIGN, current_name
 from torchtitan_lite.metrics import figures
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner import roofline
 from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[2]
-METRICS, PLAN, FLOAT8 = (
-    (ROOT / "docs" / name).read_text() for name in ("metrics.md", "plan.md", "float8.md")
+METRICS, PLAN, FLOAT8, TORCHTITAN = (
+    (ROOT / "docs" / name).read_text()
+    for name in ("metrics.md", "plan.md", "float8.md", "torchtitan.md")
 )
 
 
@@ -273,6 +276,35 @@ def test_on_the_page_every_cell_of_the_matrix_trained_as_one_process_does() -> N
     )
     assert max(map(float, figures)) <= matrix.TOLERANCE
     assert not {"failed", "refused"} & {cell for row in rows for cell in row}
+
+
+def table_rows(page: str, section: str) -> list[list[str]]:
+    """The cells of each row of the table in a section, without its head."""
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line[:2] == "| "][2:]
+
+
+def test_every_key_of_torchtitan_without_a_field_is_listed_and_no_other() -> None:
+    rows = table_rows(TORCHTITAN, "Keys without effect here")
+    listed = {key for row in rows for key in expand_braces(row[0].split("`")[1])}
+    assert listed == {pattern.replace("[!d]", "") for pattern in FOREIGN}
+
+
+def test_the_defaults_beside_torchtitans() -> None:
+    shown = {key: here for key, _, here, _ in table_rows(TORCHTITAN, "Defaults that differ")}
+    assert shown == {key: f"`{show(KEYS[key.strip('`')].default)}`" for key in shown}
+
+
+def test_the_current_names_of_torchtitans_keys() -> None:
+    rows = table_rows(TORCHTITAN, "Renamed keys")
+    old_and_new = [
+        (old, news) for olds, news in rows for old in re.findall(r"`([\w.]+\.\w+)", olds)
+    ]
+    assert len(old_and_new) > 12
+    for old, news in old_and_new:
+        assert f"`{current_name(old)}" in news
+    moved = {name for name, new in ALIASES.items() if new.startswith("parallelism.")}
+    assert ALIASES.keys() - moved <= {old for old, _ in old_and_new}
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)

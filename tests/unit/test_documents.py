@@ -11,6 +11,7 @@ from torchtitan_lite.documents import (
     STRICT,
     Count,
     hash_fields,
+    parse_toml,
     read_json_object,
     read_regular,
     validate_document,
@@ -36,6 +37,10 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
     fields = read_json_object(path)
     assert fields["format"] == 7
     assert validate_document(fields, SCHEMA, drop={"format"}) == SAMPLE
+
+
+def test_a_byte_order_mark_is_passed_over():
+    assert parse_toml(b"\xef\xbb\xbf[job]\nsteps = 2") == {"job": {"steps": 2}}
 
 
 @pytest.mark.parametrize(

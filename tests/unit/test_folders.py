@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.folders import (
     commit,
     committed_steps,
     draft_folder,
+    find_kind,
     find_problems,
     named_steps,
     prune,
@@ -22,7 +23,7 @@ from torchtitan_lite.checkpoint.folders import (
     step_folder,
 )
 from torchtitan_lite.checkpoint.manifest import MANIFEST
-from torchtitan_lite.errors import StorageError
+from torchtitan_lite.errors import CheckpointError, StorageError
 
 
 class Killed(BaseException):
@@ -179,9 +180,13 @@ def test_only_drafts_are_removed(folder):
     (folder / ".tmp-step-7").mkdir()
     (folder / ".tmp-step-00000070").touch()
     (folder / "step-00000080").mkdir()
+    (folder / ".tmp-step-00000080-hf" / "deeper").mkdir(parents=True)
+    (folder / ".tmp-step-00000090-hf").touch()
+    (folder / ".tmp-step-00000080-hf-mine").mkdir()
     remove_drafts(folder)
+    foreign = ["step-00000070", "step-00000080-hf-mine", "step-00000090-hf", "step-7"]
     steps = [f"step-000000{step}" for step in (10, 20, 30, 40, 80)]
-    assert names(folder) == [".tmp-step-00000070", ".tmp-step-7", *steps]
+    assert names(folder) == [*(f".tmp-{name}" for name in foreign), *steps]
     remove_drafts(folder / "missing")
 
 
@@ -373,10 +378,14 @@ def test_a_kill_while_pruning_leaves_whole_checkpoints_or_none(originals, tmp_pa
 
 def test_later_steps_are_set_aside(folder, caplog):
     caplog.set_level(logging.INFO)
+    for step in (20, 30):
+        (folder / f"step-000000{step}-hf").mkdir()
     set_aside_after(folder, 20)
     assert committed_steps(folder) == [10, 20]
+    assert [path.name for path in folder.glob("step-*-hf")] == ["step-00000020-hf"]
+    assert len(list(folder.glob("superseded-step-00000030-hf-*"))) == 1
     for step in (30, 40):
-        [aside] = folder.glob(f"superseded-step-000000{step}-*")
+        [aside] = folder.glob(f"superseded-step-000000{step}-[0-9]*")
         assert find_problems(aside, hashes=True) == []
         assert f"step-000000{step} is of a run past step 20: kept as {aside}" in caplog.text
 
@@ -405,3 +414,42 @@ def test_a_disk_that_fails_raises_a_storage_error(folder, monkeypatch, action):
         match=r"^\[checkpoint\] .*checkpoint.* cannot be written: No space left on devic",
     ):
         action(folder)
+
+
+def test_the_kind_of_a_folder_is_told_by_its_files(folder, tmp_path):
+    for name, kind in (
+        ("manifest.json", "torchtitan_lite"),
+        ("rank-00000.json", "torchtitan_lite"),  # without its manifest, it is broken
+        (".metadata", "torchtitan"),
+        ("config.json", "Hugging Face"),
+        ("model-00001-of-00002.safetensors", "Hugging Face"),
+    ):
+        path = tmp_path / f"with {name}"
+        path.mkdir()
+        (path / name).touch()
+        assert find_kind(path) == kind
+    assert find_kind(step_folder(folder, 10)) == "torchtitan_lite"
+
+
+def test_what_has_no_weights_is_said_with_what_is_there(folder, tmp_path):
+    empty, other, file, theirs = (tmp_path / name for name in ("empty", "other", "file", "theirs"))
+    for path in (empty, other):
+        path.mkdir()
+    (other / "notes.txt").touch()
+    file.touch()
+    (theirs / "checkpoint/step-100").mkdir(parents=True)
+    (theirs / "checkpoint/step-100/.metadata").touch()
+    kinds = (
+        r" It takes the folder of a checkpoint of torchtitan_lite \(with manifest\.json\) or "
+        r"torchtitan \(\.metadata .*\), or of a Hugging Face model \(config\.json "
+    )
+    for path, reason in (
+        (empty, "empty holds nothing"),
+        (other, r"other holds notes\.txt"),
+        (file, "file cannot be listed: Not a directory"),
+        (tmp_path / "none/x", "none/x is missing; .*step-00000010, .*: name one"),
+        (theirs, "theirs holds .*/theirs/checkpoint/step-100"),
+        (folder, "is no checkpoint; .* holds .*/step-00000010, .*: name one"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"initial_load_path: .*{reason}\.{kinds}"):
+            find_kind(path)

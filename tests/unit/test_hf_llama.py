@@ -2,7 +2,7 @@
 published files."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_llamas import ARGS, FAMILIES, SCALING, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -17,12 +18,6 @@ from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
 from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(
-    dim=64, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
-)
-SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
 LLAMA_3_1_8B = {  # as it was published, without what is of no consequence here
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -54,6 +49,41 @@ LLAMA_3_1_8B = {  # as it was published, without what is of no consequence here
     "use_cache": True,
     "vocab_size": 128256,
 }
+LLAMA_3_2_1B = LLAMA_3_1_8B | {  # the keys that differ
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True,
+}
+LLAMA_2_7B = {  # as it was published
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 
 
 def config_of(args: ModelArgs) -> dict[str, Any]:
@@ -65,20 +95,17 @@ def logits_and_gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Those of our model and of transformers', by transformers' names, with the same weights and
     tokens in `dtype`."""
-    model, generator = Transformer(args), torch.Generator().manual_seed(1)
-    for (
-        weight
-    ) in model.parameters():  # a new model's norms are alike, and its attention is next to none
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 2, generator=generator)
-    model = to_dtype(model, dtype)
+    model = to_dtype(build(args), dtype)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(args)))
-    names = hf_names(args.n_layers)
+    names = hf_names(args)
     weights = {
         names[name]: to_hf(name, weight.detach(), args) for name, weight in model.named_parameters()
     }
+    if args.tie_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     llama.load_state_dict(weights)  # strict: all names, no other
     llama = to_dtype(llama, dtype)
-    tokens, labels = torch.randint(0, 50, (2, 2, 48), generator=generator)
+    tokens, labels = torch.randint(0, 50, (2, 2, 48), generator=torch.Generator().manual_seed(1))
     ours, theirs = {"logits": model(tokens)}, {"logits": llama(tokens).logits}
     for logits in (ours["logits"], theirs["logits"]):
         cross_entropy(logits.float().flatten(0, 1), labels.flatten()).backward()
@@ -103,20 +130,19 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"]
 )
-@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
-@pytest.mark.parametrize("n_kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
 def test_transformers_computes_the_same_logits_and_gradients(
-    n_kv_heads: int, scaling: RopeScaling | None, dtype: torch.dtype, tolerance: float
+    args: ModelArgs, dtype: torch.dtype, tolerance: float
 ) -> None:
-    args = replace(ARGS, n_kv_heads=n_kv_heads, rope_scaling=scaling)
     ours, theirs = logits_and_gradients(args, dtype)
-    assert ours.keys() == theirs.keys() and len(ours) == 1 + 9 * args.n_layers + 3
+    weights = 9 * args.n_layers + (2 if args.tie_embeddings else 3)
+    assert ours.keys() == theirs.keys() and len(ours) == 1 + weights
     for name, expected in theirs.items():
         assert (ours[name] - expected).norm() < tolerance * expected.norm(), name
 
 
 def test_names() -> None:
-    assert hf_names(1) == {
+    assert hf_names(replace(ARGS, n_layers=1)) == {
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "layers.0.attention_norm.weight": "model.layers.0.input_layernorm.weight",
         "layers.0.attention.wq.weight": "model.layers.0.self_attn.q_proj.weight",
@@ -131,11 +157,15 @@ def test_names() -> None:
         "output.weight": "lm_head.weight",
     }
     assert (
-        hf_names(12)["layers.11.ffn_norm.weight"]
+        hf_names(replace(ARGS, n_layers=12))["layers.11.ffn_norm.weight"]
         == "model.layers.11.post_attention_layernorm.weight"
     )
+
+
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
+def test_each_parameter_has_a_name(args: ModelArgs) -> None:
     with torch.device("meta"):
-        assert hf_names(2).keys() == Transformer(ARGS).state_dict().keys()
+        assert list(hf_names(args)) == [name for name, _ in Transformer(args).named_parameters()]
 
 
 def test_rows_of_each_head_are_all_evens_then_all_odds() -> None:
@@ -169,22 +199,42 @@ def test_other_weights_are_not_copied(name: str) -> None:
 
 
 def test_config_json_of_llama_3_1_8b() -> None:
-    args = replace(FLAVORS["8B"], max_seq_len=131072, rope_scaling=RopeScaling())
-    written = hf_config(args, dtype=torch.bfloat16, bos_id=128000, eos_id=128001)
+    written = hf_config(FLAVORS["8B"], dtype=torch.bfloat16, bos_id=128000, eos_id=128001)
     assert written.pop("head_dim") == 128
+    rope = written.pop("rope_parameters")  # of transformers 5
+    assert rope == {**written["rope_scaling"], "rope_theta": written["rope_theta"]}
     assert written == {key: LLAMA_3_1_8B[key] for key in written}
-    assert model_args(LLAMA_3_1_8B) == args
 
 
-@pytest.mark.parametrize("scaling", [None, SCALING], ids=["plain", "llama3.1"])
-def test_dimensions_survive_config_json_and_transformers(scaling: RopeScaling | None) -> None:
-    args = replace(ARGS, rope_scaling=scaling)
+LLAMA_2 = ModelArgs(
+    n_kv_heads=32, ffn_dim=11008, vocab_size=32000, max_seq_len=4096, rope_theta=10000.0
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "args"),
+    [(LLAMA_3_1_8B, FLAVORS["8B"]), (LLAMA_3_2_1B, FLAVORS["1B"]), (LLAMA_2_7B, LLAMA_2)],
+    ids=["3.1 8B", "3.2 1B", "2 7B"],
+)
+def test_published_dimensions(config: dict[str, Any], args: ModelArgs) -> None:
+    assert model_args(config) == args
+    # As transformers 5 writes it.
+    assert model_args(json.loads(transformers.LlamaConfig(**config).to_json_string())) == args
+
+
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
+def test_dimensions_survive_config_json_and_transformers(args: ModelArgs) -> None:
     assert model_args(json.loads(json.dumps(config_of(args)))) == args
     read = transformers.LlamaConfig(**config_of(args))
     assert read.dtype == torch.float32
     assert (read.bos_token_id, read.eos_token_id) == (1, 2)
     assert model_args(json.loads(read.to_json_string())) == args
     assert model_args(json.loads(read.to_json_string(use_diff=False))) == args
+    # transformers 4 knows no rope_parameters, and a later version may know nothing else.
+    for dropped in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
+        kept = {key: value for key, value in config_of(args).items() if key not in dropped}
+        assert model_args(kept) == args
+        assert model_args(json.loads(transformers.LlamaConfig(**kept).to_json_string())) == args
 
 
 def test_a_model_may_have_no_bos_and_eos() -> None:
@@ -199,7 +249,7 @@ def test_what_an_older_config_json_leaves_out() -> None:
     left_out = {
         key: value
         for key, value in config.items()
-        if key not in ("num_key_value_heads", "rope_theta", "head_dim")
+        if key not in ("num_key_value_heads", "rope_theta", "rope_parameters", "head_dim")
     }
     expected = transformers.LlamaConfig(**left_out)
     args = model_args(left_out)
@@ -223,12 +273,16 @@ def test_what_an_older_config_json_leaves_out() -> None:
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu": this model has only "silu"'),
         ({"attention_bias": True}, "attention_bias = true: this model has only false"),
         ({"mlp_bias": True}, "mlp_bias = true: this model has only false"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = true: this model has only false"),
+        ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes": must be true or false'),
         (
             {"head_dim": 16},
             "head_dim = 16: this model has hidden_size / num_attention_heads = 64 / 8",
         ),
         ({"num_attention_heads": 7, "head_dim": None}, "head_dim = 9: .* = 64 / 7"),
+        (
+            {"hidden_size": 72, "head_dim": None},
+            "head_dim = 9: RoPE rotates pairs; it must be even",
+        ),
         (
             {"num_key_value_heads": 3},
             "num_key_value_heads = 3: does not divide num_attention_heads = 8",
@@ -240,7 +294,10 @@ def test_what_an_older_config_json_leaves_out() -> None:
         ({"vocab_size": 2**31}, r"vocab_size = 2147483648: must be .* below 2\*\*31"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10{400}: must be a positive number"),
         ({"rms_norm_eps": "1e-5"}, 'rms_norm_eps = "1e-5": must be a positive number'),
-        ({"rope_theta": float("inf")}, "rope_theta = Infinity: must be a positive number"),
+        (
+            {"rope_theta": float("inf"), "rope_parameters": None},
+            "rope_theta = Infinity: must be a positive number",
+        ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
             'rope_type = "yarn": this model has only "default" and',
@@ -252,6 +309,10 @@ def test_what_an_older_config_json_leaves_out() -> None:
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
             "low_freq_factor = null: must be a positive",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", **asdict(SCALING), "high_freq_factor": 1}},
+            "high_freq_factor = 1.0: must be above low_freq_factor = 1.0",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 nothing left out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,9 +57,9 @@ def test_values_have_the_moments_and_bounds_of_the_truncated_normal() -> None:
     assert lagged.abs() < 0.005
 
 
-def make_model(seed: int) -> Transformer:
+def make_model(seed: int, *, tied: bool = False) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(ARGS)
+        model = Transformer(replace(ARGS, tie_embeddings=tied))
     model.to_empty(device="cpu")
     init_weights(model, seed=seed)
     return model
@@ -95,9 +96,15 @@ def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(
     ],
 )
 def test_standard_deviations(name: str, std: float) -> None:
-    assert init_std(name, dim=64) == pytest.approx(std)
+    assert init_std(name, ARGS) == pytest.approx(std)
     weight = make_model(0).get_parameter(name)
     assert weight.std().item() == pytest.approx(0.9866 * std, rel=0.05)
+
+
+def test_a_tied_matrix_has_the_embeddings_values_by_the_outputs_deviation() -> None:
+    tied, untied = make_model(0, tied=True), make_model(0)
+    torch.testing.assert_close(tied.output.weight, untied.tok_embeddings.weight / 8)
+    assert torch.equal(tied.layers[1].attention.wo.weight, untied.layers[1].attention.wo.weight)
 
 
 def test_a_shard_has_the_values_of_its_part_of_the_whole() -> None:

@@ -24,11 +24,12 @@ from torchtitan_lite.config.keys import (
         ("lr_scheduler.total_steps", "int", "int", True, None),
         ("lr_scheduler.decay_ratio", "float", "float", True, None),
         ("training.dataset_path", "str", "str", True, None),
-        ("validation.dataset", "str", '"pystdlib"', True, None),
+        ("validation.dataset", "str", '"pystdlib"|"c4"|"c4_test"|"c4_validation"', True, None),
         ("lr_scheduler.decay_type", "str", '"linear"|"sqrt"|"cosine"', False, "linear"),
         ("float8.filter_fqns", "list", "list", False, []),
         ("training.datasets", "list", "list of {path, weight}", False, []),
         ("training.epochs", "float", "float", True, None),
+        ("model.dim", "int", "int", True, None),
         ("compile.components", "list", 'list of "model"|"loss"', False, ["model", "loss"]),
     ],
 )

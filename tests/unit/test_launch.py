@@ -354,7 +354,7 @@ def test_one_node_and_several() -> None:
     }
 
 
-@pytest.mark.parametrize("step", [["--checkpoint.load_step", "3"], ["--checkpoint.load_step=3"]])
+@pytest.mark.parametrize("step", [["--checkpoint.load_step", "3"], ["--checkpoint.load-step=3"]])
 def test_the_command_to_go_on_leaves_load_step_out(step: Sequence[str]) -> None:
     run = asked("two words", *step, "--x=1", LAUNCHED_AS="/a b/run_train.sh", CONFIG_FILE="m y")
     assert run.command() == "CONFIG_FILE='m y' NGPU=2 '/a b/run_train.sh' 'two words' --x=1"

@@ -36,6 +36,23 @@ def override(*words: str) -> dict[str, object]:
         (("--compile.enable", "false"), "compile.enable", False),
         (("--compile.enable=false",), "compile.enable", False),
         (("--training.compile",), "training.compile", True),
+        # As tyro, and so torchtitan, takes them.
+        (("--training.seq-len", "64"), "training.seq_len", 64),
+        (
+            ("--activation-checkpoint.memory-budget=0.1",),
+            "activation_checkpoint.memory_budget",
+            0.1,
+        ),
+        (("--job.description=a-b",), "job.description", "a-b"),
+        (("--compile.no_enable",), "compile.enable", False),
+        (("--compile.no-enable", "--training.steps", "3"), "compile.enable", False),
+        (("--training.no-compile",), "training.compile", False),
+        (("--model.no-print-after-conversion",), "model.print_after_conversion", False),
+        (("--training.dataset_path", "None"), "training.dataset_path", None),
+        (("--job.description", "None"), "job.description", "None"),
+        (("--no.steps",), "no.steps", True),
+        (("--training.no_steps",), "training.steps", False),
+        (("--compile.no_enable=true",), "compile.no_enable", True),
         (("--job.description", "5"), "job.description", "5"),
         (("--job.description", "two words"), "job.description", "two words"),
         (("--job.description", '"quoted"'), "job.description", "quoted"),
@@ -45,10 +62,10 @@ def override(*words: str) -> dict[str, object]:
         (("--training.dataset_path=",), "training.dataset_path", None),
         (("--lr_scheduler.total_steps", ""), "lr_scheduler.total_steps", None),
         (("--training.steps=",), "training.steps", ""),
-        (("--float8.filter_fqns", "output,wk"), "float8.filter_fqns", ["output", "wk"]),
-        (("--float8.filter_fqns", "layers.0"), "float8.filter_fqns", ["layers.0"]),
+        (("--float8.filter_fqns", "output,wk"), "float8.filter_fqns", "output,wk"),
+        (("--float8.filter_fqns", "layers.0"), "float8.filter_fqns", "layers.0"),
         (("--float8.filter_fqns", '["output", "wk"]'), "float8.filter_fqns", ["output", "wk"]),
-        (("--float8.filter_fqns=",), "float8.filter_fqns", []),
+        (("--float8.filter_fqns=",), "float8.filter_fqns", ""),
         (
             ("--quantize.linear.float8.recipe_name", "rowwise"),
             "quantize.linear.float8.recipe_name",
@@ -94,6 +111,11 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
             "--training.steps (from the command line): needs a value of type int",
         ),
         (
+            ["--compile.no-enable", "false"],
+            'unexpected "false" on the command line; write options as --table.key value, lists as '
+            "a,b",
+        ),
+        (
             ["--float8.recipe_name", "--compile.enable"],
             "--float8.recipe_name (from the command line): needs a value of type "
             '"tensorwise"|"rowwise"|"rowwise_with_gw_hp"|"mxfp8"',
@@ -116,10 +138,9 @@ def test_no_config_file(argv: list[str]) -> None:
         read_command_line(argv)
 
 
-def test_the_last_config_file_wins() -> None:
-    path, _, problems = read_command_line(
-        ["--job.config_file", "a.toml", "--job.config_file=b.toml"]
-    )
+@pytest.mark.parametrize("option", ["--job.config_file=b.toml", "--job.config-file=b.toml"])
+def test_the_last_config_file_wins(option: str) -> None:
+    path, _, problems = read_command_line(["--job.config_file", "a.toml", option])
     assert (path, problems) == (Path("b.toml"), [])
 
 

@@ -121,6 +121,35 @@ def test_logits_and_gradients_equal_transformers_llama(
         assert relative_error(ours.weight.grad, theirs.weight.grad) < 1e-5
 
 
+def test_a_tied_output_is_the_embedding_and_gets_both_gradients() -> None:
+    with torch.device("meta"):
+        tied, untied = (Transformer(small_args(tie_embeddings=tie)) for tie in (True, False))
+    for model in (tied, untied):
+        model.to_empty(device="cpu")
+        init_weights(model, seed=1)
+    assert tied.output.weight is tied.tok_embeddings.weight
+    counts = [sum(p.numel() for p in model.parameters()) for model in (tied, untied)]
+    assert counts[1] - counts[0] == 50 * 64
+
+    # Two matrices with its values compute the same, and its gradient is the sum of theirs.
+    untied.load_state_dict(tied.state_dict())
+    tokens, weights = torch.randint(0, 50, (2, 20)), torch.randn(2, 20, 50)
+    for model in (tied, untied):
+        (model(tokens) * weights).sum().backward()
+    assert torch.equal(tied(tokens), untied(tokens))
+    embedding, output = untied.tok_embeddings.weight.grad, untied.output.weight.grad
+    torch.testing.assert_close(tied.tok_embeddings.weight.grad, embedding + output)
+
+
+def test_a_model_that_was_untied_does_not_run() -> None:
+    model = Transformer(small_args(tie_embeddings=True))
+    model.output.weight = torch.nn.Parameter(model.output.weight.detach().clone())
+    with pytest.raises(AssertionError, match="something has replaced parameters"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    model.tie_weights()
+    assert model(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 50)
+
+
 def test_rope_turns_pair_j_at_position_p_by_p_over_theta_to_the_2j_over_q() -> None:
     args = small_args(dim=8, n_heads=1, n_kv_heads=1, max_seq_len=4)
     cos, sin = rope_table(args)

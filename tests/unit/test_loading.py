@@ -158,8 +158,8 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
             "in quotes",
         ),
         (
-            'float8.filter_fqns = "output"',
-            '[float8] filter_fqns = "output" (from run.toml): must be a list, in brackets',
+            "float8.filter_fqns = true",
+            "[float8] filter_fqns = true (from run.toml): must be a list, in brackets",
         ),
         (
             'float8.filter_fqns = ["output", 3]',
@@ -206,8 +206,8 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ),
         ("wandb = {steps = 3}", "[wandb] (from run.toml): unknown table"),
         (
-            "quantize.grouped_mm.float8 = {fqns = []}",
-            "[quantize.grouped_mm.float8] (from run.toml): unknown table",
+            "quantize.embedding.float8 = {fqns = []}",
+            "[quantize.embedding.float8] (from run.toml): unknown table",
         ),
         ("training = 3", "training = 3 (from run.toml): is a table, not a key"),
         (
@@ -230,9 +230,9 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
             "at least 1",
         ),
         (
-            'model.converters = ["mx"]',
-            '[model] converters = ["mx"] (from run.toml): must be ["float8"], '
-            '["quantize.linear.float8"] or []',
+            'model.converters = ["lora"]',
+            '[model] converters = ["lora"] (from run.toml): must be ["quantize.linear.float8"], '
+            '["quantize.linear.mx"] or []',
         ),
         (
             'training.datasets = [{path = "a"}, {path = "b", weight = -1}]',

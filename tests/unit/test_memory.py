@@ -89,7 +89,7 @@ def fake_process_group(size: int) -> Iterator[None]:
 def build_model(rank: Rank) -> nn.Module:
     args, tp = rank.model, rank.degrees.tp
     with torch.device("meta"):
-        model = Transformer(args)
+        model = Transformer(args).to(getattr(torch, rank.config.training.dtype))
     if rank.float8_linears:
         choices = select_linears(model, filter_fqns=(), tp_degree=tp, tokens=rank.tokens)
         convert_linears(model, choices, float8=rank.config.float8, emulate=True)
@@ -189,13 +189,23 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
     [
         (WIDE, 1, training(mixed_precision_param="float32")),
         (WIDE, 1, training(mixed_precision_reduce="bfloat16")),
+        (WEIGHTS, 1, {"training": TrainingConfig(seq_len=4, dtype="bfloat16")}),
         (WIDE, 1, {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}),
         (WIDE, 1, {"degrees": (2, 2, 1)}),
         (WIDE, 1, training(global_batch_size=16)),
         (VOCABULARY, 2, GATHERED_LOGITS),
         (WEIGHTS, 1, {"optimizer": OptimizerConfig(implementation="foreach")}),
     ],
-    ids=["float32", "bf16-reduce", "never", "hsdp", "accumulation", "gathered-logits", "foreach"],
+    ids=[
+        "float32",
+        "bf16-reduce",
+        "bf16-weights",
+        "never",
+        "hsdp",
+        "accumulation",
+        "gathered-logits",
+        "foreach",
+    ],
 )
 def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, Any]) -> None:
     rank = build_rank(args, 2, tp, activation_checkpoint=BY_OP, **changes)

@@ -111,6 +111,25 @@ def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
     return weight.detach(), optimizer.state[weight]
 
 
+@pytest.mark.parametrize(("settings", "share"), zip(SETTINGS, (0, 0.5, 0.5, 0.001), strict=True))
+def test_weights_in_bfloat16_have_moments_in_bfloat16(
+    settings: dict[str, str], share: float
+) -> None:
+    """Almost all weights are AdamW's step in float32, rounded once. Other implementations than the
+    fused one round in between."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 256, dtype=torch.bfloat16))
+    expected = nn.Parameter(weight.detach().float())
+    gradient = torch.randn_like(weight)
+    for parameter, config in ((weight, settings), (expected, {})):
+        parameter.grad = gradient.to(parameter.dtype)
+        optimizer = build_optimizer([parameter], OptimizerConfig(lr=0.1, **config))
+        step_unless(optimizer, torch.tensor(0.0))
+        dtypes = {optimizer.state[parameter][name].dtype for name in ("exp_avg", "exp_avg_sq")}
+        assert dtypes == {parameter.dtype}
+    assert (weight != expected.bfloat16()).float().mean() <= share
+
+
 def test_moments_in_bfloat16_update_nearly_as_float32_does() -> None:
     expected, _ = updates("float32", steps=20)
     found, _ = updates("bfloat16", steps=20)

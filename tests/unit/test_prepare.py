@@ -128,6 +128,34 @@ def test_a_store_holds_every_document(tmp_path, corpus, monkeypatch, chunk_bytes
     assert sorted(path.name for path in tmp_path.iterdir()) == [".store.lock", "corpus", "store"]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 500, 503, 10**6])
+def test_a_limited_store_ends_with_the_document_that_reaches_its_tokens(
+    tmp_path, corpus, monkeypatch, max_tokens
+):
+    encode = make_small_steps(monkeypatch)
+    documents = [[1, *TOKENIZER.encode(text), 2] for text in TEXTS]
+    expected: list[int] = []
+    while len(expected) < max_tokens and documents:
+        expected += documents.pop(0)
+
+    whole = made(tmp_path / "store", corpus, max_tokens=max_tokens)
+    store = TokenStore(tmp_path / "store")
+    assert store.read(0, store.tokens).tolist() == expected
+    assert (store.documents, verify_store(store.folder)) == (60 - len(documents), [])
+
+    # Neither other batches nor an interruption change it.
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 1)
+    stopped(encode, 9 if max_tokens > 1 else 0, tmp_path / "later", corpus, max_tokens=max_tokens)
+    assert made(tmp_path / "later", corpus, max_tokens=max_tokens) == whole
+
+
+def test_a_store_with_another_limit_is_refused(tmp_path, corpus, small_steps):
+    made(tmp_path / "store", corpus, max_tokens=500)
+    for options in ({}, {"max_tokens": 501}):
+        with pytest.raises(DataError, match=r"made of other text .* up to 500 tokens, not "):
+            made(tmp_path / "store", corpus, **options)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("batch_bytes", [1, 300])
 def test_neither_processes_nor_batches_change_it(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchtitan_lite.profiling import Profiler
 CPU = torch.device("cpu")
 
 
-def run_steps(folder: Path, *, freq: int, first: int, last: int, **settings: bool) -> list[int]:
+def run_steps(folder: Path, *, freq: int, first: int, last: int, **settings: Any) -> list[int]:
     profiling = ProfilingConfig(profile_freq=freq, **settings)
     outside: list[int] = []
 
@@ -57,6 +58,18 @@ def test_the_last_step_of_each_period_is_traced(
             if event.get("name") == "aten::mm"
         ]
         assert [event["args"]["Input Dims"][0] for event in matmuls] == [[step + 1, 2]]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 9])
+def test_a_trace_has_the_last_steps_of_its_period(warmup: int, tmp_path: Path) -> None:
+    settings = {"profiler_active": 2, "profiler_warmup": warmup}
+    run_steps(tmp_path, freq=4, first=1, last=9, enable_profiling=True, **settings)
+    for step in (4, 8):
+        path = tmp_path / f"profile_traces/step-{step:08d}/rank3_trace.json"
+        events = json.loads(path.read_text())["traceEvents"]
+        rows = [e["args"]["Input Dims"][0][0] for e in events if e.get("name") == "aten::mm"]
+        assert rows == [step, step + 1]  # step s multiplies s + 1 rows
+    assert len(list(tmp_path.glob("profile_traces/*"))) == 2
 
 
 def test_nothing_is_written_where_profiling_is_off(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ from torchtitan_lite.checkpoint.state import (
     training_state,
 )
 from torchtitan_lite.errors import NumericError
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
 
 CPU = torch.device("cpu")
 
@@ -80,6 +83,18 @@ def test_loading_into_the_state_is_loading_into_the_run() -> None:
         tensor.fill_(7.0)
     assert all((parameter == 7).all() for parameter in model.parameters())
     assert all((tensor == 7).all() for kept in optimizer.state.values() for tensor in kept.values())
+
+
+def test_a_tied_weight_has_one_name_and_one_optimizer_state() -> None:
+    args = ModelArgs(dim=8, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8, vocab_size=4)
+    model = Transformer(replace(args, tie_embeddings=True))
+    state = training_state(model, torch.optim.AdamW(model.parameters(), fused=True))
+    assert len(state) == (9 + 2) * 4
+    ends = {name for name in state if "output" in name or "tok_embeddings" in name}
+    moments = {f"optimizer.tok_embeddings.weight.{n}" for n in ("step", "exp_avg", "exp_avg_sq")}
+    assert ends == {"model.tok_embeddings.weight", *moments}
+    state["model.tok_embeddings.weight"].fill_(7.0)
+    assert (model.output.weight == 7).all()
 
 
 def test_a_wrapped_weight_is_saved_plain_and_shared(one_rank: None) -> None:

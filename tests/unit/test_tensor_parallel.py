@@ -1,10 +1,15 @@
 """The plan of a block follows what its linears are."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8.float8_tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -19,6 +24,7 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.tensor_parallel import (
     _block_plan,
+    apply_tensor_parallel,
     enable_async_tensor_parallel,
     float8_gathers,
 )
@@ -75,6 +81,21 @@ def test_float8_gathers_are_those_of_parts_whose_readers_all_are_tensorwise() ->
     assert float8_gathers(names - {"layers.1.attention.wk"}) == 3 * 4 - 1
     assert float8_gathers(names - {"layers.2.feed_forward.w2"}) == 3 * 4 - 1
     assert float8_gathers([]) == 0
+
+
+def test_both_ends_split_the_vocabulary_alike_and_stay_tied() -> None:
+    with torch.device("meta"):
+        tied, untied = (Transformer(replace(ARGS, tie_embeddings=tie)) for tie in (True, False))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for model in (tied, untied):
+        apply_tensor_parallel(model, mesh, loss_parallel=True)
+    dist.destroy_process_group()
+    embedding, output = untied.tok_embeddings.weight, untied.output.weight
+    assert embedding is not output and embedding.placements == output.placements == (Shard(0),)
+    assert embedding.to_local().shape == output.to_local().shape == (13, 64)  # of 50
+    assert tied.output.weight is tied.tok_embeddings.weight
+    assert tied.output.weight.placements == (Shard(0),)
 
 
 def test_async_tensor_parallelism_is_refused_without_symmetric_memory() -> None:

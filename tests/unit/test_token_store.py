@@ -21,7 +21,6 @@ from sample_stores import OLD_RECIPE, RECIPE, stream, write_store
 
 from torchtitan_lite.data import prepare, token_store
 from torchtitan_lite.data.corpus import open_cached, open_data
-from torchtitan_lite.data.datasets import DATASETS, NamedDataset
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
@@ -436,16 +435,59 @@ def test_a_store_that_claims_another_number_of_ids_than_its_tokenizer_is_refused
         open_data(TABLE, str(folder), tokenizer=tokenizer, **OPTIONS)
 
 
-def test_a_dataset_of_the_hub_is_not_trained_on(monkeypatch):
-    monkeypatch.setitem(DATASETS, "c4", NamedDataset("hf:allenai/c4", hf_name="en"))
-    message = r'^\[training\] dataset = "c4": training reads no Hugging .* make c4 STORE$'
+@pytest.mark.parametrize(
+    ("dataset", "make"),
+    [
+        ("c4", "make hf:allenai/c4 STORE --hf-name en --max-tokens N"),
+        ("c4_test", "make hf:allenai/c4 STORE --hf-name en --max-tokens N"),
+        (
+            "c4_validation",
+            "make hf:allenai/c4 STORE --hf-name en --hf-split validation --max-tokens N",
+        ),
+    ],
+)
+def test_a_dataset_that_is_not_here_comes_with_two_ways_to_it(dataset, make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        open_data("[validation]", None, dataset=dataset, tokenizer=build_tokenizer(""), **OPTIONS)
+    message = str(caught.value)
+    assert message.startswith(f'[validation] dataset = "{dataset}": ')
+    assert "; use --validation.dataset_path PATH with files of its text, or python " in message
+    assert message.endswith(f"prepare_data.py {make} and then --validation.dataset_path STORE")
+
+
+def test_the_path_decides_and_the_name_is_only_a_label(tmp_path, monkeypatch):
+    """Files as torchtitan ships c4_test, also where a run finds them by its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    folder = Path("tests/assets/c4_test")
+    folder.mkdir(parents=True)
+    (folder / "data.json").write_text('{"text": "one", "url": ""}\n{"text": "two", "url": ""}\n')
+    tokenizer = build_tokenizer("")
+    expected = [1, *tokenizer.encode("one"), 2, 1, *tokenizer.encode("two"), 2]
+    for path, dataset in (
+        (None, "c4_test"),
+        (str(folder), "c4"),
+        (f"{folder}/data.json", "c4_validation"),
+    ):
+        store = open_data(TABLE, path, dataset=dataset, tokenizer=tokenizer, **OPTIONS)
+        assert store.read(0, store.tokens).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_store_whose_manifest_is_no_file_is_not_taken_for_text(tmp_path, kind):
+    manifest = tmp_path / "manifest.json"
+    (tmp_path / "notes.txt").write_text("text " * 100)
+    os.mkfifo(manifest) if kind == "pipe" else manifest.symlink_to("nowhere")
+    reason = {"pipe": "manifest.json: is not a regular file", "link": "No such file"}[kind]
+    message = rf"token store {tmp_path} is damaged: .*{reason}"
     with pytest.raises(DataError, match=message):
-        open_data(TABLE, None, dataset="c4", tokenizer=build_tokenizer(""), **OPTIONS)
+        open_data(TABLE, str(tmp_path), tokenizer=build_tokenizer(""), **OPTIONS)
 
 
 def test_data_that_training_does_not_read(tmp_path):
     for path, message in {
-        "hf:some/set": "training reads no Hugging Face dataset; .* make hf:some/set STORE",
+        "hf:some/set": "training reads no Hugging Face dataset; .* make hf:some/set STORE --max",
         str(tmp_path / "nowhere"): f"{tmp_path}/nowhere: does not exist",
     }.items():
         with pytest.raises(

@@ -128,7 +128,8 @@ def refused(path: Path, reason: str) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     refused(
         tmp_path / "none",
-        "cannot be read: No such file or directory; name a tokenizer's file or folder$",
+        "cannot be read: No such file or directory; name a tokenizer's file or folder, "
+        'or "" for the included one$',
     )
 
 

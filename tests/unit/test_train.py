@@ -1,19 +1,29 @@
 """The parts of the main job before and around the training."""
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from sample_checkpoints import CONFIG, write_checkpoint
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError
 
-from torchtitan_lite.config import CheckpointConfig, Config, JobConfig, MetricsConfig
+from torchtitan_lite import train
+from torchtitan_lite.config import (
+    CheckpointConfig,
+    CommConfig,
+    Config,
+    JobConfig,
+    MetricsConfig,
+)
 from torchtitan_lite.errors import (
     CheckpointError,
     ConfigError,
@@ -23,7 +33,13 @@ from torchtitan_lite.errors import (
     StorageError,
 )
 from torchtitan_lite.run_folder import RunFolder
-from torchtitan_lite.train import explain, open_folder, run_entries, start_facts
+from torchtitan_lite.train import (
+    explain,
+    join_and_train,
+    open_folder,
+    run_entries,
+    start_facts,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +47,60 @@ ROOT = Path(__file__).parents[2]
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
     files = ["metrics.jsonl", "numerics.jsonl", "peaks.json", "wandb"]
-    assert entries == [*files, "checkpoint", "curves", "profile_traces", "memory_snapshot"]
+    folders = ["checkpoint", "curves", "profile_traces", "memory_snapshot", "comm_traces"]
+    assert entries == [*files, *folders]
+
+
+@pytest.mark.parametrize("given", [None, "/elsewhere/rank_"])
+def test_the_flight_recorder_writes_into_the_run_folder_or_where_the_environment_says(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE")
+    monkeypatch.chdir(tmp_path)
+    for name in ("read_rank", "connect_store", "check_started_alike", "start_facts"):
+        monkeypatch.setattr(train, name, lambda *args, **kwargs: (0, 1))
+    monkeypatch.setattr(train, "init_distributed", lambda comm: torch.device("cuda"))
+    monkeypatch.setattr(train, "open_folder", lambda config, folder: None)
+    monkeypatch.setattr(train, "prepare_job", lambda config, device: 1 / 0)
+    comm = CommConfig(save_traces_folder="nccl/traces", save_traces_file_prefix="of_")
+    with pytest.raises(ZeroDivisionError):
+        join_and_train(Config(comm=comm), Watchdog(), RunFolder(Path("run")))
+    expected = given or str(tmp_path / "run/nccl/traces/of_")
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == expected
+    assert (tmp_path / "run/nccl/traces").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "float32"),
+        ({"export_dtype": "bfloat16"}, "bfloat16"),
+        ({"export_dtype": "bfloat16", "last_save_model_only": True}, "keep"),  # it has the type
+    ],
+)
+def test_the_last_checkpoint_is_exported_in_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], dtype: str
+) -> None:
+    exports: list[tuple[Path, Path, str]] = []
+    monkeypatch.setattr(train, "export_hf", lambda *paths, dtype: exports.append((*paths, dtype)))
+    saved, exported = tmp_path / "step-00000020", tmp_path / "step-00000020-hf"
+    trainer: Any = SimpleNamespace(
+        checkpointer=SimpleNamespace(last_saved=saved),
+        config=Config(checkpoint=CheckpointConfig(enable=True, last_save_in_hf=True, **keys)),
+        first_step=1,
+        last_step=20,
+    )
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)]
+
+    # Started again, the run exports what is missing only.
+    trainer.first_step = 21
+    train.export_last(trainer)
+    exported.mkdir()
+    train.export_last(trainer)
+    assert exports == [(saved, exported, dtype)] * 2
 
 
 @pytest.fixture
@@ -86,6 +155,24 @@ def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -
     assert (
         opened_step(tmp_path, initial_load_path=str(initial)) == 10
     )  # a run that resumes does not use it
+
+
+def test_a_run_that_goes_on_from_another_run_moves_an_earlier_one_aside(
+    world: None, tmp_path: Path
+) -> None:
+    initial = write_checkpoint(tmp_path / "other", 10)
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint", 20)
+    (run / "config.toml").write_text(CONFIG)
+    assert opened_step(run) == 20
+    settings: Any = {"initial_load_path": str(initial), "initial_load_model_only": False}
+    assert opened_step(run, **settings) == 20
+    assert opened_step(run, load_step=0, **settings) == 10
+    (earlier,) = (run / "previous").iterdir()
+    assert names(earlier / "checkpoint") == ["step-00000020"]
+    moved = str(earlier / "checkpoint/step-00000020")
+    assert opened_step(run, **settings | {"initial_load_path": moved}) == 20
+    assert (earlier / "checkpoint/step-00000020").is_dir()
 
 
 def test_a_linked_folder_of_checkpoints_stays_linked(world: None, tmp_path: Path) -> None:

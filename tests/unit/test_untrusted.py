@@ -9,6 +9,7 @@ import pytest
 import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_torchtitan import NAMES as THEIRS
 
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.keys import KEYS
@@ -18,7 +19,7 @@ from torchtitan_lite.errors import ConfigError
 FUZZ = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-NAMES = [*KEYS, "job.config_file", "model.converters", "training.batch_size", "no.such", "base"]
+NAMES = [*KEYS, *THEIRS, "job.config_file", "compile.no-enable", "no.such", "base"]
 SCALARS = (
     st.booleans()
     | st.integers()

@@ -28,6 +28,7 @@ from torchtitan_lite.metrics.writers import (
 )
 
 RUN = {
+    "rank": 0,
     "total_steps": 30,
     "resume_step": 0,
     "config_toml": "[training]\nseq_len = 64\n",
@@ -243,6 +244,22 @@ def test_several_writers_at_once(tmp_path, monkeypatch, log, keys):
         [1, 2] if metrics.enable_wandb else []
     )
     assert (tmp_path / "wandb").exists() == metrics.enable_wandb
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_curves_of_its_own_where_all_save(tmp_path, monkeypatch, log, rank):
+    wandb = FakeWandb(monkeypatch)
+    metrics = MetricsConfig(save_for_all_ranks=True, enable_wandb=True)
+    writers = build_writers(metrics, dump_folder=tmp_path, **(RUN | {"rank": rank}))
+    for writer in writers:
+        write_steps(writer, [1, 2])
+    events = EventAccumulator(f"{tmp_path}/tb/rank_{rank}").Reload()
+    assert [point.step for point in events.Scalars("memory/max_reserved(GiB)")] == [1, 2]
+    (run,) = wandb.runs
+    assert run.options["dir"] == f"{tmp_path}/wandb/rank_{rank}"
+    assert Path(f"{tmp_path}/wandb/rank_{rank}/wandb/run_id").read_text() == "new-id"
+    assert len(log.messages) == (2 if rank == 0 else 0)
+    assert (tmp_path / "metrics.jsonl").exists() is (rank == 0)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "numerics.jsonl", "tb", "wandb"])

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,17 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.config.keys import show
 from torchtitan_lite.errors import CheckpointError, RunError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
+from torchtitan_lite.models.flavors import ModelArgs
 
 from . import folders
 from . import state as states
 from .compare import check_model, check_tensors
+from .hf_folder import load_hf
 from .manifest import (
-    BrokenCheckpoint,
     CheckpointManifest,
     FileEntry,
     TrainingProgress,
@@ -44,66 +45,12 @@ from .manifest import (
     hash_file,
     write_manifest,
 )
-from .reading import METADATA, SafeReader, first_failure
+from .reading import METADATA, SafeReader, first_failure, open_on_all_ranks
+from .resume import DISK_TIMEOUT, Resume, verify
+from .torchtitan_folder import load_torchtitan
 
 RANDOM_FILE = "rank-{:05d}.json"
 """Name of the file with a rank's random state."""
-DISK_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for the one with the slowest disk."""
-
-
-def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> CheckpointManifest | None:
-    """Return the manifest of the checkpoint to resume from, or None for a new run.
-
-    That is the newest checkpoint that verifies, or load_step's; broken ones are logged. Collective.
-    Raises CheckpointError if load_step's is missing or broken, or if all are broken; StorageError
-    if the disk fails."""
-    if not checkpoint.enable or checkpoint.load_step == 0:
-        return None
-    wanted = f"[checkpoint] load_step = {checkpoint.load_step}"
-    there = on_rank0(lambda: folders.named_steps(folder))
-    names = ", ".join(map(str, there)) or "none"
-    if checkpoint.load_step not in (-1, *there):
-        raise CheckpointError(
-            f"{wanted}: {folder} has no checkpoint of that step (it has: {names}); use one of "
-            "these, or -1 for the newest."
-        )
-
-    steps = there if checkpoint.load_step == -1 else [checkpoint.load_step]
-    reason = None
-    for step in reversed(steps):
-        try:
-            return verify(folders.step_folder(folder, step), hashes=checkpoint.verify_hashes)
-        except BrokenCheckpoint as broken:
-            reason = str(broken)
-            logger.info(reason)
-    if reason is None:
-        return None
-    raise CheckpointError(
-        f"{wanted}: {reason.rstrip('.')}. None of the {len(steps)} checkpoints that may be loaded "
-        f"verifies; {folder} has the steps {names}: name another, or set load_step = 0 for a new "
-        "run."
-    )
-
-
-def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
-    """Return the manifest of the checkpoint at `path` after comparing its files with it.
-
-    All sizes are compared, and the contents of the small files; with `hashes` of all, and each rank
-    reads a share. Collective. Raises BrokenCheckpoint with the path."""
-    group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-    share = (dist.get_rank(), dist.get_world_size())
-    try:
-        with folders.naming(path):
-            manifest = on_rank0(lambda: SafeReader(path).manifest, group=group)
-            found = on_all_ranks(
-                lambda: broken_files(path, manifest.files, hashes=hashes, share=share), group=group
-            )
-            if problems := sum(found, []):
-                raise BrokenCheckpoint(problems[0])
-    finally:
-        dist.destroy_process_group(group)
-    return manifest
 
 
 class Checkpointer:
@@ -124,7 +71,8 @@ class Checkpointer:
         """`manifest` has what is the same in all saves of the run."""
         self._model, self._optimizer, self._settings = model, optimizer, settings
         self.folder, self._device, self._manifest = folder, device, manifest
-        self.enabled = settings.enable
+        self.saves = settings.enable and not settings.load_only
+        """Whether the run saves checkpoints."""
         self.last_saved: Path | None = None
         """The last checkpoint that is known to be complete."""
         self.last_failure: RunError | None = None
@@ -133,9 +81,11 @@ class Checkpointer:
         """All ranks, on CPU, for checkpoints alone; None if they are off."""
         self._saving: Future[Path] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        if not self.enabled:
+        if not settings.enable:
             logger.info("checkpoints are off: [checkpoint] enable = false")
             return
+        if settings.load_only:
+            logger.info("no checkpoint is saved: [checkpoint] load_only = true")
 
         self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
         if settings.async_mode != "disabled":
@@ -146,12 +96,17 @@ class Checkpointer:
             pinned = on_gpu and settings.async_mode == "async_with_pinned_mem"
             self._snapshot = states.Snapshot(pinned=pinned)
 
-    def load(self, manifest: CheckpointManifest) -> None:
-        """Load the checkpoint of `manifest` into model, optimizer and random generators, and set
-        later checkpoints aside. Raises CheckpointError if it is of another model."""
-        path = folders.step_folder(self.folder, manifest.progress.step)
-        state = states.training_state(self._model, self._optimizer)
-        check_tensors(manifest.tensors, states.entries(state), path=path)
+    def load(self, resume: Resume) -> None:
+        """Load a checkpoint into model, optimizer and random generators. If it is of this run, set
+        later ones aside. Raises CheckpointError if it is of another model."""
+        path, manifest = resume.path, resume.manifest
+        if "optimizer" in resume.excluded:
+            state = states.model_state(self._model)
+        else:
+            state = states.training_state(self._model, self._optimizer)
+        excluded = tuple(f"{name}." for name in resume.excluded)
+        saved = {name: e for name, e in manifest.tensors.items() if not name.startswith(excluded)}
+        check_tensors(saved, states.entries(state), path=path)
         self._read(path, state)
 
         # With more ranks than the run that saved it, some ranks share a random state.
@@ -159,47 +114,76 @@ class Checkpointer:
         with folders.naming(path):
             on_all_ranks(lambda: states.load_random_state(random_file, device=self._device))
 
-        on_rank0(lambda: folders.set_aside_after(self.folder, manifest.progress.step))
-        self.last_saved = path
-        logger.info(f"resumed from {path}")
+        if path.parent == self.folder:
+            self.last_saved = path
+            if self.saves:
+                on_rank0(lambda: folders.set_aside_after(self.folder, manifest.progress.step))
+        without = f", without its {', '.join(resume.excluded)}" if resume.excluded else ""
+        logger.info(f"resumed from {path}{without}")
 
-    def load_weights(self, path: Path) -> None:
-        """Load only the weights of the checkpoint at `path`, of any data type. Raises
-        CheckpointError if it is broken, of another model or not finite."""
-        manifest = verify(path, hashes=self._settings.verify_hashes)
-        check_model(manifest.model, self._manifest.model, path=path)
+    def load_weights(self, path: Path, args: ModelArgs) -> None:
+        """Load only weights, of any data type, of a model of dimensions `args` from a folder of any
+        of the KINDS. Raises CheckpointError if they are broken, of another model or not finite."""
         state = states.model_state(self._model)
-        self._read(path, state)
+        kind = on_rank0(lambda: folders.find_kind(path))
+        if self._settings.initial_load_in_hf and kind != "Hugging Face":
+            raise CheckpointError(
+                f"[checkpoint] initial_load_in_hf = true: {path} is of {kind}; set it to false, or "
+                "name the folder of a Hugging Face model (config.json and .safetensors files)."
+            )
+        if kind == "torchtitan":
+            load_torchtitan(path, state, group=self.group)
+        elif kind == "Hugging Face":
+            load_hf(path, state, args, group=self.group)
+        else:
+            manifest = verify(path, hashes=self._settings.verify_hashes)
+            check_model(manifest.model, self._manifest.model, path=path)
+            self._read(path, state)
+
         for of_rank in on_all_ranks(lambda: states.count_not_finite(state)):
             for name, count in of_rank.items():
                 raise CheckpointError(
                     f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has "
                     f"{count} values that are NaN or infinite; name another checkpoint."
                 )
-        logger.info(f"weights from {path}")
+        logger.info(f"weights from {path}, of {kind}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
-        readers: list[SafeReader] = []  # not returned: gathering large tables would be slow
         with folders.naming(path):
-            on_all_ranks(lambda: readers.append(SafeReader(path)))
-            readers[0].load(state, group=self.group)
+            open_on_all_ranks(lambda: SafeReader(path)).load(state, group=self.group)
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether `step` ends with a save."""
-        return self.enabled and (last or step % self._settings.interval == 0)
+        first = step == 1 and self._settings.enable_first_step_checkpoint
+        return self.saves and (first or last or step % self._settings.interval == 0)
 
-    def save(self, progress: TrainingProgress, random_state: dict[str, Any]) -> None:
-        """Save the state after a step; with async_mode, wait for the save before, and begin to.
+    def save(self, progress: TrainingProgress, random_state: dict[str, Any], *, last: bool) -> None:
+        """Save the state after a step; with async_mode, wait for the save before, and begin to. In
+        a run's `last` save, last_save_model_only saves only weights, in export_dtype.
 
         If the save fails, raises StorageError or, with on_failure = "warn", logs it and keeps it in
         `last_failure`. Raises NumericError for a state that is not finite, which is not saved."""
         self.wait()
-        state = states.training_state(self._model, self._optimizer)
-        if self._thread is None:
+        weights_only = last and self._settings.last_save_model_only
+        state = (
+            self._exported_weights()
+            if weights_only
+            else states.training_state(self._model, self._optimizer)
+        )
+        if self._thread is None or weights_only:  # nothing is trained beside the last save
             self._finish(lambda: self._write(state, progress, random_state))
         else:
             copy = self._snapshot.take(state)
             self._saving = self._thread.submit(self._write, copy, progress, random_state)
+
+    def _exported_weights(self) -> dict[str, Tensor]:
+        """Return the weights in export_dtype, or as they are if that cannot hold them."""
+        state, dtype = states.model_state(self._model), self._settings.export_dtype
+        exported = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items()}
+        if any(on_all_ranks(lambda: states.count_not_finite(exported), group=self.group)):
+            logger.warning(f"[checkpoint] export_dtype = {show(dtype)} cannot hold all weights")
+            return state
+        return exported
 
     def wait(self) -> None:
         """Wait for a save in the background. Raises as `save` does."""
@@ -290,10 +274,17 @@ def write_tensors(
     group: dist.ProcessGroup | None = None,
     copy_ahead: bool = True,
     transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+    file_per_tensor: bool = False,
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
-    alone. `transform` is applied to each tensor when it is written. Raises StorageError."""
-    writer = _Writer(folder, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
+    alone. `transform` is applied to each tensor when it is written; with `file_per_tensor`, its
+    result is freed before the next, as DCP keeps all tensors of a file until the file is complete.
+    Raises StorageError."""
+    writer = _Writer(
+        folder,
+        single_file_per_rank=not file_per_tensor,
+        per_thread_copy_ahead=10_000_000 if copy_ahead else 0,
+    )
     planner = _Planner(transform)
     try:
         options = {"process_group": group, "no_dist": group is None}

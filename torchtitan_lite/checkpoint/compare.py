@@ -13,8 +13,8 @@ from torchtitan_lite.config.keys import show
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError
 
-from .folders import naming
-from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files
+from .folders import find_problems, naming
+from .manifest import BrokenCheckpoint, TensorEntry
 from .reading import SafeReader
 
 MOST_LISTED = 8
@@ -51,15 +51,24 @@ def listed(differences: list[str]) -> str:
     return "; ".join(differences[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
 
 
-def check_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path) -> None:
-    """Raise CheckpointError unless the model of a checkpoint has the dimensions of this run's."""
-    # Both follow from the text, not from the weights.
+def check_model(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path, fix: str = ""
+) -> None:
+    """Raise CheckpointError, with the `fix`, unless the model of a checkpoint has the dimensions of
+    this run's."""
+    # The first two follow from the text, not from the weights. 0.2 and earlier tied no model.
     ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))
-    untied = {"tie_embeddings": False}  # manifests of version 0.2.0 and earlier do not say it
-    if differing := changes({**untied, **saved, **ignored}, {**untied, **wanted, **ignored}):
+    before, now = ({"tie_embeddings": False, **each, **ignored} for each in (saved, wanted))
+    if differing := changes(before, now):
+        fix = fix or "Set [model] flavor, or these keys of it, and tokenizer_path to the saved ones"
+        if before.get("rope_scaling") is None and now.get("rope_scaling") is not None:
+            fix += (
+                " (rope_scaling = { factor = 1.0 } is none; the flavors 3-8B and 3-70B have none, "
+                "which were 8B and 70B up to version 0.2)"
+            )
         raise CheckpointError(
-            f"[model] {path} is of another model: {'; '.join(differing)}. Use its [model] flavor "
-            "and tokenizer_path, or name another checkpoint or another [job] dump_folder."
+            f"[model] {path} is of another model: {'; '.join(differing)}. {fix}, or name another "
+            "checkpoint or another [job] dump_folder."
         )
 
 
@@ -71,8 +80,17 @@ def check_tensors(
     if not differing:
         return
     part, fix = "model", "Train the model that was saved"
+    shapes = [{name: entry.shape for name, entry in each.items()} for each in (saved, wanted)]
+    if shapes[0] == shapes[1]:
+        part, fix = "data type", "Set [training] dtype to the saved run's"
     if all(each.startswith("optimizer.") for each in differing):
-        part, fix = "optimizer", "Set [optimizer] state_dtype to the saved run's"
+        part, fix = (
+            "optimizer",
+            (
+                "Set [optimizer] state_dtype to the saved run's, or [checkpoint] "
+                'exclude_from_loading = ["optimizer"]'
+            ),
+        )
     raise CheckpointError(
         f"[checkpoint] {path} is of another {part}: {len(differing)} tensors differ from this "
         f"run's: {listed(differing)}. {fix}, or name another checkpoint or another [job] "
@@ -151,14 +169,11 @@ def compare(old: Path, new: Path) -> CheckpointDifference:
 
 
 def _open(path: Path) -> SafeReader:
-    """Open the checkpoint at `path` after checking the sizes of its tensor files."""
+    """Open the checkpoint at `path` after checking the sizes of its files."""
     with naming(path):
-        reader = SafeReader(path)
-        files = reader.manifest.files.items()
-        large = {name: entry for name, entry in files if name.endswith(TENSORS_SUFFIX)}
-        if problems := broken_files(path, large, hashes=False):
+        if problems := find_problems(path, hashes=False):
             raise BrokenCheckpoint(problems[0])
-        return reader
+        return SafeReader(path)
 
 
 def _value_difference(name: str, old: Tensor, new: Tensor) -> ValueDifference | None:

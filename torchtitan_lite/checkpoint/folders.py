@@ -1,7 +1,8 @@
 """The folder of checkpoints: one subfolder for each step, renamed into place when it is complete.
 
   step-00000100                      a checkpoint: it has a manifest, written last
-  .tmp-step-00000100                 a draft: being written or deleted, or left by a killed process
+  step-00000100-hf                   the last one as a Hugging Face model (last_save_in_hf)
+  .tmp-step-00000100, ...-hf         a draft: being written or deleted, or left by a killed process
   broken-step-00000100-<ns>          a checkpoint that did not verify when its step was saved again
   superseded-step-00000100-<ns>      a checkpoint past the step that a run resumed from
 
@@ -16,19 +17,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError, StorageError
-from torchtitan_lite.files import fsync_folder
+from torchtitan_lite.files import fsync_folder, remove_folder
 from torchtitan_lite.logger import logger
 from torchtitan_lite.tables import format_columns
 
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 
-DRAFT_PREFIX = ".tmp-"
+DRAFT_PREFIX, HF_SUFFIX = ".tmp-", "-hf"
 ANY_STEP = "*/*/step-" + 8 * "[0-9]"
 """Pattern of the checkpoints of all runs in a folder."""
+KINDS = {
+    "torchtitan_lite": (MANIFEST, "rank-*.json"),
+    "torchtitan": (".metadata",),
+    "Hugging Face": ("config.json", "*.safetensors"),
+}
+"""Whose weights a folder has: patterns of files of which it has one, and none of those before."""
 MOST_NAMED = 8
 """Most folders that a message names, the last ones."""
 OURS = re.compile(
@@ -45,6 +53,11 @@ def step_folder(folder: Path, step: int) -> Path:
 def draft_folder(folder: Path, step: int) -> Path:
     """Return the path at which the checkpoint of `step` is written, and at which it is deleted."""
     return folder / f"{DRAFT_PREFIX}step-{step:08d}"
+
+
+def hf_folder(step_dir: Path) -> Path:
+    """Return the path of the Hugging Face model with the weights of the checkpoint `step_dir`."""
+    return step_dir.with_name(f"{step_dir.name}{HF_SUFFIX}")
 
 
 def named_steps(folder: Path) -> list[int]:
@@ -90,9 +103,11 @@ def remove_drafts(folder: Path) -> None:
     """Delete all drafts without foreign files. Raises StorageError if the disk fails."""
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
-            ours = draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
-            if ours and STEP.fullmatch(draft.name.removeprefix(DRAFT_PREFIX)):
-                _delete(draft)
+            name = draft.name.removeprefix(DRAFT_PREFIX)
+            exported = name.endswith(HF_SUFFIX) and draft.is_dir()
+            ours = exported or draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
+            if ours and STEP.fullmatch(name.removesuffix(HF_SUFFIX)):
+                (remove_folder if exported else _delete)(draft)
 
 
 def commit(draft: Path, target: Path) -> None:
@@ -140,14 +155,16 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, broken ones too, because a run that resumes from
-    `step` trains these steps again. Raises StorageError if the disk fails."""
+    """Rename the checkpoints of later steps, broken ones too, and their Hugging Face models,
+    because a run that resumes from `step` trains these steps again. Raises StorageError if the disk
+    fails."""
     with storage_errors(folder):
         for later in reversed(named_steps(folder)):
             old = step_folder(folder, later)
-            if later > step and not _foreign_file(old):
-                kept = _set_aside(old, "superseded")
-                logger.info(f"{old} is of a run past step {step}: kept as {kept}")
+            for path in (old, hf_folder(old)):
+                if later > step and path.is_dir() and (path != old or not _foreign_file(old)):
+                    kept = _set_aside(path, "superseded")
+                    logger.info(f"{path} is of a run past step {step}: kept as {kept}")
 
 
 @contextmanager
@@ -207,6 +224,7 @@ class CheckpointSummary:
     mesh: dict[str, int] | None = None
     float8: str | None = None
     """Float8 recipe of the run; None in bfloat16."""
+    weights_only: bool = False
 
 
 def step_folders(path: Path) -> list[Path]:
@@ -249,6 +267,30 @@ def explain(path: Path, reason: str) -> str:
     return f"{path} {problem}; {there} holds {', '.join(map(str, found[-MOST_NAMED:]))}: name one"
 
 
+def find_kind(path: Path) -> str:
+    """Return the key in KINDS of the weights in the folder at `path`. Raises CheckpointError, with
+    what is there, if there are none."""
+    try:
+        names = sorted(child.name for child in path.iterdir())
+    except OSError as error:
+        names, reason = [], f"cannot be listed: {error.strerror}"
+    else:
+        tables = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # torchtitan's, within
+        held = sorted(str(table.parent) for table in tables) or names
+        reason = f"holds {', '.join(held[-MOST_NAMED:]) or 'nothing'}"
+    for kind, patterns in KINDS.items():
+        if any(fnmatch(name, pattern) for name in names for pattern in patterns):
+            return kind
+    found = f"{path} {reason}"
+    with suppress(PermissionError):
+        found = explain(path, reason)
+    raise CheckpointError(
+        f"[checkpoint] initial_load_path: {found}. It takes the folder of a checkpoint of "
+        f"torchtitan_lite (with {MANIFEST}) or torchtitan (.metadata and .distcp files), or of a "
+        "Hugging Face model (config.json and .safetensors files)."
+    )
+
+
 @contextmanager
 def naming(path: Path, *, fix: str = "") -> Iterator[None]:
     """Prepend the path of a checkpoint to the reason why it cannot be read, and append a `fix`
@@ -278,6 +320,7 @@ def summarize(path: Path) -> CheckpointSummary:
         world_size=manifest.world_size,
         mesh=manifest.mesh,
         float8=recipe if float8.get("enable_float8_linear") else None,
+        weights_only=manifest.has_weights_only,
     )
 
 
@@ -296,6 +339,7 @@ def format_summaries(summaries: list[CheckpointSummary]) -> str:
                 " ".join(degrees) or "-",
                 each.float8 or "no",
             ]
-        state = f"broken: {each.problems[0]}" if each.problems else "ok"
+        sound = "ok, weights only" if each.weights_only else "ok"
+        state = f"broken: {each.problems[0]}" if each.problems else sound
         rows.append([str(each.step), *cells, state])
     return format_columns(rows)

@@ -7,9 +7,9 @@ import hashlib
 import platform
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +50,14 @@ def _check_tables(config: str) -> str:
     return config
 
 
+def _rename_keys(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's dimensions by today's names: 0.2 and earlier had another one in RoPE."""
+    scaling = model.get("rope_scaling")
+    if isinstance(scaling, dict) and "original_max_seq_len" in scaling:
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    return model
+
+
 class BrokenCheckpoint(CheckpointError):
     """A checkpoint that is damaged or is not one of ours. Its message is a reason on one line."""
 
@@ -60,7 +68,7 @@ class TrainingProgress:
 
     step: Count
     samples: Count
-    """Samples that all ranks have trained on since step 1."""
+    """Samples that all ranks have trained on since step 1, or since the data began again."""
     tokens: Count
     """Tokens that all ranks have trained on since step 1."""
     data: dict[str, Annotated[int, Field(ge=0)] | str]
@@ -71,6 +79,21 @@ class TrainingProgress:
     """Steps skipped since the last update."""
     loss_mean: float | None = None
     """Running mean of the losses in nats; None until there is one."""
+    schedule_start: int = 0
+    """Step after which the learning rate's schedule began; not 0 after `without`."""
+
+    def without(self, excluded: Collection[str]) -> "TrainingProgress":
+        """Return the progress of a run that starts some of its state afresh: "train_state" (steps
+        and counts), "dataloader" (the data), "lr_scheduler". Each leaves the others alone."""
+        progress = self
+        if "train_state" in excluded:
+            start = self.schedule_start - self.step
+            progress = TrainingProgress(0, self.samples, 0, self.data, schedule_start=start)
+        if "dataloader" in excluded:
+            progress = replace(progress, samples=0, data={})
+        if "lr_scheduler" in excluded:
+            progress = replace(progress, schedule_start=progress.step)
+        return progress
 
     def held_out(self, store: int) -> int:
         """Return how many windows of a store, numbered from 1, are held out for validation."""
@@ -123,13 +146,18 @@ class CheckpointManifest:
     """Size of each dimension of the device mesh."""
     versions: dict[str, str] = field(default_factory=installed_versions)
     """Versions of torchtitan_lite, torch, torchao and python."""
-    model: dict[str, Any]
+    model: Annotated[dict[str, Any], AfterValidator(_rename_keys)]
     """Dimensions of the model."""
     config: Annotated[str, AfterValidator(_check_tables)]
     """The resolved config as TOML."""
     files: dict[FileName, FileEntry] = field(default_factory=dict)
     """All files of the checkpoint except the manifest."""
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def has_weights_only(self) -> bool:
+        """Whether a run cannot be resumed from it."""
+        return not any(name.startswith("optimizer.") for name in self.tensors)
 
 
 _SCHEMA = TypeAdapter(CheckpointManifest)

@@ -17,9 +17,9 @@ import io
 import math
 import pickle
 import pickletools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.documents import read_regular
 
 from .folders import find_problems
-from .manifest import BrokenCheckpoint, CheckpointManifest, FileEntry, TensorEntry, read_manifest
+from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, read_manifest
+
+R = TypeVar("R", bound="TableReader")
 
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 1 << 30
@@ -55,6 +58,7 @@ NAMES = {
     "pathlib._local.PosixPath",  # Python 3.13
     "torch.Size",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
     "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
     "torch.distributed.checkpoint.metadata.Metadata",
     "torch.distributed.checkpoint.metadata.MetadataIndex",
@@ -64,7 +68,7 @@ NAMES = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
 }
-"""All names in DCP's pickled table of plain tensors, except data types."""
+"""All names in DCP's pickled tables, except data types."""
 
 
 class _Record:
@@ -95,38 +99,50 @@ class _TableUnpickler(pickle.Unpickler):
         return _Record
 
 
-def _read_table(folder: Path, manifest: CheckpointManifest) -> Metadata:
-    """Return DCP's table of the tensors in `manifest`. Raises BrokenCheckpoint."""
+def _unpickle(content: bytes) -> _Record:
+    """Return the record of a pickled table. Raises any error."""
+    # genops also rejects a length beyond the end, which the unpickler would allocate first.
+    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
+    if by_number := opcodes & MEMO_BY_NUMBER:
+        opcode = min(by_number)
+        raise BrokenCheckpoint(f"holds the opcode {opcode}, which no table of tensors does")
+    return _TableUnpickler(io.BytesIO(content)).load()
+
+
+def read_table(
+    folder: Path,
+    sizes: Mapping[str, int],
+    *,
+    written: FileEntry | None = None,
+    rename: Callable[[str], str | None] = lambda name: name,
+) -> Metadata:
+    """Return DCP's table of the tensors in the files of `folder`, whose sizes in bytes are given.
+
+    The table must be the one that was `written`, if that is known. `rename` returns the name that
+    an entry gets, or None for one to leave out unread. Raises BrokenCheckpoint."""
     try:
         content = read_regular(folder / METADATA, max_bytes=MAX_TABLE_BYTES)
-        written = manifest.files.get(METADATA)
-        if written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
+        if written and written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
             raise BrokenCheckpoint("its contents have changed")
 
-        # genops also rejects a length beyond the end, which the unpickler would allocate first.
-        opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
-        if by_number := opcodes & MEMO_BY_NUMBER:
-            opcode = min(by_number)
-            raise BrokenCheckpoint(f"holds the opcode {opcode}, which no table of tensors does")
-
-        table = _TableUnpickler(io.BytesIO(content)).load().fields
+        table = _unpickle(content).fields
         places = {
-            MetadataIndex(key.fields["fqn"], _size(key.fields["offset"])): _place(place, manifest)
+            MetadataIndex(name, _size(key.fields["offset"])): _place(place, sizes)
             for key, place in table["storage_data"].items()
+            if (name := rename(key.fields["fqn"])) is not None
         }
-        described = table["state_dict_metadata"].items()
-        tensors: dict[str, Any] = {name: _tensor(each) for name, each in described}
+        tensors: dict[str, Any] = {}
+        for entry, described in table["state_dict_metadata"].items():
+            if (name := rename(entry)) in tensors:
+                raise BrokenCheckpoint(f"has two tensors {name}")
+            if name is not None:
+                tensors[name] = _tensor(described)
 
-        # The tensors must be those of the manifest, and no larger than the files.
-        found = {
-            name: TensorEntry(str(each.properties.dtype).removeprefix("torch."), tuple(each.size))
-            for name, each in tensors.items()
-        }
-        if differing := sorted(name for name, _ in found.items() ^ manifest.tensors.items()):
-            raise BrokenCheckpoint(f"{differing[0]} is not as in the manifest")
-        sizes = (math.prod(each.size) * each.properties.dtype.itemsize for each in tensors.values())
-        stored = sum(entry.size for entry in manifest.files.values())
-        if (wanted := sum(sizes)) > stored:
+        # The tensors must be no larger than the files.
+        lengths = (
+            math.prod(each.size) * each.properties.dtype.itemsize for each in tensors.values()
+        )
+        if (wanted := sum(lengths)) > (stored := sum(sizes.values())):
             raise BrokenCheckpoint(f"has tensors of {wanted} bytes, and the files have {stored}")
         return Metadata(tensors, storage_data=places)
     except OSError as error:
@@ -150,15 +166,15 @@ def _size(record: _Record) -> torch.Size:
     return torch.Size(lengths)
 
 
-def _place(record: _Record, manifest: CheckpointManifest) -> _StorageInfo:
-    """Return where a part of a tensor is stored. Raises BrokenCheckpoint unless it is within a
-    file, without DCP's transforms."""
+def _place(record: _Record, sizes: Mapping[str, int]) -> _StorageInfo:
+    """Return where a part of a tensor is stored. Raises BrokenCheckpoint unless it is within one of
+    the files of these `sizes`, without DCP's transforms."""
     fields = record.fields
     name, offset, length = (fields[key] for key in ("relative_path", "offset", "length"))
-    if name not in manifest.files:
-        raise BrokenCheckpoint(f"reads {name}, which is not in the manifest")
+    if name not in sizes:
+        raise BrokenCheckpoint(f"reads {name}, which is not one of its files")
     valid = all(type(number) is int and number >= 0 for number in (offset, length))
-    if not valid or offset + length > manifest.files[name].size:
+    if not valid or offset + length > sizes[name]:
         raise BrokenCheckpoint(f"reads {length} bytes at {offset}, beyond the end of {name}")
     if fields.get("transform_descriptors"):
         raise BrokenCheckpoint(f"has {name} unpacked, and a save packs nothing")
@@ -194,19 +210,21 @@ def _tensor(record: _Record) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), shape, parts)
 
 
-class SafeReader(FileSystemReader):
-    """Reader of the checkpoint in a folder.
+class TableReader(FileSystemReader):
+    """Reader of the tensors in a checked table, from the files in a folder."""
 
-    The constructor raises BrokenCheckpoint unless the manifest and DCP's table are readable and
-    agree. It does not check the other files; `broken_files` does."""
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, table: Metadata) -> None:
         super().__init__(folder)
-        self.manifest = read_manifest(folder)
-        self._table = _read_table(folder, self.manifest)
+        self._table = table
+        self.tensors = {
+            name: TensorEntry(str(each.properties.dtype).removeprefix("torch."), tuple(each.size))
+            for name, each in cast(
+                dict[str, TensorStorageMetadata], table.state_dict_metadata
+            ).items()
+        }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's table, which the constructor has read."""
+        """Return DCP's table."""
         return self._table
 
     def load(self, state: dict[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
@@ -217,6 +235,24 @@ class SafeReader(FileSystemReader):
             dcp.load(state, storage_reader=self, planner=SafePlanner(), **options)
         except CheckpointException as error:
             raise BrokenCheckpoint(first_failure(error)) from error
+
+
+class SafeReader(TableReader):
+    """Reader of the checkpoint in a folder.
+
+    The constructor raises BrokenCheckpoint unless the manifest and DCP's table are readable and
+    agree. It does not check the other files; `broken_files` does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manifest = read_manifest(folder)
+        files = self.manifest.files
+        sizes = {name: entry.size for name, entry in files.items()}
+        written = files.get(METADATA, FileEntry(0, ""))
+        super().__init__(folder, read_table(folder, sizes, written=written))
+        if differing := sorted(
+            name for name, _ in self.tensors.items() ^ self.manifest.tensors.items()
+        ):
+            raise BrokenCheckpoint(f"{METADATA}: {differing[0]} is not as in the manifest")
 
     def read_whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the named tensors (default: all), unsharded and on the CPU. Raises
@@ -229,6 +265,13 @@ class SafeReader(FileSystemReader):
             tensors[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
         self.load(tensors)
         return tensors
+
+
+def open_on_all_ranks(open_reader: Callable[[], R]) -> R:
+    """Return this rank's reader. Collective; if one rank cannot open its own, all raise."""
+    readers: list[R] = []  # not gathered, which would be slow for large tables
+    on_all_ranks(lambda: readers.append(open_reader()))
+    return readers[0]
 
 
 class SafePlanner(DefaultLoadPlanner):

@@ -211,7 +211,7 @@ def _recipes(having: Callable[[Recipe], bool]) -> str:
 
 
 def _check_training(config: Config) -> Iterator[str]:
-    training, validation, optimizer = config.training, config.validation, config.optimizer
+    training, optimizer = config.training, config.optimizer
     if training.datasets and training.dataset_path:
         yield (
             f"[training] dataset_path = {show(training.dataset_path)} is set, and so is datasets, "
@@ -221,31 +221,57 @@ def _check_training(config: Config) -> Iterator[str]:
         resolve_shares(training.datasets)
     except ConfigError as error:
         yield str(error)
-    if validation.dataset and validation.dataset_path:
-        yield (
-            f"[validation] dataset = {show(validation.dataset)} and dataset_path = "
-            f"{show(validation.dataset_path)} are both set; unset one"
-        )
 
+    if config.validation.steps == 0:
+        yield "[validation] steps = 0 validates nothing; use 1 or more, -1 for all data, or disable"
     if 0 < training.loss_spike_factor <= 1:
         yield (
             f"[training] loss_spike_factor = {training.loss_spike_factor} makes each loss near the "
             "mean of the others a spike; use a factor above 1, like 3, or 0 for none"
         )
-    if optimizer.state_dtype != "float32" and optimizer.implementation != "fused":
+    state_dtype = f"state_dtype = {show(optimizer.state_dtype)}"
+    if optimizer.state_dtype == "bfloat16" and optimizer.implementation != "fused":
         yield (
             f"[optimizer] implementation = {show(optimizer.implementation)} keeps its moments in "
-            f"float32, and state_dtype = {show(optimizer.state_dtype)}; "
-            'set implementation to "fused", or state_dtype to "float32"'
+            f"the data type of the weights, and {state_dtype}; "
+            'set implementation to "fused", or unset state_dtype'
+        )
+    if optimizer.state_dtype == "float32" and training.dtype != "float32":
+        yield (
+            f"[optimizer] {state_dtype} needs [training] dtype = {state_dtype.split()[-1]} too, "
+            f"not {show(training.dtype)}: moments are no wider than weights; unset one of them"
         )
 
 
 def _check_run_folder(config: Config) -> Iterator[str]:
     checkpoint, profiling = config.checkpoint, config.profiling
-    if checkpoint.initial_load_path is not None and not checkpoint.enable:
+    for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
+        if (value := getattr(checkpoint, key)) and not checkpoint.enable:
+            yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
+    if checkpoint.last_save_in_hf and checkpoint.load_only:
+        yield "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one"
+    no_folder = checkpoint.initial_load_path is None and not config.model.tokenizer_path
+    if checkpoint.initial_load_in_hf and no_folder:
         yield (
-            f"[checkpoint] initial_load_path = {show(checkpoint.initial_load_path)} needs "
-            "enable = true; set that, or unset it"
+            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
+            "or [model] tokenizer_path to the folder of the Hugging Face model"
+        )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield (
+            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
+            "there are only weights to load; set it to true"
+        )
+    exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
+    if checkpoint.export_dtype != "float32" and not exports:
+        yield (
+            f"[checkpoint] export_dtype = {show(checkpoint.export_dtype)} is for the save of "
+            "last_save_model_only = true, which is torchtitan's default, or of last_save_in_hf = "
+            "true; set one of these, or unset it"
+        )
+    if profiling.profiler_active > profiling.profile_freq:
+        yield (
+            f"[profiling] profiler_active = {profiling.profiler_active} is above profile_freq = "
+            f"{profiling.profile_freq}, the steps of a period; use at most that"
         )
 
     # Each part of a run needs a name of its own in the run folder.
@@ -256,6 +282,7 @@ def _check_run_folder(config: Config) -> Iterator[str]:
         ("[metrics] save_tb_folder", config.metrics.save_tb_folder),
         ("[profiling] save_traces_folder", profiling.save_traces_folder),
         ("[profiling] save_memory_snapshot_folder", profiling.save_memory_snapshot_folder),
+        ("[comm] save_traces_folder", config.comm.save_traces_folder),
     ):
         folder = PurePosixPath(value)
         owner = owners.setdefault(folder, name)

@@ -34,8 +34,9 @@ takes every key that the file does not set from the other file. Its path is rela
 and it may have a base too.
 
 --table.key value, or --table.key=value, overrides any key below; the last one given wins.
---table.key alone means true, --table.key= unsets a key whose default is unset, and a list is
-written a,b or as in TOML.
+--table.key alone means true, --table.no_key false, --table.key= unsets a key whose default is
+unset, and a list is written a,b or as in TOML. A hyphen may stand for each underscore of a key.
+torchtitan's TOML files and options, up to v0.2.2, work: docs/torchtitan.md.
 """
 PAGE_HEAD = """\
 # Config keys
@@ -65,6 +66,8 @@ class Key:
 
 def show(value: object) -> str:
     """Format a value on one line, nearly as TOML does; `unset` for None."""
+    if value and isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {show(each)}' for key, each in value.items())} }}"
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -1,10 +1,10 @@
-"""Read the layers of a config: a chain of TOML files, then the command line. Key names of earlier
-torchtitan releases still work; the log gives the current name."""
+"""Read the layers of a config: a chain of TOML files, then the command line. Names and keys of
+torchtitan that are not ours still work; the log says what they mean here."""
 
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,10 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, show, show_key
+from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
-CONVERTERS = "model.converters"
-ALIASES = {
-    CONVERTERS: "float8.enable_float8_linear",
-    "job.print_args": "job.print_config",
-    "model.hf_assets_path": "model.tokenizer_path",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.deterministic": "debug.deterministic",
-    "training.seed": "debug.seed",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-}
-OLD_FLOAT8_TABLE = "quantize.linear.float8"
-WITH_FLOAT8 = (["float8"], [OLD_FLOAT8_TABLE], "float8", OLD_FLOAT8_TABLE)
-"""Values of model.converters that enable float8, in a file and on the command line."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +78,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
         name = prefix + key
         if value and isinstance(value, dict) and name not in tables:
             yield from _flatten(value, f"{name}.")
-        elif value != {} or current_name(name) not in TABLES:
+        elif value != {} or current_name(name) not in {*TABLES, *FOREIGN_TABLES}:
             yield name, value
 
 
@@ -119,6 +104,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
     while words:
         word = words.popleft()
         name, equals, text = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if not equals and ".no_" in name:  # as tyro writes false
+            name, equals, text = name.replace(".no_", "."), "=", "false"
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
             near = closest(name, KEYS)
@@ -148,27 +136,19 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
 
 
 def _parse(text: str, key: Key | None) -> object:
-    """Parse a word as TOML, but allow unquoted strings and unbracketed lists.
+    """Parse a word as TOML, but allow unquoted strings.
 
-    Empty text unsets an optional key. Text that is not TOML is returned; validation rejects it.
+    Empty text, or None, unsets an optional key. Text that is not TOML is returned; validation
+    rejects it, unless the key is a list.
     """
-    if key and key.optional and not text:
+    if key and key.optional and text in ("", "None"):
         return None
     if key and key.kind == "str" and not text.startswith(('"', "'")):
         return text
-    if key and key.kind == "list" and not text.startswith("["):
-        return text.split(",") if text else []
     try:
         return parse_toml(f"value = {text}".encode())["value"]
     except ValueError:
         return text
-
-
-def current_name(name: str) -> str:
-    """Return the current dotted name of a key or table."""
-    if name == OLD_FLOAT8_TABLE or name.startswith(f"{OLD_FLOAT8_TABLE}."):
-        return "float8" + name.removeprefix(OLD_FLOAT8_TABLE)
-    return ALIASES.get(name, name)
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
@@ -180,16 +160,56 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
         new = current_name(name)
         if new == name:
             continue
-        logger.info(f"{show_key(name)} is now {show_key(new)}")
+        if new in KEYS:
+            logger.info(f"{show_key(name)} is now {show_key(new)}")
         value = old.value
         if name == CONVERTERS:
-            if value not in ([], "", *WITH_FLOAT8):
-                rule = 'must be ["float8"], ["quantize.linear.float8"] or []'
+            only = value[0] if isinstance(value, list) and len(value) == 1 else value
+            chosen = MOVED.get(only, only) if isinstance(only, str) else only
+            if chosen not in ([], "", "float8", "mx"):
+                rule = 'must be ["quantize.linear.float8"], ["quantize.linear.mx"] or []'
                 problems.append(f"{old.cite(name)}: {rule}")
                 continue
-            value = value in WITH_FLOAT8
+            resolved[CONVERTERS] = replace(old, value=chosen)
+            value = chosen in ("float8", "mx")
 
         rival = resolved.setdefault(new, Setting(value, f"{old.source}, as {show_key(name)}"))
         if rival.value != value:
             problems.append(f"{old.cite(name)}: contradicts {rival.cite(new)}; keep the latter")
     return resolved, problems
+
+
+def resolve_foreign(settings: Layer) -> list[str]:
+    """Remove the keys of torchtitan that are no keys here from the merged `settings`, and log what
+    they mean. Return a message for each that asks for something else than what happens here."""
+    # torchtitan's converter mx reads [mx], not [float8].
+    unused: dict[str, str] = {}
+    if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
+        why = "[model] converters selects [mx]"
+        unused |= {name: why for name in UNREAD if settings.pop(name, None)}
+        source = f"{converter.source}, as {show_key(CONVERTERS)}"
+        settings["float8.recipe_name"] = Setting("mxfp8", source)
+        if filters := settings.pop("mx.filter_fqns", None):
+            logger.info("[mx] filter_fqns is now [float8] filter_fqns")
+            settings["float8.filter_fqns"] = filters
+
+    problems = []
+    for name, setting in [*settings.items()]:
+        if name in KEYS or (row := find_foreign(name)) is None:
+            continue
+        del settings[name]
+        reason, values = row
+        if isinstance(values, str):
+            other = settings.get(values)
+            values = (other.value if other else KEYS[values].default,)
+        shown = [] if values is None else [*map(show, values)]
+        if values is None or show(setting.value) in shown:
+            unused[name] = reason
+        else:
+            fix = f"remove the key, or set it to {' or '.join(shown)[:200]}"
+            problems.append(f"{setting.cite(name)}: {reason}; {fix}")
+
+    for reason in dict.fromkeys(unused.values()):
+        names = ", ".join(show_key(name) for name in unused if unused[name] == reason)
+        logger.info(f"no effect here: {names}: {reason}")
+    return problems

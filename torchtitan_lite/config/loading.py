@@ -11,7 +11,7 @@ from torchtitan_lite.errors import ConfigError
 
 from .checks import check_config
 from .keys import KEYS, TABLES, closest, did_you_mean, show
-from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases
+from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases, resolve_foreign
 from .sections import Config
 
 RULES = {
@@ -45,6 +45,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
         resolved, alias_problems = resolve_aliases(layer)
         settings |= resolved
         problems += alias_problems
+    problems += resolve_foreign(settings)
 
     known = {name: setting for name, setting in settings.items() if name in KEYS}
     unknown = {name: setting for name, setting in settings.items() if name not in KEYS}
@@ -96,7 +97,10 @@ def dump_config(config: Config) -> str:
 def _validate(settings: Layer) -> Config:
     tables: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
-        tables.setdefault(KEYS[name].table, {})[KEYS[name].name] = setting.value
+        key, value = KEYS[name], setting.value
+        if key.kind == "list" and isinstance(value, str) and not value.startswith("["):
+            value = [part for part in value.split(",") if part]
+        tables.setdefault(key.table, {})[key.name] = value
     return Config.model_validate(tables)
 
 

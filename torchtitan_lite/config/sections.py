@@ -32,6 +32,7 @@ Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
 """A path in which ~ is the user's home."""
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
+ExcludedState = Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str
@@ -125,8 +126,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, on every parameter."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of both moments. The update is float32."""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of both moments, unset: training.dtype; bfloat16: the second rounded at random."""
 
 
 class LRSchedulerConfig(Section):
@@ -153,9 +154,9 @@ class DatasetConfig(Section):
 
 class TrainingConfig(Section):
     dataset: DatasetName = "pystdlib"
-    """Dataset, if dataset_path is unset; pystdlib: the source of Python's standard library."""
+    """Dataset, if dataset_path is unset: Python's standard library, or c4 (needs dataset_path)."""
     dataset_path: Name | None = None
-    """Token store, or text: .txt .md .rst .py .jsonl (.gz, .zst) .parquet; unset: dataset."""
+    """Token store, or text: .txt .md .rst .py .jsonl .json (.gz, .zst) .parquet; unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
     """Instead of dataset_path, several: [[training.datasets]], each a path and a weight (1.0)."""
     text_field: Name = "text"
@@ -178,8 +179,10 @@ class TrainingConfig(Section):
     """Passes over the data (the first dataset done counts), unless training.steps ends first."""
     allow_data_change: bool = False
     """Resume on other data than the checkpoint's, or another order, at the same sample number."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of weights, gradients, moments; bfloat16 loses updates below 1/512 of a weight."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of gathered parameters and of the computation; sharded weights stay float32."""
+    """Data type of gathered parameters and of the computation; sharded weights stay in dtype."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are reduced."""
     enable_cpu_offload: bool = False
@@ -224,6 +227,8 @@ class ActivationCheckpointConfig(Section):
     """selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block."""
     memory_budget: Fraction = 0.5
     """memory_budget: share of the activations that the compiler keeps, the costliest first."""
+    early_stop: bool = True
+    """End a block's recomputation with the last tensor that the backward pass needs."""
 
     @property
     def keeps_by_op(self) -> bool:
@@ -282,6 +287,16 @@ class CheckpointConfig(Section):
     """Folder of the checkpoints, within job.dump_folder."""
     interval: Count = 500
     """Steps between saves; the last step is always saved."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too, to see at once whether saves work."""
+    last_save_model_only: bool = False
+    """Save only weights at the end of the run, which then cannot be resumed or extended."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the weights that last_save_model_only and last_save_in_hf save."""
+    last_save_in_hf: bool = False
+    """Save the weights at the end of the run as a Hugging Face model too, in folder step-...-hf."""
+    load_only: bool = False
+    """Load checkpoints, and never save one."""
     keep_latest_k: Whole = 10
     """Checkpoints kept; 0: all."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -289,7 +304,13 @@ class CheckpointConfig(Section):
     load_step: AllOrCount = -1
     """Step to resume from, and no other; -1: the newest that verifies, if any; 0: a new run."""
     initial_load_path: Folder | None = None
-    """Weights for a new run: a checkpoint's folder, or one made by scripts/convert_hf.py import."""
+    """Weights for a new run: folder of a checkpoint, also torchtitan's, or a Hugging Face model."""
+    initial_load_in_hf: bool = False
+    """Refuse any but a Hugging Face model; without initial_load_path it is model.tokenizer_path."""
+    initial_load_model_only: bool = True
+    """false: a new run goes on from all that the checkpoint at initial_load_path has."""
+    exclude_from_loading: Annotated[tuple[ExcludedState, ...], Strict(False)] = ()
+    """What a run that resumes starts afresh: moments, learning rate, data, or steps."""
     on_failure: Literal["stop", "warn"] = "stop"
     """After a failed save: stop, or warn and go on; exit code 7 anyway if the last save failed."""
     verify_hashes: bool = True
@@ -303,10 +324,10 @@ class ValidationConfig(Section):
     """Report the loss on held-out data."""
     freq: Count = 100
     """Steps between validations; the last step always validates."""
-    steps: Count = 16
-    """Batches of local_batch_size sequences per validation, divided among data-parallel ranks."""
+    steps: AllOrCount = 16
+    """Batches of local_batch_size sequences, divided among ranks; -1: all data (held out: 1 %)."""
     dataset: DatasetName | None = None
-    """Named dataset; with dataset_path unset too: windows held out of the training data."""
+    """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
     dataset_path: Name | None = None
     """Token store or text to validate on, as in training.dataset_path."""
 
@@ -320,6 +341,8 @@ class MetricsConfig(Section):
     """Folder of the TensorBoard files, within job.dump_folder."""
     disable_color_printing: bool = False
     """Print step lines without colour, as without a terminal or with NO_COLOR set."""
+    save_for_all_ranks: bool = False
+    """Every rank writes TensorBoard curves and a wandb run, with its own memory; else rank 0."""
     enable_wandb: bool = False
     """Log to Weights & Biases too; needs the wandb extra."""
     flops_convention: Literal["palm", "causal"] = "palm"
@@ -338,7 +361,11 @@ class ProfilingConfig(Section):
     save_traces_folder: Name = "profile_traces"
     """Folder of the traces, within job.dump_folder."""
     profile_freq: Count = 10
-    """Steps between traces; the last step of each period is the one traced."""
+    """Steps between traces; the last steps of each period are traced."""
+    profiler_active: Count = 1
+    """Steps in a trace."""
+    profiler_warmup: Whole = 3
+    """Steps before a trace in which the profiler warms up, as far as profile_freq has them."""
     enable_memory_snapshot: bool = False
     """Write snapshots of CUDA memory, every profile_freq steps and when it runs out (GPU runs)."""
     save_memory_snapshot_folder: Name = "memory_snapshot"
@@ -352,6 +379,10 @@ class CommConfig(Section):
     """Seconds that a collective may take after the first step."""
     trace_buf_size: Annotated[int, Field(ge=0, le=1_000_000)] = 20000
     """Collectives that the flight recorder keeps for a report after a time-out (NCCL); 0: off."""
+    save_traces_folder: Name = "comm_traces"
+    """Folder of the flight recorder's reports, within job.dump_folder."""
+    save_traces_file_prefix: Annotated[Text, Field(pattern=r"^[^/]*$")] = "rank_"
+    """Beginning of the reports' names; the rank follows."""
 
 
 class DebugConfig(Section):

@@ -13,13 +13,16 @@ from torchtitan_lite.errors import DataError, StorageError
 from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
 
-from .dataloader import Corpus, TrainingBatches
+from .dataloader import Corpus, TrainingBatches, count_windows
 from .datasets import DATASETS, NamedDataset
 from .mixture import Mixture
 from .prepare import make_store
 from .sources import HF_PREFIX, Source, build_source
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
+
+HELD_OUT = 100
+"""With [validation] steps = -1, one of so many windows of the training data is held out."""
 
 
 def build_corpora(
@@ -31,8 +34,9 @@ def build_corpora(
     vocab_size: int,
     seed: int,
     held_out_before: Callable[[int], int],
-) -> tuple[Corpus, Corpus]:
-    """Open the data to train on and the data to validate on, which can be the same corpus.
+) -> tuple[Corpus, Corpus, int]:
+    """Open the data to train on and the data to validate on, which can be the same corpus. Return
+    both, and the number of samples to validate on.
 
     `shares` are the samples of each dataset in a period of the mix. Windows are held out of the
     training data if validation reads the same store. `held_out_before` returns how many windows of
@@ -41,7 +45,11 @@ def build_corpora(
     stores = open_stores(training, tokenizer)
     check_same_tokens(stores)
     mixture = Mixture(shares)
-    validated = validation.steps * training.local_batch_size if validation.enable else 0
+
+    # Windows held out of the training data.
+    most = [count_windows(store, training.seq_len) // HELD_OUT for store in stores.values()]
+    all_samples = min(mixture.sample(store, max(1, count)) for store, count in enumerate(most))
+    validated = _validated(training, validation, all_samples)
     held_out = mixture.counts(validated).tolist()
 
     # Validation data of its own: only a store that is trained on too gives windows away.
@@ -52,6 +60,8 @@ def build_corpora(
         own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
         check_same_tokens(own)
         fingerprint = own["validation"].fingerprint
+        all_samples = count_windows(own["validation"], training.seq_len)
+        validated = _validated(training, validation, all_samples)
         held_out = [validated * (store.fingerprint == fingerprint) for store in stores.values()]
         other = Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape)
 
@@ -60,7 +70,13 @@ def build_corpora(
         max(count, held_out_before(number)) for number, count in enumerate(held_out, start=1)
     ]
     corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
-    return corpus, other or corpus
+    return corpus, other or corpus, validated
+
+
+def _validated(training: TrainingConfig, validation: ValidationConfig, all_samples: int) -> int:
+    """Return the number of samples of a validation. With steps = -1, that is `all_samples`."""
+    asked = validation.steps * training.local_batch_size
+    return (asked if asked > 0 else all_samples) * validation.enable
 
 
 def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
@@ -104,12 +120,14 @@ def open_data(
     the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
     cache's disk is full."""
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
+    option = f"--{table.strip('[]')}.{key}" if key == "dataset_path" else key
     try:
         if row.path.startswith(HF_PREFIX):
-            raise DataError(
-                "training reads no Hugging Face dataset; make a store of it: "
-                f"scripts/prepare_data.py make {path or dataset} STORE"
-            )
+            ways = _ways_out(row, option)
+            raise DataError(f"training reads no Hugging Face dataset; {ways}")
+        if row.sample_of and not Path(row.path).exists():
+            ways = _ways_out(DATASETS[row.sample_of], option)
+            raise DataError(f"{row.path} is in torchtitan's repository, not here; {ways}")
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path).expanduser()):
             return _check_tokenizer(TokenStore(folder), tokenizer)
@@ -117,6 +135,16 @@ def open_data(
     except (DataError, StorageError) as error:
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise type(error)(f"{table} {setting}: {error}") from error
+
+
+def _ways_out(row: NamedDataset, option: str) -> str:
+    """Say how to read a Hugging Face dataset: as files, or as a store of it, named by `option`."""
+    name = f" --hf-name {row.hf_name}" if row.hf_name else ""
+    split = f" --hf-split {row.hf_split}" if row.hf_split != "train" else ""
+    return (
+        f"use {option} PATH with files of its text, or python scripts/prepare_data.py make "
+        f"{row.path} STORE{name}{split} --max-tokens N and then {option} STORE"
+    )
 
 
 def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:

@@ -37,6 +37,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, int64 [B, S]."""
 
 
+def count_windows(store: TokenStore, seq_len: int) -> int:
+    """Return how many windows of `seq_len` + 1 tokens a store has."""
+    return (store.tokens - 1) // seq_len
+
+
 class Windows(NamedTuple):
     """The windows of a store."""
 
@@ -76,7 +81,7 @@ class Corpus:
                 f"model has ids up to {self.vocab_size - 1}; make it again with the tokenizer of "
                 "[model] tokenizer_path"
             )
-        count, needed = (store.tokens - 1) // self.seq_len, held_out + self.trained
+        count, needed = count_windows(store, self.seq_len), held_out + self.trained
         if count < needed:
             raise DataError(
                 f"[training] seq_len = {self.seq_len}: {name} has {store.tokens} tokens, which "
@@ -204,25 +209,23 @@ class TrainingBatches:
 class ValidationBatches:
     """Iterable over the batches that a data-parallel rank validates on.
 
-    All ranks together read the first `steps * local_batch_size` held-out samples, the same ones at
-    each validation and on any number of ranks."""
+    All ranks together read the first `samples` held-out samples, the same ones at each validation
+    and on any number of ranks."""
 
     corpus: Corpus
     local_batch_size: int
-    steps: int
+    samples: int
     dp_rank: int
     dp_degree: int
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield tokens and labels, int64 [B, S], equally many on all ranks: forwards are
-        collective. A rank with a smaller share gets a last batch with only IGNORED_LABEL."""
-        for first in range(0, self.steps, self.dp_degree):
-            microbatch = first + self.dp_rank
-            sample = microbatch % self.steps * self.local_batch_size
-            samples = sample + np.arange(self.local_batch_size)
-            tokens, labels = self.corpus.batch(samples, held_out=True)
-            if microbatch >= self.steps:
-                labels = torch.full_like(labels, IGNORED_LABEL)
+        collective. Where the last batches lack samples, they repeat some with IGNORED_LABEL."""
+        batch = np.arange(self.local_batch_size)
+        for first in range(0, self.samples, self.dp_degree * self.local_batch_size):
+            samples = first + self.dp_rank * self.local_batch_size + batch
+            tokens, labels = self.corpus.batch(samples % self.samples, held_out=True)
+            labels[torch.from_numpy(samples >= self.samples)] = IGNORED_LABEL
             yield tokens, labels
 
 

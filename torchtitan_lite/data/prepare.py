@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -64,17 +65,19 @@ def make_store(
     tokenizer: Tokenizer,
     *,
     skip_bad: int = 0,
+    max_tokens: int | None = None,
     workers: int | None = None,
     replace_damaged: bool = False,
 ) -> TokenStore:
     """Open the store of `source` in `folder`. Make it if it is missing, finish it if it is partial.
 
-    Up to `skip_bad` rows that are not valid documents are skipped and counted. `workers` defaults
+    Up to `skip_bad` rows that are not valid documents are skipped and counted. The store ends with
+    the document that reaches `max_tokens`, or with the source. `workers` defaults
     to one per core. With `replace_damaged` a damaged store is rebuilt. Raises DataError for more
     bad rows, text that changes, no documents, or a folder that is no store; OSError."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
-    recipe, started = _recipe(source, tokenizer), time.monotonic()
+    recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
 
     # Only one process makes a store; the others wait and then find it.
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +96,8 @@ def make_store(
                 remove_folder(folder)
 
         # A new store gets its final name when it is complete.
-        unfinished = UnfinishedStore(folder.with_name(folder.name + ".partial"), recipe, skip_bad)
+        partial = folder.with_name(folder.name + ".partial")
+        unfinished = UnfinishedStore(partial, recipe, skip_bad, max_tokens)
         unfinished.finish(source, tokenizer, workers or len(usable_cores()))
         unfinished.folder.rename(folder)
         fsync_folder(folder.parent)
@@ -106,12 +110,13 @@ def make_store(
     return store
 
 
-def _recipe(source: Source, tokenizer: Tokenizer) -> StoreRecipe:
+def _recipe(source: Source, tokenizer: Tokenizer, max_tokens: int | None) -> StoreRecipe:
     """Describe the inputs of a store. Escape names, since JSON cannot hold invalid Unicode."""
+    limit = "" if max_tokens is None else f" up to {max_tokens} tokens"
     return StoreRecipe(
         format=FORMAT,
         source=source.name.encode(errors="backslashreplace").decode(),
-        source_fingerprint=source.fingerprint,
+        source_fingerprint=source.fingerprint + limit,
         tokenizer=tokenizer.name.encode(errors="backslashreplace").decode(),
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
@@ -155,7 +160,9 @@ def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_ba
 class UnfinishedStore:
     """A store that grows in `folder`, one shard per chunk of its source."""
 
-    def __init__(self, folder: Path, recipe: StoreRecipe, skip_bad: int) -> None:
+    def __init__(
+        self, folder: Path, recipe: StoreRecipe, skip_bad: int, max_tokens: int | None
+    ) -> None:
         folder.mkdir(exist_ok=True)
         names = [path.name for path in folder.iterdir()]
         if foreign := [name for name in names if not OWN_FILES.fullmatch(name)]:
@@ -164,6 +171,7 @@ class UnfinishedStore:
                 f"{min(foreign)}; remove it"
             )
         self.folder, self.recipe, self.skip_bad = folder, recipe, skip_bad
+        self.max_tokens = max_tokens or sys.maxsize
         self.shards: list[StoreManifest] = []
         """Manifests of the finished shards."""
         self.tokens = 0  # written by this process
@@ -229,8 +237,12 @@ class UnfinishedStore:
             workers=workers,
         )
         with closing(batches), self._reporting(source.name, chunk_count):
-            while len(self.shards) < chunk_count:
-                self.shards.append(self._write_shard(batches))
+            while len(self.shards) < chunk_count and (room := self._room()) > 0:
+                self.shards.append(self._write_shard(batches, room))
+
+    def _room(self) -> int:
+        """Return how many tokens the store may still grow by."""
+        return self.max_tokens - sum(shard.tokens for shard in self.shards)
 
     @contextmanager
     def _reporting(self, name: str, chunk_count: int) -> Iterator[None]:
@@ -253,8 +265,11 @@ class UnfinishedStore:
             ended.set()
             thread.join()
 
-    def _write_shard(self, batches: Iterator[tuple[list[TextRow], EncodedBatch]]) -> StoreManifest:
-        """Write the batches of a chunk, then the manifest, which marks the shard as finished.
+    def _write_shard(
+        self, batches: Iterator[tuple[list[TextRow], EncodedBatch]], room: int
+    ) -> StoreManifest:
+        """Write the batches of a chunk, up to the document that reaches `room` tokens, then the
+        manifest, which marks the shard as finished.
 
         Raises DataError at the first bad row beyond `skip_bad`."""
         number = len(self.shards)
@@ -266,17 +281,21 @@ class UnfinishedStore:
             for rows, batch in batches:
                 skipped_rows += len(batch.bad_rows)
                 self._report_bad(batch.bad_rows)
-                places = tokens + np.cumsum(batch.lengths) - batch.lengths
-                parts = (batch.ids, places.astype(START_DTYPES[FORMAT]))
+                ends = tokens + np.cumsum(batch.lengths)
+                kept = int(np.searchsorted(ends, room)) + 1  # documents, or more than there are
+                lengths = batch.lengths[:kept]
+                kept_ids = batch.ids[: lengths.sum()]
+                places = ends[:kept] - lengths
+                parts = (kept_ids, places.astype(START_DTYPES[FORMAT]))
                 for file, digest, part in zip((ids, starts), digests, parts, strict=True):
                     file.write(part.data)
                     digest.update(part.data)
 
-                tokens += len(batch.ids)
-                documents += len(batch.lengths)
-                max_token_id = max(max_token_id, int(batch.ids.max(initial=0)))
-                self.tokens += len(batch.ids)
-                if not rows:  # the end of the chunk
+                tokens += len(kept_ids)
+                documents += len(lengths)
+                max_token_id = max(max_token_id, int(kept_ids.max(initial=0)))
+                self.tokens += len(kept_ids)
+                if not rows or tokens >= room:  # the end of the chunk, or of the store
                     break
             for file in (ids, starts):
                 file.flush()

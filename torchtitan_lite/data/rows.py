@@ -20,6 +20,8 @@ from typing import BinaryIO, Literal, NamedTuple
 from torchtitan_lite.errors import DataError
 
 RowFormat = Literal["text", "jsonl"]
+JSON_ENDINGS = (".json", ".json.gz", ".json.zst")
+"""Hugging Face calls files of JSON lines so."""
 JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MAX_ROW_BYTES = 2**24
 """Longer rows are bad."""
@@ -149,7 +151,8 @@ def read_text_span(span: Span) -> Iterator[TextRow]:
 
     Byte order marks at the start of a file and of .jsonl rows are dropped. Raises DataError."""
     path, begin, line = span.path, span.begin, 1
-    form: RowFormat = "jsonl" if path.name.lower().endswith(JSONL_ENDINGS) else "text"
+    is_jsonl = path.name.lower().endswith(JSONL_ENDINGS + JSON_ENDINGS)
+    form: RowFormat = "jsonl" if is_jsonl else "text"
     with reading(path, OSError, EOFError, zlib.error), path.open("rb") as file:
         for part in _parts(_decompressed(file, span)):
             if not part:

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -23,6 +23,7 @@ from torchtitan_lite.logger import logger
 
 from .datasets import DATASETS, NamedDataset
 from .rows import (
+    JSON_ENDINGS,
     JSONL_ENDINGS,
     MAX_ROW_BYTES,
     TOO_LONG,
@@ -45,7 +46,7 @@ BEGINNINGS = {
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
     PARQUET_ENDING: b"PAR1",
 }
-KINDS = ".txt .md .rst .py .jsonl (each also with .gz or .zst) or .parquet"
+KINDS = ".txt .md .rst .py .jsonl .json (each also with .gz or .zst) or .parquet"
 HF_PREFIX = "hf:"
 CHUNK_BYTES = 2**26
 BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be long
@@ -97,10 +98,14 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
     root = Path(dataset.path).expanduser()
     if not root.exists():
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
-    if not root.is_dir() and not (root.is_file() and root.name.lower().endswith(ENDINGS)):
+    is_readable = root.is_file() and root.name.lower().endswith(ENDINGS + JSON_ENDINGS)
+    if not root.is_dir() and not is_readable:
         raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
     if root.is_dir() and dataset.endings is None:
-        _report_others(root)
+        # Beside other text, .json files are settings; alone, they are the text.
+        endings = ENDINGS if next(_files(root, dataset), None) else JSON_ENDINGS
+        dataset = replace(dataset, endings=endings)
+        _report_others(root, endings)
     return Source(name, parser, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
@@ -135,10 +140,10 @@ def _files(
             yield path
 
 
-def _report_others(folder: Path) -> None:
+def _report_others(folder: Path, read: tuple[str, ...]) -> None:
     """Log how many files of a folder are not read, by ending."""
     names = (name for _, _, names in os.walk(folder) for name in names)
-    others = (name for name in names if not name.lower().endswith(ENDINGS))
+    others = (name for name in names if not name.lower().endswith(read))
     endings = Counter(match[0] for name in others if (match := ENDING.search(name)))
     counts = ", ".join(f"{count:,} {end or 'without one'}" for end, count in endings.most_common(9))
     if counts:
@@ -227,7 +232,11 @@ def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
             dataset, state = table.to_iterable_dataset(pieces), table._fingerprint
         else:
             path = str(folder) if folder.exists() else name
-            builder = datasets.load_dataset_builder(path, row.hf_name)
+            try:
+                builder = datasets.load_dataset_builder(path, row.hf_name)
+            except ConnectionError as error:
+                fix = "check the network, or name a downloaded copy in HF_HOME: hf:FOLDER"
+                raise DataError(f"{row.path}: {error}; {fix}") from error
             dataset = builder.as_streaming_dataset(split=split)
             state = f"{builder.hash} {builder.config_id}"
 

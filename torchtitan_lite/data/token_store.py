@@ -121,8 +121,8 @@ def documents_file(shard: int) -> str:
 
 
 def is_store(path: Path) -> bool:
-    """Return whether a path is a folder with a manifest."""
-    return (path / MANIFEST_FILE).is_file()
+    """Return whether a path is a folder with a manifest, or with something in its place."""
+    return os.path.lexists(path / MANIFEST_FILE)
 
 
 def write_manifest(path: Path, manifest: StoreManifest) -> None:

@@ -65,7 +65,8 @@ class Tokenizer:
                 vocabulary = read_vocabulary(content, self.path.parent)
         except OSError as error:
             raise DataError(
-                f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder"
+                f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder, "
+                'or "" for the included one'
             ) from error
         except ModuleNotFoundError as error:
             raise DataError(

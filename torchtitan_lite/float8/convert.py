@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
-from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.torchao_types import is_float8_linear
 
 from .selection import LinearChoice
@@ -53,7 +52,7 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def convert_linears(
-    model: Transformer, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool
+    model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool
 ) -> None:
     """Swap the chosen linears of `model`, which is on meta, in place.
 
@@ -74,7 +73,6 @@ def convert_linears(
         convert_to_float8_training(
             model, config=settings, module_filter_fn=lambda module, name: name in chosen
         )
-        model.tie_weights()  # the embedding cannot read a weight that is gathered in float8
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"

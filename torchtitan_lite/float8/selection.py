@@ -108,7 +108,7 @@ def _apply_filters(
     last_parts = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
     errors = [
         f"[float8] filter_fqns holds {pattern!r}, which matches no linear; use parts of the names "
-        f"{last_parts}, or layers.0 and the like."
+        f'{last_parts}, layers.0 and the like, or "auto" for what float8 would slow down.'
         for pattern in patterns
         if not any(matches(pattern, name) for name in linears)
     ]

@@ -118,7 +118,7 @@ class MetricsProcessor:
         start_tokens: int,
     ) -> None:
         """`start_tokens` is the number of tokens trained on before this process, 0 in a new run.
-        Only the main rank has writers."""
+        Only ranks that write metrics have writers."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
         self.skips = Skips()

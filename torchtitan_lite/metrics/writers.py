@@ -35,40 +35,42 @@ def build_writers(
     metrics: MetricsConfig,
     *,
     dump_folder: Path,
+    rank: int,
     total_steps: int,
     resume_step: int,
     config_toml: str,
     hparams: Mapping[str, bool | float | str],
     numerics: bool,
 ) -> list[Writer]:
-    """Open rank 0's writers, to continue after `resume_step` (0: a new run).
+    """Open a rank's writers, to continue after `resume_step` (0: a new run).
 
     `hparams` are the values by which runs are compared; each run has the same names. `numerics`
     says whether casts to float8 are measured. Raises ConfigError if wandb cannot start, or if a
     writer needs a file where there is a folder, or the reverse.
     """
     lines, casts = dump_folder / "metrics.jsonl", dump_folder / "numerics.jsonl"
-    tb = dump_folder / metrics.save_tb_folder
+    tb, wandb = dump_folder / metrics.save_tb_folder, dump_folder / "wandb"
     kinds = {lines: "file", casts: "file"}
-    if metrics.enable_tensorboard:
-        kinds[tb] = "folder"
-    if metrics.enable_wandb:
-        kinds[dump_folder / "wandb"] = "folder"
+    kinds |= {tb: "folder"} if metrics.enable_tensorboard else {}
+    kinds |= {wandb: "folder"} if metrics.enable_wandb else {}
     for path, kind in kinds.items():
         _check_kind(path, kind)
 
-    color = wants_color(disabled=metrics.disable_color_printing)
-    writers: list[Writer] = [
-        ConsoleWriter(total_steps=total_steps, color=color),
-        JsonlWriter(lines, resume_step=resume_step),
-    ]
-    # An existing file is cut at the resumed step, even if this run measures nothing.
-    if numerics or casts.exists():
-        writers.append(JsonlWriter(casts, resume_step=resume_step, numerics=True))
+    writers: list[Writer] = []
+    if rank == 0:
+        color = wants_color(disabled=metrics.disable_color_printing)
+        writers.append(ConsoleWriter(total_steps=total_steps, color=color))
+        writers.append(JsonlWriter(lines, resume_step=resume_step))
+        # An existing file is cut at the resumed step, even if this run measures nothing.
+        if numerics or casts.exists():
+            writers.append(JsonlWriter(casts, resume_step=resume_step, numerics=True))
+
+    # Curves, of each rank in a folder of its own or of rank 0 alone.
+    own = f"rank_{rank}" if metrics.save_for_all_ranks else ""
     if metrics.enable_tensorboard:
         with _left_out_if_broken(TensorBoardWriter.spare):
             tensorboard = TensorBoardWriter(
-                tb,
+                tb / own,
                 resume_step=resume_step,
                 config_toml=config_toml,
                 hparams=hparams,
@@ -77,7 +79,8 @@ def build_writers(
             writers.append(tensorboard)
     if metrics.enable_wandb:
         with _left_out_if_broken(WandbWriter.spare):
-            writers.append(WandbWriter(dump_folder, config_toml=config_toml, hparams=hparams))
+            folder = wandb / own if own else dump_folder
+            writers.append(WandbWriter(folder, config_toml=config_toml, hparams=hparams))
     return writers
 
 
@@ -228,7 +231,7 @@ def check_wandb_installed(metrics: MetricsConfig) -> None:
 
 
 class WandbWriter(Writer):
-    """The wandb run of a run folder. A resumed run continues it.
+    """The wandb run of a run folder, or of a rank's folder in it. A resumed run continues it.
 
     Metrics have the same names as in metrics.jsonl. If steps are trained again after a crash, wandb
     keeps the first values and drops the new ones.
@@ -243,7 +246,7 @@ class WandbWriter(Writer):
         import wandb  # slow, and optional
 
         id_file = dump_folder / "wandb" / "run_id"
-        id_file.parent.mkdir(exist_ok=True)
+        id_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),

@@ -1,4 +1,4 @@
-"""Llama 3 as Hugging Face's transformers store it: parameter names, order of rows, config.json.
+"""Llama as Hugging Face's transformers store it: parameter names, order of rows, config.json.
 
 Both models compute the same function. RoPE rotates pairs of dimensions of a head: neighbours here,
 as in Meta's checkpoints, and dimensions j and j + Q/2 in transformers. So the rows of wq and wk,
@@ -8,6 +8,7 @@ Shapes: H heads or key-value heads, Q head_dim, D dim.
 """
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,27 +36,28 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
 }
-_ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
-_ROPE_LENGTH = "original_max_position_embeddings"
 _FIXED = {
     "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "tie_word_embeddings": False,
 }
 """Keys of config.json with the only value that this model implements."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Hugging Face's names of the embedding, and of the output, which a tied model does not store."""
 
 
-def hf_names(n_layers: int, *, prefix: str = "") -> dict[str, str]:
+def hf_names(args: ModelArgs, *, prefix: str = "") -> dict[str, str]:
     """Return Hugging Face's name of each parameter by `prefix` and ours, in the order of the
-    forward pass."""
-    modules = {"tok_embeddings": "model.embed_tokens"}
-    for i in range(n_layers):
+    forward pass. A tied output has no name."""
+    names = {"tok_embeddings.weight": EMBEDDING}
+    for i in range(args.n_layers):
         for ours, theirs in _BLOCK_NAMES.items():
-            modules[f"layers.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
-    modules |= {"norm": "model.norm", "output": "lm_head"}
-    return {f"{prefix}{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
+            names[f"layers.{i}.{ours}.weight"] = f"model.layers.{i}.{theirs}.weight"
+    names["norm.weight"] = "model.norm.weight"
+    if not args.tie_embeddings:
+        names["output.weight"] = HEAD
+    return {f"{prefix}{ours}": theirs for ours, theirs in names.items()}
 
 
 def to_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
@@ -80,21 +82,19 @@ def _rotated_heads(name: str, args: ModelArgs) -> int | None:
 def hf_config(
     args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id: int | None
 ) -> dict[str, Any]:
-    """Return the config.json of a model, in the form that transformers 4 and 5 read. An id of None
-    means that the model has no such token."""
-    scaling = args.rope_scaling
+    """Return the config.json of a model, with RoPE as transformers 4 reads it and as 5 does. An id
+    of None means that the model has no such token."""
+    scaling = args.rope_scaling and {"rope_type": "llama3", **asdict(args.rope_scaling)}
+    rope = scaling or {"rope_type": "default"}
     return _FIXED | {
         "architectures": ["LlamaForCausalLM"],
         **{theirs: getattr(args, ours) for ours, theirs in _SIZES.items()},
         "head_dim": args.head_dim,
         "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            **{key: getattr(scaling, key) for key in _ROPE_FACTORS},
-            _ROPE_LENGTH: scaling.original_max_position_embeddings,
-        },
+        "rope_scaling": scaling,
+        "rope_parameters": {**rope, "rope_theta": args.rope_theta},
+        "tie_word_embeddings": args.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -109,30 +109,41 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
         value = config.get(key, None if key == "model_type" else fixed)
         _require(value == fixed, key, value, f"this model has only {json.dumps(fixed)}")
 
+    tied = config.get("tie_word_embeddings", False)
+    _require(isinstance(tied, bool), "tie_word_embeddings", tied, "must be true or false")
+
     config = {"num_key_value_heads": config.get("num_attention_heads")} | config
     sizes = {ours: _positive(config, theirs, whole=True) for ours, theirs in _SIZES.items()}
     dim, heads, kv_heads = sizes["dim"], sizes["n_heads"], sizes["n_kv_heads"]
     head_dim = config.get("head_dim") or dim // heads
     rule = f"this model has hidden_size / num_attention_heads = {dim} / {heads}"
     _require(head_dim * heads == dim, "head_dim", head_dim, rule)
+    _require(head_dim % 2 == 0, "head_dim", head_dim, "RoPE rotates pairs; it must be even")
     rule = f"does not divide num_attention_heads = {heads}"
     _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, rule)
 
+    # Of both spellings, transformers prefers the older one too.
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     rule = 'this model has only "default" and "llama3"'
     _require(kind in ("default", "llama3"), "rope_type", kind, rule)
     scaling = None
     if kind == "llama3":
-        factors = {key: _positive(rope, key) for key in _ROPE_FACTORS}
-        length = _positive(rope, _ROPE_LENGTH, whole=True)
-        scaling = RopeScaling(**factors, original_max_position_embeddings=length)
+        scaling = RopeScaling(
+            **{
+                key: _positive(rope, key, whole=isinstance(default, int))
+                for key, default in asdict(RopeScaling()).items()
+            }
+        )
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        _require(high > low, "high_freq_factor", high, f"must be above low_freq_factor = {low}")
     return ModelArgs(
         **sizes,
         rope_theta=_positive(rope, "rope_theta"),
         rope_scaling=scaling,
         norm_eps=_positive(config, "rms_norm_eps"),
+        tie_embeddings=tied,
     )
 
 

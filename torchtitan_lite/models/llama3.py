@@ -1,4 +1,4 @@
-"""Llama 3 as published by Meta.
+"""Llama as published by Meta, from Llama 2 to Llama 3.2.
 
 RMSNorm, grouped-query attention, rotary position embeddings, SwiGLU, and an output projection whose
 weight can be the embedding's, as in Llama 3.2 1B and 3B.
@@ -10,7 +10,7 @@ Under tensor parallelism H, K and F are this rank's share.
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         if self.args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+    def _apply(self, *args: Any, **kwargs: Any) -> "Transformer":
         # `to_empty` replaces each parameter of each module.
         super()._apply(*args, **kwargs)
         self.tie_weights()
@@ -237,6 +237,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return logits [B, S, V] for the token after each of `tokens` [B, S]; with a `head`, its
         result, see `Output`."""
+        tied = self.output.weight is self.tok_embeddings.weight
+        assert tied == self.args.tie_embeddings, "something has replaced parameters"
         seq_len = tokens.shape[1]
         cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None  # [S, Q/2]
 

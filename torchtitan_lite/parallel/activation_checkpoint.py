@@ -50,8 +50,9 @@ def recomputed_modules(
     """Return the names of the linears and `attention` modules whose forward runs again in backward.
 
     `model` is not checkpointed yet. A block is recomputed up to the last tensor that its backward
-    pass needs, the input of w2; w2 runs again only if it is an eager float8 linear, which saves its
-    input after its matmul. Attention that is not fused has no operator whose output can be kept."""
+    pass needs, the input of w2. Eager, w2 runs again without early_stop, or as a float8 linear,
+    which saves its input after its matmul. Attention that is not fused has no operator whose output
+    can be kept."""
     layers, linears = model.get_submodule("layers"), list(BLOCK_LINEARS)
     names = []
     for i in ac.checkpointed_layers(len(list(layers.children()))):
@@ -59,7 +60,8 @@ def recomputed_modules(
             parts = [*linears[1::2], *([] if fused_attention else ["attention"])]
         else:
             w2_in_float8 = type(layers.get_submodule(f"{i}.{linears[-1]}")) is not nn.Linear
-            kept = linears[-1:] if compiled or not w2_in_float8 else []
+            stops_before_w2 = ac.early_stop and not w2_in_float8
+            kept = linears[-1:] if compiled or stops_before_w2 else []
             parts = [*(linear for linear in linears if linear not in kept), "attention"]
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)
@@ -72,4 +74,6 @@ def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointCon
     layers = model.get_submodule("layers")
     assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"
     for i in ac.checkpointed_layers(len(layers)):
-        layers[i] = checkpoint_wrapper(layers[i], preserve_rng_state=False, **contexts)
+        layers[i] = checkpoint_wrapper(
+            layers[i], preserve_rng_state=False, early_stop=ac.early_stop, **contexts
+        )

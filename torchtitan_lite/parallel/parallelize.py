@@ -91,8 +91,9 @@ def apply_fsdp(
     """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate.
 
     FSDP gathers the embedding, each block, and the last norm with the output projection as a group
-    each; tied embeddings, the last norm and the output as one. `reshard_after_forward`: "always" and "never" free all groups, or none, after their
-    forward. "default" keeps the last block and the last norm with the output: backward needs them
+    each; if the embedding's weight is the output's, it is in the last group, which is gathered
+    before the first block. `reshard_after_forward`: "always" and "never" free all groups, or none,
+    after their forward. "default" keeps the last block and the last group: backward needs them
     first, and as the loss computes its gradient in the forward pass, too little would be left of
     the last group's backward to hide the gather of a block behind it."""
     # The floating-point inputs of a block are the residual stream, which already has the compute
@@ -122,8 +123,8 @@ def apply_fsdp(
         shard(block, reshard_after_forward=reshard)
     shard(last_block, reshard_after_forward=reshard_last)
 
-    # The embedding's gradient does not depend on its weights: backward does not gather them. If the
-    # output shares them, the two and the last norm remain for the model's own group.
+    # FSDP forms the last group of what is left when it shards the model: of both ends if they share
+    # a weight. An embedding's gradient does not depend on its weight: backward does not gather it.
     if not model.args.tie_embeddings:
         shard(model.tok_embeddings, reshard_after_forward=reshard)
         cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)

@@ -89,7 +89,6 @@ def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, *, loss_paral
     embedding = _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     plan = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": output}
     parallelize_module(model, tp_mesh, plan)
-
     model.tie_weights()  # both ends split the vocabulary
 
     for block in model.layers:

@@ -18,8 +18,6 @@ from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
-MOMENT_WIDTHS = {"float32": 4, "bfloat16": 2}
-"""Bytes per weight of each of AdamW's moments."""
 RESERVED_RATIO = 1.26
 """Upper bound of reserved memory over the estimated peak. The ratio is 1.18 to 1.26 in eight
 measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. One reason: memory
@@ -67,7 +65,10 @@ class Rank:
         self.accum_steps = job.batch.grad_accum_steps
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
 
-        # Bytes of an element of the compute type, and of a gradient that is being reduced.
+        # Bytes of an element of a weight, of a moment, of the compute type, and of a gradient that
+        # is being reduced.
+        self.weight_width = WIDTHS[config.training.dtype]
+        self.moment_width = WIDTHS[config.optimizer.state_dtype or config.training.dtype]
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
@@ -127,10 +128,10 @@ class Rank:
         return sum(group.gathered for group in [*tied, *self.groups[start:stop]])
 
     def sharded(self, groups: Sequence[Group]) -> int:
-        """Bytes of this rank's float32 shards of the groups' weights."""
+        """Bytes of this rank's shards of the groups' weights."""
         if self.config.training.enable_cpu_offload:
             return 0
-        return FLOAT32 * sum(group.weights for group in groups) // self.degrees.dp_shard
+        return self.weight_width * sum(group.weights for group in groups) // self.degrees.dp_shard
 
     def moment(self, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
@@ -139,12 +140,11 @@ class Rank:
         accumulated = width * sum(group.weights for group in self.groups[:left])
         parameters = self.sharded(self.groups)
         rotary_tables = FLOAT32 * self.model.max_seq_len * self.model.head_dim
-        moment_width = MOMENT_WIDTHS[self.config.optimizer.state_dtype]
         return Moment(
             name,
             parameters,
             gradients=self.sharded(self.groups[left:]) + accumulated,
-            optimizer_states=round(2 * parameters * moment_width / FLOAT32),
+            optimizer_states=2 * parameters * self.moment_width // self.weight_width,
             buffers=rotary_tables + buffers,
             **parts,
         )

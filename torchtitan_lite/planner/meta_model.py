@@ -62,7 +62,7 @@ def build_meta_model(
     """
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
-        model = Transformer(job.model_args)
+        model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
     ac, compiled = config.activation_checkpoint, config.compile.covers("model")
 
     # Which linears train in float8.
@@ -79,6 +79,7 @@ def build_meta_model(
     )
     if float8.enable_float8_linear:
         convert_linears(model, choices, float8=float8, emulate=emulate)
+        model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding
     recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=fused_attention)
 
     # The FLOPs of each precision.

@@ -20,7 +20,7 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
-from .memory import MOMENT_WIDTHS, reserved_bytes
+from .memory import WIDTHS, reserved_bytes
 from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_auto
 from .roofline import Prediction, Roofline
 
@@ -292,9 +292,10 @@ def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> di
     tokens_per_step = job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * job.degrees.world_size
     run_tokens = training.steps * tokens_per_step
-    # A checkpoint holds each weight in float32 and its two moments.
-    moment_width = MOMENT_WIDTHS[job.config.optimizer.state_dtype]
-    checkpoint_bytes = round((4 + 2 * moment_width) * meta.parameters)
+    # A checkpoint holds each weight and its two moments.
+    dtype = training.dtype
+    moment_width = WIDTHS[job.config.optimizer.state_dtype or dtype]
+    checkpoint_bytes = (WIDTHS[dtype] + 2 * moment_width) * meta.parameters
     bound = origin == "predicted" and job.degrees.world_size > 1
     return {
         "origin": origin,

@@ -1,0 +1,128 @@
+"""Weights read from a folder of Hugging Face into a model, by one process. tests/distributed reads
+them into shards."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from sample_llamas import ARGS, FAMILIES, build_hf, logit_difference
+
+from torchtitan_lite.checkpoint.hf_folder import load_hf, model_settings
+from torchtitan_lite.checkpoint.state import model_state
+from torchtitan_lite.config import ModelConfig, resolve_model
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.llama3 import Transformer
+
+TIED = FAMILIES["Llama 3.2"]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def loaded(folder: Path, args: ModelArgs) -> Transformer:
+    model = Transformer(args)
+    load_hf(folder, model_state(model), args)
+    return model
+
+
+@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
+def test_a_loaded_model_computes_transformers_logits(tmp_path: Path, args: ModelArgs) -> None:
+    llama = build_hf(args)
+    llama.save_pretrained(tmp_path, max_shard_size="50KB")
+    # The run's sequence length is none of a model's dimensions.
+    model = loaded(tmp_path, replace(args, max_seq_len=64))
+    assert logit_difference(model, llama) < 1e-5
+    assert (model.output.weight is model.tok_embeddings.weight) is args.tie_embeddings
+
+
+def test_weights_are_converted_to_the_type_of_the_model(tmp_path: Path) -> None:
+    llama = build_hf(ARGS).bfloat16()
+    llama.save_pretrained(tmp_path)
+    model = loaded(tmp_path, ARGS)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert model.norm.weight.equal(llama.model.norm.weight.float())
+
+
+def test_a_folder_is_said_to_be_unverified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_hf(ARGS).save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        loaded(tmp_path, ARGS)
+    assert f"{tmp_path} is a Hugging Face model, which has no hashes" in caplog.text
+
+
+def test_what_a_folder_may_have_too(tmp_path: Path) -> None:
+    """Llama 2's rotary frequencies, and a tied model's embedding a second time."""
+    llama = build_hf(TIED)
+    llama.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load(path.read_bytes())
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    assert logit_difference(loaded(tmp_path, TIED), llama) < 1e-5
+
+    weights["lm_head.weight"][3, 3] += 1
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight -> another"
+    ):
+        loaded(tmp_path, TIED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"n_kv_heads": 4},
+            r"is of another model: n_kv_heads: 2 -> 4\. Set \[model\] flavor = \"\", dim = 64, .*"
+            r"n_kv_heads = 2, .*rope_scaling = \{ factor = 32\.0, .*tie_embeddings = true, or name",
+        ),
+        (
+            {"tie_embeddings": False},
+            r"another model: tie_embeddings: true -> false\. Set \[model\]",
+        ),
+        ({"rope_scaling": None}, r"another model: rope_scaling: \{ factor = 32\.0, .* -> unset\."),
+    ],
+)
+def test_another_model_is_refused_with_the_keys_to_set(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    build_hf(TIED).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path, replace(TIED, **changes))  # type: ignore[arg-type]
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    build_hf(ARGS).save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be imported: "):
+        loaded(tmp_path, ARGS)
+
+
+KNOWN = {name: replace(args, vocab_size=args.vocab_size or 777) for name, args in FLAVORS.items()}
+
+
+@pytest.mark.parametrize("args", [*FAMILIES.values(), *KNOWN.values()], ids=[*FAMILIES, *KNOWN])
+def test_the_keys_of_a_model_give_it_its_dimensions(args: ModelArgs) -> None:
+    settings = model_settings(replace(args, max_seq_len=7))
+    assert replace(resolve_model(ModelConfig(**settings)), max_seq_len=args.max_seq_len) == args
+
+
+def test_a_flavor_is_enough_for_its_dimensions() -> None:
+    assert model_settings(FLAVORS["8B"]) == {"flavor": "8B"}
+    assert model_settings(KNOWN["150M"]) == {"flavor": "150M", "vocab_size": 777}
+    others = asdict(ARGS)
+    del others["max_seq_len"], others["document_bos_id"], others["rope_scaling"]
+    assert model_settings(ARGS) == {"flavor": "", **others}

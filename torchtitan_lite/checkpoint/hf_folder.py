@@ -1,0 +1,189 @@
+"""Read the weights of a Hugging Face model: config.json and safetensors files.
+
+Such a folder has no hashes: names, shapes, data types and sizes are compared, and flipped bits go
+unnoticed. Weights are mapped into memory one at a time, and nothing in the folder can run code.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.collectives import on_all_ranks
+from torchtitan_lite.config.keys import show
+from torchtitan_lite.documents import read_json_object, regular_size
+from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.logger import logger
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.models.hf_llama import EMBEDDING, HEAD, from_hf, hf_names, model_args
+from torchtitan_lite.models.init import local_offset
+from torchtitan_lite.models.llama3 import Transformer
+
+from .compare import changes, check_model, listed
+from .manifest import TensorEntry
+from .state import entries
+
+PREFIX = "model."
+"""Prefix of the names of weights in a checkpoint."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+"""Name in safetensors files, and bytes, of each data type of weights."""
+ROPE_BUFFER = ".rotary_emb.inv_freq"
+"""Suffix of the names of buffers in Llama 2's files; their values follow from config.json."""
+
+
+def load_hf(
+    folder: Path,
+    state: dict[str, Tensor],
+    args: ModelArgs,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read the weights of a Hugging Face model into those of `state`, sharded or not, of any data
+    type. Each rank reads its own part of each weight.
+
+    Collective. Raises, on all ranks, CheckpointError if the folder is damaged or of another model
+    than `args`, and ConfigError if safetensors is not installed."""
+
+    def load() -> None:
+        reader = HfReader(folder)
+        fix = f"Set [model] {show_keys(model_settings(reader.args))}"
+        check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
+        for name in reader.entries:
+            reader.read_into(name, state[name])
+
+    on_all_ranks(load, group=group)
+    logger.info(f"{folder} is a Hugging Face model, which has no hashes: its values are unverified")
+
+
+class HfReader:
+    """Reader of a Hugging Face model's weights, by their names in a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compare the headers of all files with config.json. Raises CheckpointError if they differ,
+        or if a file is missing or damaged; ConfigError if safetensors is not installed."""
+        try:
+            from safetensors import safe_open  # only the [hf] extra installs it
+        except ImportError as error:
+            fix = 'pip install "torchtitan-lite[hf]"'
+            raise ConfigError(f"the package safetensors is not installed; {fix}.") from error
+        with hf_errors(folder / "config.json"):
+            self.args = model_args(read_json_object(folder / "config.json"))
+
+        # The weights in the headers of the files.
+        self._open, self._files = partial(safe_open, framework="pt"), dict[str, Path]()
+        found: dict[str, TensorEntry] = {}
+        for path in weight_files(folder):
+            with hf_errors(path):
+                regular_size(path)  # safe_open would wait for a pipe
+                with self._open(path) as file:
+                    headers = {name: file.get_tensor(name) for name in list(file.keys())}
+            found |= entries({n: each for n, each in headers.items() if ROPE_BUFFER not in n})
+            self._files |= dict.fromkeys(headers, path)
+
+        # The same as in a model of config.json.
+        head = found.pop(HEAD, None) if self.args.tie_embeddings else None
+        with hf_errors(folder / "config.json"):
+            shapes = weight_shapes(self.args, most_layers=len(found))
+        self._names = hf_names(self.args, prefix=PREFIX)
+        problems = changes(
+            {theirs: shapes[ours] for ours, theirs in self._names.items()},
+            {name: entry.shape for name, entry in found.items()},
+            absent="missing",
+        )
+        problems += [
+            f"{name}: one of {', '.join(DTYPES)} -> {entry.dtype}"
+            for name, entry in found.items()
+            if entry.dtype not in DTYPES
+        ]
+        if head is not None and not problems:
+            same = head == found[EMBEDDING] and self._map(HEAD).equal(self._map(EMBEDDING))
+            problems += [] if same else [f"{HEAD}: tied to {EMBEDDING} -> another"]
+        if problems:
+            raise CheckpointError(
+                f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
+            )
+        self.entries = {ours: found[theirs] for ours, theirs in self._names.items()}
+
+    def _map(self, name: str) -> Tensor:
+        # Each call maps the file for this tensor alone, so that its memory ends with it.
+        with hf_errors(self._files[name]), self._open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight, mapped into memory unless its rows are permuted."""
+        return from_hf(name, self._map(self._names[name]), self.args)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copy this rank's part of a weight into `target`, sharded or not, of any data type."""
+        local, start = target, [0] * target.ndim
+        if isinstance(target, DTensor):
+            local, start = target.to_local(), local_offset(target)
+        rows, *columns = (slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
+        all_rows = (slice(None), *columns)
+        weight = self._map(self._names[name])[all_rows]
+        # Each of our rows of wq and wk is another one there.
+        here = torch.arange(len(weight))
+        there = from_hf(name, here, self.args)
+        local.copy_(weight[rows if there is here else there[rows]])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a Hugging Face model: one, or those that its index names."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    with hf_errors(folder / INDEX):
+        files = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
+        if paths := [file for file in files if Path(file).name != file]:
+            raise ValueError(f"{paths[0]} is not a file's name")
+    return [folder / file for file in files]
+
+
+def weight_shapes(args: ModelArgs, *, most_layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a model by its name in a checkpoint. Raises ValueError for
+    more layers, which would take much memory on the meta device too."""
+    if args.n_layers > most_layers:
+        raise ValueError(f"n_layers is {args.n_layers}, and there are {most_layers} weights")
+    with torch.device("meta"):
+        weights = Transformer(args).named_parameters()
+    return {PREFIX + name: tuple(weight.shape) for name, weight in weights}
+
+
+def model_settings(args: ModelArgs) -> dict[str, Any]:
+    """Return the keys of [model] with which a run has the dimensions `args`: a flavor, or all."""
+    for flavor, dimensions in FLAVORS.items():
+        # Some flavors leave the vocabulary to the tokenizer, and all leave the length to the run.
+        left: dict[str, Any] = {} if dimensions.vocab_size else {"vocab_size": args.vocab_size}
+        if replace(dimensions, max_seq_len=args.max_seq_len, **left) == args:
+            return {"flavor": flavor, **left}
+    keys = {key: value for key, value in asdict(args).items() if value is not None}
+    del keys["max_seq_len"]  # the run's
+    return {"flavor": "", **keys}
+
+
+def show_keys(settings: dict[str, Any]) -> str:
+    """Format keys of a table for a message."""
+    return ", ".join(f"{key} = {show(value)}" for key, value in settings.items())
+
+
+@contextmanager
+def hf_errors(path: Path) -> Iterator[None]:
+    """Turn an error in reading a file of a Hugging Face model into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}; name the folder of a complete"
+        raise CheckpointError(f"{path} {problem} Hugging Face model.") from error
+    except Exception as error:  # a malformed file can raise any
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{path} cannot be imported: {reason}; use a Llama 2, 3, 3.1 or 3.2 model, or if the "
+            "file is damaged, download it again."
+        ) from error

@@ -1,0 +1,143 @@
+"""Which checkpoint a run goes on from, after checking its files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.config import CheckpointConfig
+from torchtitan_lite.config.keys import show
+from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.logger import logger
+
+from . import folders
+from .manifest import BrokenCheckpoint, CheckpointManifest, TrainingProgress, broken_files
+from .reading import SafeReader
+
+DISK_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for the one with the slowest disk."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from, whose files verify."""
+
+    path: Path
+    manifest: CheckpointManifest
+    excluded: Sequence[str] = ()
+    """Names in exclude_from_loading of what is not loaded."""
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """Counters that the run continues from."""
+        return self.manifest.progress.without(self.excluded)
+
+
+def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
+    """Return the checkpoint to go on from, or None for a run that starts at step 1.
+
+    That is the newest in `folder` that verifies, or load_step's; broken ones are logged. Without
+    one it is initial_load_path's, if all of its state is to be loaded. Collective. Raises
+    CheckpointError if load_step's is missing or broken, if all are broken, or for one that cannot
+    be resumed; StorageError if the disk fails."""
+    if not checkpoint.enable:
+        return None
+    if (own := _find_own(checkpoint, folder=folder)) is not None:
+        return own
+    if checkpoint.initial_load_path is None or checkpoint.initial_load_model_only:
+        return None
+
+    path = Path(checkpoint.initial_load_path)
+    kind = on_rank0(lambda: folders.find_kind(path))
+    manifest = verify(path, hashes=checkpoint.verify_hashes) if kind == "torchtitan_lite" else None
+    if manifest is None or manifest.has_weights_only:
+        raise CheckpointError(
+            f"[checkpoint] initial_load_model_only = false: {path}, of {kind}, has nothing but "
+            "weights that can be loaded; set it to true."
+        )
+    return Resume(path, manifest, checkpoint.exclude_from_loading)
+
+
+def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
+    """Return the checkpoint in the run's own `folder` to resume, or None. Raises as find_resume."""
+    if checkpoint.load_step == 0:
+        return None
+    wanted = f"[checkpoint] load_step = {checkpoint.load_step}"
+    there = on_rank0(lambda: folders.named_steps(folder))
+    names = ", ".join(map(str, there)) or "none"
+    if checkpoint.load_step not in (-1, *there):
+        raise CheckpointError(
+            f"{wanted}: {folder} has no checkpoint of that step (it has: {names}); use one of "
+            "these, or -1 for the newest."
+        )
+
+    steps = there if checkpoint.load_step == -1 else [checkpoint.load_step]
+    reason = None
+    for step in reversed(steps):
+        path = folders.step_folder(folder, step)
+        try:
+            manifest = verify(path, hashes=checkpoint.verify_hashes)
+        except BrokenCheckpoint as broken:
+            reason = str(broken)
+            logger.info(reason)
+            continue
+        if manifest.has_weights_only:
+            others = ", ".join(str(other) for other in there if other != step) or "none"
+            raise CheckpointError(
+                f"{wanted}: {path} has only weights, as its run had last_save_model_only = true, "
+                f"and cannot be resumed. Set load_step to an earlier step (there are: {others}), "
+                f'or in another [job] dump_folder start a run with initial_load_path = "{path}".'
+            )
+        return Resume(path, manifest, _excluded(checkpoint, manifest, path=path))
+    if reason is None:
+        return None
+    raise CheckpointError(
+        f"{wanted}: {reason.rstrip('.')}. None of the {len(steps)} checkpoints that may be loaded "
+        f"verifies; {folder} has the steps {names}: name another, or set load_step = 0 for a new "
+        "run."
+    )
+
+
+def _excluded(
+    checkpoint: CheckpointConfig, manifest: CheckpointManifest, *, path: Path
+) -> Sequence[str]:
+    """Return what is not loaded from a checkpoint of the run's own folder. Raises CheckpointError
+    if that includes its steps, because the steps after it have folders there already."""
+    excluded = checkpoint.exclude_from_loading
+    wanted = f"[checkpoint] exclude_from_loading = {show(excluded)}"
+    # Started again with the same keys, a run that has excluded them goes on from its own state.
+    saved = parse_toml(manifest.config.encode()).get("checkpoint", {})
+    if excluded and saved.get("exclude_from_loading") == list(excluded):
+        logger.info(f"{wanted} is ignored: the run that saved {path} had the same")
+        return ()
+    if "train_state" in excluded:
+        raise CheckpointError(
+            f"{wanted}: without train_state the steps begin at 1 again, and {path.parent} has "
+            "checkpoints of these steps; set another [job] dump_folder, with [checkpoint] "
+            f'initial_load_path = "{path}" and initial_load_model_only = false.'
+        )
+    return excluded
+
+
+def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
+    """Return the manifest of the checkpoint at `path` after comparing its files with it.
+
+    All sizes are compared, and the contents of the small files; with `hashes` of all, and each rank
+    reads a share. Collective. Raises BrokenCheckpoint with the path."""
+    group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+    share = (dist.get_rank(), dist.get_world_size())
+    try:
+        with folders.naming(path):
+            manifest = on_rank0(lambda: SafeReader(path).manifest, group=group)
+            found = on_all_ranks(
+                lambda: broken_files(path, manifest.files, hashes=hashes, share=share), group=group
+            )
+            if problems := sum(found, []):
+                raise BrokenCheckpoint(problems[0])
+    finally:
+        dist.destroy_process_group(group)
+    return manifest
