@@ -115,9 +115,7 @@ CASES = {
     ),
     # One matrix for the embedding and the output.
     "tied": Case(TIED),
-    "tied, FSDP, compiled": Case(
-        (*TIED, FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2
-    ),
+    "tied, FSDP, compiled": Case((*TIED, COMPILED), gpus=2),
     "tied, TP": Case((*TIED, TP), gpus=2),
     "CPU offload": Case((*SMALL, "--training.enable_cpu_offload")),
 }

@@ -520,6 +520,19 @@ def test_help(capsys):
     assert "--world-size N" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_output_is_not_gathered_in_float8(tied: bool) -> None:
+    model = ("--model.flavor=1B", f"--model.tie_embeddings={str(tied).lower()}")
+    kept, converted = (
+        plan("llama3_8b_float8", *model, f"--float8.convert_output={value}")
+        for value in ("false", "true")
+    )
+    copies = [
+        each["prediction"]["float8"]["device_parts_s"]["fsdp copies"] for each in (kept, converted)
+    ]
+    assert (copies[0] == copies[1]) is tied
+
+
 def test_output_in_float8_is_planned_like_any_other_linear() -> None:
     kept, converted = (
         plan("llama3_8b_float8", f"--float8.convert_output={value}") for value in ("false", "true")
