@@ -1,8 +1,8 @@
 """Builds the tiny model of matrix.toml with the overrides of each of RUNS, JSON as matrix_worker.py
 takes it, on every process, and tells as a line of JSON, by name, what it is and what it sends:
 `weights` (sha256 of each full weight), `traffic` (of one forward and backward: collective, type,
-elements sent), and `loaded`, the weights after loading the Hugging Face model in the folder "tied" or
-"untied" of the second argument."""
+elements sent), and `loaded`, the weights after loading the Hugging Face model in the folder "tied"
+or "untied" of the second argument."""
 
 import hashlib
 import json

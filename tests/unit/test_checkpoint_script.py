@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,11 +123,18 @@ def test_ctrl_c_ends_a_long_verification(run, tmp_path):
     os.truncate(step / "__0_0.distcp", 2**43)  # sparse: hours to hash
     write_manifest(step, replace(manifest, files=files))
     command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), "verify", str(step)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        reads = Path(f"/proc/{process.pid}/fd")
-        while not any(link.readlink().name == "__0_0.distcp" for link in reads.iterdir()):
-            assert process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "interrupted\n"
+    # The shell of a background job ignores Ctrl-C, and its children would too.
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=default
+    ) as process:
+        try:
+            reads = Path(f"/proc/{process.pid}/fd")
+            while not any(link.readlink().name == "__0_0.distcp" for link in reads.iterdir()):
+                assert process.poll() is None
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60)[1] == "interrupted\n"
+        finally:
+            process.kill()
     assert process.returncode == 130
