@@ -50,8 +50,7 @@ from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
     """Derive the job and its tokenizer, and choose "auto" values for this device. Seed torch.
 
-    A collective call. Raises ConfigError or DataError.
-    """
+    A collective call. Raises ConfigError or DataError."""
     writing_ranks(config.metrics)(lambda: check_wandb_installed(config.metrics))
     set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
@@ -310,8 +309,7 @@ def build_metrics(
 ) -> MetricsProcessor:
     """Build the metrics of a run that continues after `progress`. Rank 0 writes, or all do.
 
-    On CPU all ranks measure their peaks here, at the same time.
-    """
+    On CPU all ranks measure their peaks here, at the same time."""
     # Find the peak of each precision in use. On a float8 GPU find both, to compare runs.
     dist.barrier()
     config = job.config

@@ -19,6 +19,7 @@ FLOAT8 = "--float8.enable_float8_linear"
 GATHERED = "--float8.enable_fsdp_float8_all_gather"
 PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree=2"
+TIED = ("--model.tie_embeddings", "--model.vocab_size=128256")
 SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
 TIED = ("--model.tie_embeddings=true", "--model.vocab_size=128256")
 BLACKWELL = {"FAKE_GPU_MAJOR": "10", "FAKE_GPU_NAME": "NVIDIA B200", "FAKE_GPU_GIB": "178"}
@@ -112,6 +113,10 @@ CASES = {
     "TP, memory budget": Case(
         (TP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH
     ),
+    # One matrix for the embedding and the output.
+    "tied": Case(TIED),
+    "tied, FSDP, compiled": Case((*TIED, COMPILED), gpus=2),
+    "tied, TP": Case((*TIED, TP), gpus=2),
     "CPU offload": Case((*SMALL, "--training.enable_cpu_offload")),
 }
 

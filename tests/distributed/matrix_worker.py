@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 
 from torchtitan_lite.build import prepare_job
-from torchtitan_lite.checkpoint.checkpointer import find_resume
+from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.errors import RunError
 from torchtitan_lite.logger import init_logger, logger

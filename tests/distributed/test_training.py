@@ -56,7 +56,8 @@ def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
 def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
     tmp_path: Path,
 ) -> None:
-    settings = [f"{STEPS}=2", "--validation.enable", "--validation.freq=1", "--validation.steps=3"]
+    settings = [f"{STEPS}=2", "--validation.enable", "--validation.freq=1", "--validation.steps=-1"]
+    settings.append(f"--validation.dataset_path={ROOT}/tests/distributed/text.txt")
     found = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
@@ -90,8 +91,10 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
         f"{STEPS}=2",
         "--profiling.enable_profiling",
         "--profiling.profile_freq=2",
+        "--metrics.save_for_all_ranks",
         processes=2,
     )
+    assert {path.name for path in (folder / "tb").iterdir()} == {"rank_0", "rank_1"}
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "config.toml", "metrics.jsonl", "profile_traces", "status.json", "tb"
     }  # fmt: skip

@@ -193,7 +193,7 @@ def test_torchtitan_gets_the_same_model(flavor: str) -> None:
     assert multiple * -(-int(8 * dimensions["dim"] / 3) // multiple) == multiple
     if flavor == "debugmodel_gqa":
         assert dimensions == {
-            "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "multiple_of": 768,
+            "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 8, "multiple_of": 768,
             "vocab_size": 2256, "norm_eps": 1e-5, "rope_theta": 500000.0,
             "rope_scaling_args": scaling,
         }  # fmt: skip

@@ -194,6 +194,13 @@ def test_validation_on_all_data(opened: list[str]) -> None:
     assert len(trained(validation)) == 2
 
 
+@pytest.mark.parametrize("steps", [-1, 1])
+def test_validation_on_too_little_data_is_refused(steps: int, opened: list[str]) -> None:
+    section = ValidationConfig(enable=True, steps=steps, dataset_path="c")
+    with pytest.raises(DataError, match=r"validation has 161 tokens, which make 0 windows of 200"):
+        data_of(validation=section, seq_len=200)
+
+
 def test_validation_on_other_data_takes_nothing(opened: list[str]) -> None:
     batches, validation = data_of(
         validation=ValidationConfig(enable=True, steps=40, dataset_path="c")

@@ -105,6 +105,26 @@ def test_the_documented_command_prints_the_documented_report() -> None:
     assert [section for section in sections if section not in result.stdout] == []
 
 
+def test_long_sequences() -> None:
+    rows = re.findall(r"^\| ([\d,]+) \| (\d) \| (\w+) \| ([\d.]+) \|$", PLAN, flags=re.MULTILINE)
+    assert len(rows) == 4
+    shares = {8192: plan("llama3_8b_float8")["flops_per_token"]}
+    for tokens, tp, mode, gib in rows:
+        seq_len = int(tokens.replace(",", ""))
+        found = plan(
+            "llama3_8b_float8",
+            f"--training.seq_len={seq_len}",
+            f"--parallelism.tensor_parallel_degree={tp}",
+            f"--activation_checkpoint.mode={mode}",
+        )
+        assert f"{found['memory']['reserved'] / 2**30:.1f}" == gib
+        assert found["memory"]["fits"]
+        shares[seq_len] = found["flops_per_token"]
+    short, middle, long = (flops["attention"] / flops["total"] for flops in shares.values())
+    said = f"they are {short:.0%} of 8B's at 8,192 tokens, {middle:.0%} at 32,768 and {long:.0%} at"
+    assert_said(PLAN, said.replace("%", " %"))
+
+
 def test_the_rooflines_constants() -> None:
     constants = dict(re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", PLAN, flags=re.MULTILINE))
     values = {name: value for name, value in vars(roofline).items() if isinstance(value, float)}

@@ -62,10 +62,10 @@ def resolve(
 @pytest.mark.parametrize(
     ("memory_gib", "mode", "says"),
     [
-        (200, "none", "the cheapest that fits: 97.2 GiB of 200.0"),
-        (80, "selective", "the cheapest that fits: 45.5 GiB of 80.0"),
-        (40, "full", "the cheapest that fits: 16.5 GiB of 40.0"),
-        (10, "full", "and even that may not fit: 16.5 GiB of 10.0"),
+        (200, "none", "the cheapest that fits: 97.3 GiB of 200.0"),
+        (80, "selective", "the cheapest that fits: 45.6 GiB of 80.0"),
+        (40, "full", "the cheapest that fits: 16.6 GiB of 40.0"),
+        (10, "full", "and even that may not fit: 16.6 GiB of 10.0"),
     ],
 )
 def test_auto_checkpointing_is_the_cheapest_that_fits(

@@ -280,25 +280,92 @@ def test_what_does_not_fit_is_planned_anyway_and_what_would_fit_is_named():
     base = ["llama3_8b", "--world-size"]
     found = plan(*base, "1", "--activation_checkpoint.mode=none")
     assert not found["memory"]["fits"] and found["schedule"]["run_days"] > 0
-    layouts = [(each["world_size"], each["activation_checkpoint"]) for each in would_fit(found)]
-    assert layouts == [(4, "none"), (2, "full")]
-    for world_size, mode in layouts:
+    layouts = would_fit(found)
+    assert layouts == [(4, "none", 1), (2, "full", 1)]
+    for world_size, mode, _ in layouts:
         mode_word = f"--activation_checkpoint.mode={mode}"
         assert plan(*base, str(world_size), mode_word)["memory"]["fits"]
         assert not plan(*base, str(world_size // 2), mode_word)["memory"]["fits"]
     report = format_plan(found)
-    assert "does not fit: the device has 80.00\nwould fit: 4 GPUs with activation" in report
+    assert "does not fit: the device has 80.00\nwould fit: 4 GPUs with tp 1 and" in report
     assert "1,204.7 days" in report
 
     hopeless = plan(*base, "1", "--training.local_batch_size=4096")
     assert would_fit(hopeless) == []
-    assert "would fit: no number of GPUs; lower local_batch_size" in format_plan(hopeless)
+    assert "would fit: no number of GPUs, with tp up to 8 either; lower" in format_plan(hopeless)
     assert would_fit(plan(*base, "8")) == []
 
 
-def would_fit(found: dict[str, Any]) -> list[dict[str, Any]]:
-    layouts: list[dict[str, Any]] = found["memory"]["would_fit"]
-    return layouts
+def would_fit(found: dict[str, Any]) -> list[tuple[int, str, int]]:
+    keys = ("world_size", "activation_checkpoint", "tensor_parallel_degree")
+    return [tuple(layout[key] for key in keys) for layout in found["memory"]["would_fit"]]
+
+
+def test_131072_tokens_of_8b_fit_8_gpus_with_tensor_parallelism():
+    long = ["llama3_8b", "--training.seq_len=131072"]
+    found = plan(*long)
+    flops = found["flops_per_token"]
+    # 6 for each weight of a linear; 12 * layers * dim * seq_len for attention.
+    assert flops["block_linears"] == 6 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert flops["output"] == 6 * 128256 * 4096
+    assert flops["attention"] == 12 * 32 * 4096 * 131072 == 206_158_430_208
+    assert flops["total"] == 251_186_380_800
+
+    # Kept for the backward: what each block, the last norm and the projection read, in bf16
+    # [tokens, dim], and the gradients of the projection's input and weight. The logits come in 16
+    # chunks, whose weight gradients are summed in float32.
+    states = 12 * 8_030_261_248 // 8
+    hidden, output, block, rotary = 2**30, 128256 * 4096, 218_112_000, 2 * 4 * 131072 * 64
+    kept, working = 34 * hidden + 2 * output, hidden + 2 * 2**30 + 4 * output
+    gathered = 2 * block + 2 * 2 * (output + 4096)
+    loss, *_ = plan(*long, "--activation_checkpoint.mode=full")["memory"]["moments"]
+    assert loss == {"name": "loss", "total": states + kept + working + gathered + rotary}
+
+    assert not found["memory"]["fits"] and would_fit(found) == [(128, "full", 1), (8, "full", 2)]
+    for tp, fits in ((1, False), (2, True)):
+        words = ("--activation_checkpoint.mode=full", f"--parallelism.tensor_parallel_degree={tp}")
+        assert plan(*long, *words)["memory"]["fits"] is fits
+    report = format_plan(found)
+    assert "8 GPUs with tp 2 and activation checkpointing full" in report
+    assert max(map(len, report.splitlines())) < 200
+
+
+LLAMA_2 = {
+    "7B": ((4096, 32, 32, 32, 11008, 32000), 6_738_415_616),
+    "13B": ((5120, 40, 40, 40, 13824, 32000), 13_015_864_320),
+    "34B": ((8192, 48, 64, 8, 22016, 32000), 33_743_970_304),
+    "70B": ((8192, 80, 64, 8, 28672, 32000), 68_976_648_192),
+    "InternLM 20B": ((5120, 60, 40, 40, 13824, 103168), 20_088_714_240),
+}
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+
+
+@pytest.mark.parametrize("name", LLAMA_2)
+def test_a_model_without_a_flavor_is_planned_and_named_by_its_keys(name):
+    values, parameters = LLAMA_2[name]
+    sizes = dict(zip(SIZES, values, strict=True))
+    keys = [f"--model.{key}={value}" for key, value in sizes.items()]
+    found = plan("llama3_8b", "--model.flavor=", *keys, "--training.seq_len=4096")
+    assert found["model"].items() >= sizes.items()
+    assert (found["model"]["parameters"], found["request"]["flavor"]) == (parameters, "")
+    title = ", ".join(f"{key} = {value}" for key, value in sizes.items())
+    assert format_plan(found).splitlines()[2].startswith(f"{title} on 8 x H100 SXM: ")
+
+
+def test_a_flavor_is_named_with_the_keys_that_override_it():
+    found = plan("llama3_8b", "--model.n_layers=16", "--model.rope_theta=1e6")
+    assert found["request"]["model"] == "8B, n_layers = 16, rope_theta = 1000000.0"
+    assert (found["request"]["flavor"], found["model"]["n_layers"]) == ("8B", 16)
+
+
+def test_tied_embeddings_are_counted_once():
+    found = plan("llama3_8b", "--model.flavor=1B", "--world-size=1")
+    model, flops = found["model"], found["flops_per_token"]
+    assert model["parameters"] == model["parameters_without_embedding"] == 1_235_814_400
+    assert model["tie_embeddings"] and flops["output"] == 6 * 128256 * 2048
+    assert found["memory"]["peak"]["parameters"] == 4 * 1_235_814_400
+    assert found["schedule"]["checkpoint_bytes"] == 12 * 1_235_814_400
+    assert "and the input embedding is the projection to the vocabulary" in format_plan(found)
 
 
 def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures(float8_8b):
@@ -451,6 +518,19 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
 def test_help(capsys):
     MAIN(["--help"])
     assert "--world-size N" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_output_is_not_gathered_in_float8(tied: bool) -> None:
+    model = ("--model.flavor=1B", f"--model.tie_embeddings={str(tied).lower()}")
+    kept, converted = (
+        plan("llama3_8b_float8", *model, f"--float8.convert_output={value}")
+        for value in ("false", "true")
+    )
+    copies = [
+        each["prediction"]["float8"]["device_parts_s"]["fsdp copies"] for each in (kept, converted)
+    ]
+    assert (copies[0] == copies[1]) is tied
 
 
 def test_output_in_float8_is_planned_like_any_other_linear() -> None:

@@ -10,7 +10,8 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling, find_flavor
 
 from .keys import did_you_mean, show
-from .sections import MOST, DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
+from .sections import DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
+from .types import MOST
 
 MAX_PERIOD = 100_000
 """Longest period, in samples, after which a mix of datasets repeats the order of its turns."""

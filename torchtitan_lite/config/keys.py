@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from .sections import Config, Section
+from .sections import Config
+from .types import Section
 
 KINDS = {
     "boolean": "bool",

@@ -103,11 +103,11 @@ FOREIGN = {
         ("mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"),
     ),
     "mx.*_kernel*": Foreign("torchao chooses the kernels of the casts"),
-    "mx.filter_fqns": Foreign("[model] converters does not select it"),
+    "mx.filter_fqns": Foreign("[model] converters does not select [mx]"),
     "comm.mode": Foreign("scripts/plan.py is the dry run, without processes", ("default",)),
     "memory_estimation.enable*": Foreign(_PLANNED, OFF),
     "memory_estimation.disable_fake_mode": Foreign(_PLANNED),
-    "debug.deterministic_warn_only": Foreign("[debug] deterministic refuses, not warns", OFF),
+    "debug.deterministic_warn_only": Foreign("[debug] deterministic ends the run instead", OFF),
 }
 """Keys without a field here, as patterns of fnmatch. The first that matches counts."""
 FOREIGN_TABLES = {name.rpartition(".")[0] for name in FOREIGN}

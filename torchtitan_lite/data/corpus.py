@@ -48,7 +48,7 @@ def build_corpora(
 
     # Windows held out of the training data.
     most = [count_windows(store, training.seq_len) // HELD_OUT for store in stores.values()]
-    all_samples = min(mixture.sample(store, max(1, count)) for store, count in enumerate(most))
+    all_samples = min(mixture.sample(store, max(count, 1)) for store, count in enumerate(most))
     validated = _validated(training, validation, all_samples)
     held_out = mixture.counts(validated).tolist()
 
@@ -60,7 +60,7 @@ def build_corpora(
         own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
         check_same_tokens(own)
         fingerprint = own["validation"].fingerprint
-        all_samples = count_windows(own["validation"], training.seq_len)
+        all_samples = max(count_windows(own["validation"], training.seq_len), 1)
         validated = _validated(training, validation, all_samples)
         held_out = [validated * (store.fingerprint == fingerprint) for store in stores.values()]
         other = Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape)

@@ -72,9 +72,9 @@ def make_store(
     """Open the store of `source` in `folder`. Make it if it is missing, finish it if it is partial.
 
     Up to `skip_bad` rows that are not valid documents are skipped and counted. The store ends with
-    the document that reaches `max_tokens`, or with the source. `workers` defaults
-    to one per core. With `replace_damaged` a damaged store is rebuilt. Raises DataError for more
-    bad rows, text that changes, no documents, or a folder that is no store; OSError."""
+    the document that reaches `max_tokens`, or with the source. `workers` defaults to one per core.
+    With `replace_damaged` a damaged store is rebuilt. Raises DataError for more bad rows, text that
+    changes, no documents, or a folder that is no store; OSError."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
@@ -229,6 +229,7 @@ class UnfinishedStore:
     def _make_shards(self, source: Source, tokenizer: Tokenizer, workers: int) -> None:
         """Write the shards of the remaining chunks."""
         chunk_count = sum(1 for _ in source.chunks())
+        room = self.max_tokens - sum(shard.tokens for shard in self.shards)
         batches = encode_batches(
             _batched(islice(source.chunks(), len(self.shards), None)),
             parser=source.parser,
@@ -237,12 +238,9 @@ class UnfinishedStore:
             workers=workers,
         )
         with closing(batches), self._reporting(source.name, chunk_count):
-            while len(self.shards) < chunk_count and (room := self._room()) > 0:
+            while len(self.shards) < chunk_count and room > 0:
                 self.shards.append(self._write_shard(batches, room))
-
-    def _room(self) -> int:
-        """Return how many tokens the store may still grow by."""
-        return self.max_tokens - sum(shard.tokens for shard in self.shards)
+                room -= self.shards[-1].tokens
 
     @contextmanager
     def _reporting(self, name: str, chunk_count: int) -> Iterator[None]:

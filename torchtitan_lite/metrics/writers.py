@@ -46,8 +46,7 @@ def build_writers(
 
     `hparams` are the values by which runs are compared; each run has the same names. `numerics`
     says whether casts to float8 are measured. Raises ConfigError if wandb cannot start, or if a
-    writer needs a file where there is a folder, or the reverse.
-    """
+    writer needs a file where there is a folder, or the reverse."""
     lines, casts = dump_folder / "metrics.jsonl", dump_folder / "numerics.jsonl"
     tb, wandb = dump_folder / metrics.save_tb_folder, dump_folder / "wandb"
     kinds = {lines: "file", casts: "file"}

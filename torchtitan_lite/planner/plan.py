@@ -123,7 +123,7 @@ def _check_device(config: Config, device: DeviceSpec) -> None:
 
 
 def _tokenizer_values(model: ModelConfig) -> TokenizerValues:
-    """Return the values of the tokenizer, or stand-ins where it is missing and the flavor has a
+    """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
     vocabulary."""
     try:
         return build_tokenizer(model.tokenizer_path).values

@@ -1,0 +1,51 @@
+"""Types of the values in a config, and what every section has in common."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+
+from torchtitan_lite.data.datasets import DATASETS
+from torchtitan_lite.float8.recipes import RECIPES
+from torchtitan_lite.lr_schedule import DECAYS
+
+MOST = 99_999_999
+"""Highest count. The name of a checkpoint's folder has as many digits for the step."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
+AllOrCount = Annotated[int, Field(ge=-1, le=MOST)]
+Dimension = Annotated[int, Field(ge=1, le=1_000_000)]
+Seconds = Annotated[int, Field(ge=1, le=1_000_000)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Peak = Annotated[float, Field(ge=1e-3, le=1e6)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+NonNegative = Annotated[float, Field(ge=0, le=1e9)]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+"""Strings that the operating system takes."""
+Name = Annotated[Text, Field(min_length=1)]
+Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
+"""A path in which ~ is the user's home."""
+Names = Annotated[tuple[Name, ...], Strict(False)]
+"""A TOML array of strings; kept as a tuple, because a section is frozen."""
+ExcludedState = Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]
+if TYPE_CHECKING:
+    DatasetName = str
+    DecayType = str
+    RecipeName = str
+else:  # the choices are the rows of tables
+    DatasetName = Literal[tuple(DATASETS)]
+    DecayType = Literal[tuple(DECAYS)]
+    RecipeName = Literal[tuple(RECIPES)]
+
+
+class Section(BaseModel):
+    """A TOML table. Unknown keys are refused, values are not converted, fields are frozen."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
