@@ -272,7 +272,8 @@ class Trainer:
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
         stop = self.watchdog.stop_signal.received
-        stop, save = agree(stop=stop, save=self.save_requested(), error=error)
+        save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
+        stop, save = agree(stop=stop, save=save, error=error)
         self.save_wanted |= save
         if stop:
             raise Stopped(signal.Signals(stop).name)
@@ -307,18 +308,6 @@ class Trainer:
             dist.all_reduce(loss, group=self.dp_group)
             mean = loss.item()
         self.metrics.write_scalars(step, {"validation_loss": mean})
-
-    def save_requested(self) -> bool:
-        """Return whether the save request file exists, and remove it. Rank 0 only."""
-        request = self.job.folder / self.config.checkpoint.save_request_file
-        if self.run_folder is None or not request.is_file():
-            return False
-        request.unlink(missing_ok=True)
-        if not self.checkpointer.saves:
-            logger.warning(f"{request}: not saved: [checkpoint] enable = false or load_only = true")
-            return False
-        logger.info(f"{request} asks for a save")
-        return True
 
     def save(self) -> None:
         """Save the state after the last finished step, if the run folder is still this run's."""

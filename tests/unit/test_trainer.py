@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.config import Config, DebugConfig
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
+from torchtitan_lite.config import CheckpointConfig, DebugConfig
 from torchtitan_lite.metrics.processor import Skips
 from torchtitan_lite.parallel.distributed import set_determinism
-from torchtitan_lite.trainer import Trainer
 
 
 def test_too_many_steps_in_a_row_without_an_update_end_the_run() -> None:
@@ -44,16 +44,11 @@ def test_deterministic_algorithms_are_used_where_asked_for(monkeypatch: pytest.M
 def test_a_request_to_save_is_answered(
     enabled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer: Any = SimpleNamespace(
-        run_folder="rank 0's",
-        checkpointer=SimpleNamespace(saves=enabled),
-        job=SimpleNamespace(folder=tmp_path),
-        config=Config(),
-    )
-    assert Trainer.save_requested(trainer) is False
+    checkpointer: Any = SimpleNamespace(saves=enabled, _settings=CheckpointConfig())
+    assert Checkpointer.save_requested(checkpointer, tmp_path) is False
     (tmp_path / "SAVE").touch()
     with caplog.at_level("INFO"):
-        assert Trainer.save_requested(trainer) is enabled
+        assert Checkpointer.save_requested(checkpointer, tmp_path) is enabled
     assert not (tmp_path / "SAVE").exists()
     assert (
         "SAVE: not saved: [checkpoint] enable = false or load_only = true" in caplog.text

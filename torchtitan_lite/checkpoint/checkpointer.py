@@ -157,6 +157,18 @@ class Checkpointer:
         first = step == 1 and self._settings.enable_first_step_checkpoint
         return self.saves and (first or last or step % self._settings.interval == 0)
 
+    def save_requested(self, run_folder: Path) -> bool:
+        """Whether there is a file that asks for a save, which is removed. Not collective."""
+        request = run_folder / self._settings.save_request_file
+        if not request.is_file():
+            return False
+        request.unlink(missing_ok=True)
+        if not self.saves:
+            logger.warning(f"{request}: not saved: [checkpoint] enable = false or load_only = true")
+            return False
+        logger.info(f"{request} asks for a save")
+        return True
+
     def save(self, progress: TrainingProgress, random_state: dict[str, Any], *, last: bool) -> None:
         """Save the state after a step; with async_mode, wait for the save before, and begin to. In
         a run's `last` save, last_save_model_only saves only weights, in export_dtype.
