@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,9 +131,14 @@ def test_ctrl_c_ends_a_long_verification(run, tmp_path):
     ) as process:
         try:
             reads = Path(f"/proc/{process.pid}/fd")
-            while not any(link.readlink().name == "__0_0.distcp" for link in reads.iterdir()):
+            hashing = False
+            while not hashing:
                 assert process.poll() is None
                 time.sleep(0.1)
+                with suppress(FileNotFoundError):  # a file that was just closed
+                    hashing = any(
+                        each.readlink().name == "__0_0.distcp" for each in reads.iterdir()
+                    )
             process.send_signal(signal.SIGINT)
             assert process.communicate(timeout=60)[1] == "interrupted\n"
         finally:
