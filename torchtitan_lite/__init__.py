@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Silence messages of libraries that every rank prints and no user can act on. This must happen
 # before the libraries are imported.
