@@ -65,7 +65,7 @@ NEXT = {
     1: "look at the logs",
     2: "fix the config",
     3: "fix the data",
-    4: "find the intact checkpoints with scripts/checkpoint.py verify {path}",
+    4: "do as the error says, or find intact checkpoints: scripts/checkpoint.py verify {path}",
     5: "lower [optimizer] lr, or name an earlier [checkpoint] load_step",
     6: "look at the logs and at the host of that rank",
     7: "make room",

@@ -193,6 +193,12 @@ def test_dimensions_stand_alone_without_a_flavor() -> None:
             'flavor = "" has no .* set n_layers, ffn_dim too',
         ),
         ({"flavor": "8b"}, 'flavor = "8b" must be one of .*, or "" for none; did you mean "8B"'),
+        (
+            {"flavor": "8B_varlen"},
+            r'within documents; set flavor = "8B" and \[training\] document_mask = true',
+        ),
+        ({"flavor": "debugmodel_flex_attn"}, 'set flavor = "debugmodel" and'),
+        ({"flavor": "7B_flex"}, 'flavor = "7B_flex" must be one of'),
         ({"dim": 100}, r"dim = 100 .* 2 \* n_heads = 32, .*; use dim = 96 or 128"),
         (ALONE | {"n_kv_heads": 3}, "n_kv_heads = 3 does not divide n_heads = 4; use .* 1, or 4"),
         (

@@ -332,6 +332,11 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
             "[trainng] (from the command line): unknown table; did you mean [training]?",
         ),
         (
+            ["--model.rope-scaling.factor", "1"],
+            "[model.rope_scaling] factor = 1 (from the command line): write "
+            "--model.rope_scaling='{ factor = 1 }', as one value",
+        ),
+        (
             ["junk"],
             'unexpected "junk" on the command line; write options as --table.key value, lists as '
             "a,b",

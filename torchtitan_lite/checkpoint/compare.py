@@ -79,7 +79,7 @@ def check_tensors(
     differing = changes(saved, wanted, absent="missing")
     if not differing:
         return
-    part, fix = "model", "Train the model that was saved"
+    part, fix = "model", "Set [model] flavor, or its other keys, to the saved model's"
     shapes = [{name: entry.shape for name, entry in each.items()} for each in (saved, wanted)]
     if shapes[0] == shapes[1]:
         part, fix = "data type", "Set [training] dtype to the saved run's"

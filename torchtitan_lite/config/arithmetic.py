@@ -2,6 +2,7 @@
 shares of a dataset mix."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,6 +16,8 @@ from .types import MOST
 
 MAX_PERIOD = 100_000
 """Longest period, in samples, after which a mix of datasets repeats the order of its turns."""
+MASKED_FLAVOR = re.compile(r"(.+)_(?:flex|varlen)(?:_attn)?")
+"""torchtitan's flavors with attention within documents."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
     if model.flavor:
         flavor = find_flavor(model.flavor)
         if flavor is None:
+            masked = MASKED_FLAVOR.fullmatch(model.flavor)
+            if masked and find_flavor(masked[1]):
+                raise ConfigError(
+                    f"[model] flavor = {show(model.flavor)}, of torchtitan, keeps attention within "
+                    f"documents; set flavor = {show(masked[1])} and [training] document_mask = true"
+                )
             names = ", ".join(map(show, FLAVORS))
             raise ConfigError(
                 f'[model] flavor = {show(model.flavor)} must be one of {names}, or "" for none'

@@ -109,6 +109,8 @@ def _describe_unknown(name: str, setting: Setting) -> str:
     table, _, key = name.rpartition(".")
     if name in TABLES:
         return f"{setting.cite(name)}: is a table, not a key"
+    if table in KEYS and KEYS[table].kind == "table":
+        return f"{setting.cite(name)}: write --{table}='{show({key: setting.value})}', as one value"
     if table and table not in TABLES:
         near = f"[{table}]" if table in KEYS else closest(table, TABLES)  # one bracket too few
         hint = f"; did you mean [{near}]?" if near else ""
