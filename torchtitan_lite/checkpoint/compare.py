@@ -79,18 +79,14 @@ def check_tensors(
     differing = changes(saved, wanted, absent="missing")
     if not differing:
         return
-    part, fix = "model", "Train the model that was saved"
     shapes = [{name: entry.shape for name, entry in each.items()} for each in (saved, wanted)]
-    if shapes[0] == shapes[1]:
-        part, fix = "data type", "Set [training] dtype to the saved run's"
     if all(each.startswith("optimizer.") for each in differing):
-        part, fix = (
-            "optimizer",
-            (
-                "Set [optimizer] state_dtype to the saved run's, or [checkpoint] "
-                'exclude_from_loading = ["optimizer"]'
-            ),
-        )
+        part, fix = "optimizer", "Set [optimizer] state_dtype to the saved run's, or [checkpoint] "
+        fix += 'exclude_from_loading = ["optimizer"]'
+    elif shapes[0] == shapes[1]:
+        part, fix = "data type", "Set [training] dtype to the saved run's"
+    else:
+        part, fix = "model", "Train the model that was saved"
     raise CheckpointError(
         f"[checkpoint] {path} is of another {part}: {len(differing)} tensors differ from this "
         f"run's: {listed(differing)}. {fix}, or name another checkpoint or another [job] "
