@@ -161,8 +161,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
-    """Return the reader and the dimensions of a checkpoint, after comparing every byte with the
-    manifest, and the weights with the dimensions. Raises BrokenCheckpoint."""
+    """Return the reader and the dimensions of a checkpoint. Compare every byte with the manifest
+    first, and the weights with the dimensions. Raises BrokenCheckpoint."""
     if problems := find_problems(folder, hashes=True):
         raise BrokenCheckpoint(listed(problems))
     reader = SafeReader(folder)
@@ -183,8 +183,8 @@ def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
 
 
 def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
-    """Split the names of `sizes`, in order, into lists of at most `max_bytes`; a larger tensor has
-    a list of its own."""
+    """Split tensors of these `sizes` in bytes, in order, into files of at most `max_bytes`, and
+    return the names in each; a larger tensor has a file of its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

@@ -104,10 +104,12 @@ def remove_drafts(folder: Path) -> None:
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
             name = draft.name.removeprefix(DRAFT_PREFIX)
-            exported = name.endswith(HF_SUFFIX) and draft.is_dir()
-            ours = exported or draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
-            if ours and STEP.fullmatch(name.removesuffix(HF_SUFFIX)):
-                (remove_folder if exported else _delete)(draft)
+            if not STEP.fullmatch(name.removesuffix(HF_SUFFIX)):
+                continue
+            if name.endswith(HF_SUFFIX) and draft.is_dir():
+                remove_folder(draft)
+            elif draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft)):
+                _delete(draft)
 
 
 def commit(draft: Path, target: Path) -> None:

@@ -41,7 +41,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
-    """Return the name of each parameter; the first one of a parameter that modules share."""
+    """Return the name of each parameter. One that modules share has its first name."""
     names: dict[Tensor, str] = {}
     for fqn, parameter in model.state_dict(keep_vars=True).items():
         names.setdefault(parameter, fqn)
@@ -75,8 +75,8 @@ def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Snapshot:
-    """Copies of a state in CPU memory that is allocated once: torch's own stager allocates it for
-    each copy, which takes 1.4 times as long as the copying. `pinned`: faster from a GPU."""
+    """Copies of a state in CPU memory that is allocated only once. torch's own stager allocates it
+    for each copy, which takes 1.4 times as long as copying. `pinned`: faster from a GPU."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
