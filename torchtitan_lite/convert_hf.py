@@ -111,9 +111,7 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             for name, entry in reader.entries.items()
         }
-        write_tensors(
-            state, draft, transform=lambda name, _: reader.read(name), file_per_tensor=True
-        )
+        write_tensors(state, draft, read=reader.read)
 
         settings = model_settings(reader.args)
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):

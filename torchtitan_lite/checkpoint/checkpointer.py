@@ -285,19 +285,18 @@ def write_tensors(
     *,
     group: dist.ProcessGroup | None = None,
     copy_ahead: bool = True,
-    transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
-    file_per_tensor: bool = False,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
-    alone. `transform` is applied to each tensor when it is written; with `file_per_tensor`, its
-    result is freed before the next, as DCP keeps all tensors of a file until the file is complete.
-    Raises StorageError."""
+    alone. With `read`, it returns the tensor to write for each name in `state`, and each has a file
+    of its own, because DCP keeps all tensors of a file until it is complete. Raises StorageError.
+    """
     writer = _Writer(
         folder,
-        single_file_per_rank=not file_per_tensor,
+        single_file_per_rank=read is None,
         per_thread_copy_ahead=10_000_000 if copy_ahead else 0,
     )
-    planner = _Planner(transform)
+    planner = _Planner(read)
     try:
         options = {"process_group": group, "no_dist": group is None}
         dcp.save(state, storage_writer=writer, planner=planner, **options)
@@ -309,14 +308,16 @@ def write_tensors(
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner that keeps flat names as they are, and transforms tensors one at a time."""
+    """Planner that keeps flat names unchanged, and may read each tensor when it is written."""
 
-    def __init__(self, transform: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(self, read: Callable[[str], Tensor] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._transform = transform
+        self._read = read
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return self._transform(write_item.index.fqn, super().transform_object(write_item, object))
+        if self._read is not None:
+            return self._read(write_item.index.fqn)
+        return super().transform_object(write_item, object)
 
 
 class _Writer(FileSystemWriter):
