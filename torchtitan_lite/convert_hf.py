@@ -16,8 +16,8 @@ import tomli_w
 import torch
 
 from torchtitan_lite.checkpoint.checkpointer import write_tensors
-from torchtitan_lite.checkpoint.compare import changes, listed
-from torchtitan_lite.checkpoint.folders import naming, storage_errors
+from torchtitan_lite.checkpoint.compare import listed
+from torchtitan_lite.checkpoint.folders import find_problems, naming, storage_errors
 from torchtitan_lite.checkpoint.hf_folder import (
     DTYPES,
     INDEX,
@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.hf_folder import (
     HfReader,
     model_settings,
     show_keys,
+    weight_problems,
     weight_shapes,
 )
 from torchtitan_lite.checkpoint.manifest import (
@@ -35,7 +36,7 @@ from torchtitan_lite.checkpoint.manifest import (
     hash_file,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
+from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.checkpoint.state import count_not_finite
 from torchtitan_lite.data.tokenizer import (
     FILES_OF_A_FOLDER,
@@ -110,9 +111,7 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
             name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             for name, entry in reader.entries.items()
         }
-        write_tensors(
-            state, draft, transform=lambda name, _: reader.read(name), file_per_tensor=True
-        )
+        write_tensors(state, draft, read=reader.read)
 
         settings = model_settings(reader.args)
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
@@ -160,32 +159,30 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
-    """Return the reader and the dimensions of a checkpoint, after comparing every byte with the
-    manifest, and the weights with the dimensions. Raises BrokenCheckpoint."""
-    if problems := verify_checkpoint(folder, hashes=True):
+    """Return the reader and the dimensions of a checkpoint. Compare every byte with the manifest
+    first, and the weights with the dimensions. Raises BrokenCheckpoint."""
+    if problems := find_problems(folder, hashes=True):
         raise BrokenCheckpoint(listed(problems))
     reader = SafeReader(folder)
     model, tensors = reader.manifest.model, reader.manifest.tensors.items()
-    found = {name: entry.shape for name, entry in tensors if name.startswith(PREFIX)}
+    weights = {name: entry for name, entry in tensors if name.startswith(PREFIX)}
     try:
-        if other := {entry.dtype for name, entry in tensors if name in found} - DTYPES.keys():
-            raise ValueError(f"a weight is in {min(other)}")
         scaling = model["rope_scaling"]
         args = ModelArgs(**model | {"rope_scaling": scaling and RopeScaling(**scaling)})
         # An export that an import would refuse is refused too.
         model_args(hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
-        expected = weight_shapes(args, most_layers=len(found))
+        expected = weight_shapes(args, most_layers=len(weights))
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         reason = f"model: {type(error).__name__}: {' '.join(str(error).split())}"
         raise BrokenCheckpoint(f"manifest.json: {reason}") from error
-    if differing := changes(expected, found, absent="missing"):
-        raise BrokenCheckpoint(f"its model (expected -> saved): {listed(differing)}")
+    if problems := weight_problems(expected, weights):
+        raise BrokenCheckpoint(f"its model (expected -> saved): {listed(problems)}")
     return reader, args
 
 
 def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
-    """Split the names of `sizes`, in order, into lists of at most `max_bytes`; a larger tensor has
-    a list of its own."""
+    """Split tensors of these `sizes` in bytes, in order, into files of at most `max_bytes`, and
+    return the names in each; a larger tensor has a file of its own."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -231,11 +228,10 @@ def write_safetensors(
     names, end = hf_names(args, prefix=PREFIX), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Wider types first, so that each weight is aligned to its type.
-    order = sorted(weights, key=lambda name: -DTYPES[weights[name].dtype][1])
+    order = sorted(weights, key=lambda name: -getattr(torch, weights[name].dtype).itemsize)
     for name in order:
-        start, end = end, end + size_of(weights[name])
-        dtype, _ = DTYPES[weights[name].dtype]
-        place = {"dtype": dtype, "shape": weights[name].shape, "data_offsets": (start, end)}
+        entry, start, end = weights[name], end, end + size_of(weights[name])
+        place = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
         header[names[name]] = place
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -253,7 +249,7 @@ def write_safetensors(
 
 def size_of(entry: TensorEntry) -> int:
     """Return the size of a tensor in bytes."""
-    return math.prod(entry.shape) * DTYPES[entry.dtype][1]
+    return math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:

@@ -206,8 +206,8 @@ def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
 
 
 def export_last(trainer: Trainer) -> None:
-    """Write the last checkpoint as a Hugging Face model beside it, unless an earlier start of the
-    run has."""
+    """Write the last checkpoint as a Hugging Face model beside it. A model that is there already is
+    kept if this start of the run has trained no step."""
     saved, settings = trainer.checkpointer.last_saved, trainer.config.checkpoint
     assert saved is not None, "a run with last_save_in_hf saves its last step"
     target = hf_folder(saved)

@@ -97,8 +97,8 @@ class Checkpointer:
             self._snapshot = states.Snapshot(pinned=pinned)
 
     def load(self, resume: Resume) -> None:
-        """Load a checkpoint into model, optimizer and random generators. If it is of this run, set
-        later ones aside. Raises CheckpointError if it is of another model."""
+        """Load a checkpoint into model, optimizer and random generators. If it is in the run's own
+        folder, set later ones aside. Raises CheckpointError if it is of another model."""
         path, manifest = resume.path, resume.manifest
         if "optimizer" in resume.excluded:
             state = states.model_state(self._model)
@@ -109,7 +109,7 @@ class Checkpointer:
         check_tensors(saved, states.entries(state), path=path)
         self._read(path, state)
 
-        # With more ranks than the run that saved it, some ranks share a random state.
+        # With more ranks than the saved run had, some ranks share a random state.
         random_file = path / RANDOM_FILE.format(dist.get_rank() % manifest.world_size)
         with folders.naming(path):
             on_all_ranks(lambda: states.load_random_state(random_file, device=self._device))
@@ -122,8 +122,9 @@ class Checkpointer:
         logger.info(f"resumed from {path}{without}")
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:
-        """Load only weights, of any data type, of a model of dimensions `args` from a folder of any
-        of the KINDS. Raises CheckpointError if they are broken, of another model or not finite."""
+        """Load the weights in a folder of any of the KINDS, of any data type, into the model, which
+        has the dimensions `args`. Raises CheckpointError if the weights are broken, of another
+        model or not finite."""
         state = states.model_state(self._model)
         kind = on_rank0(lambda: folders.find_kind(path))
         if self._settings.initial_load_in_hf and kind != "Hugging Face":
@@ -158,7 +159,7 @@ class Checkpointer:
         return self.saves and (first or last or step % self._settings.interval == 0)
 
     def save_requested(self, run_folder: Path) -> bool:
-        """Whether there is a file that asks for a save, which is removed. Not collective."""
+        """Whether save_request_file exists. Removes it. Not collective."""
         request = run_folder / self._settings.save_request_file
         if not request.is_file():
             return False
@@ -170,18 +171,17 @@ class Checkpointer:
         return True
 
     def save(self, progress: TrainingProgress, random_state: dict[str, Any], *, last: bool) -> None:
-        """Save the state after a step; with async_mode, wait for the save before, and begin to. In
-        a run's `last` save, last_save_model_only saves only weights, in export_dtype.
+        """Save the state after a step. With async_mode, wait for the previous save and start this
+        one. With last_save_model_only, the `last` save has only weights, in export_dtype.
 
-        If the save fails, raises StorageError or, with on_failure = "warn", logs it and keeps it in
-        `last_failure`. Raises NumericError for a state that is not finite, which is not saved."""
+        A failed save raises StorageError or, with on_failure = "warn", is logged and kept in
+        `last_failure`. Raises NumericError, and saves nothing, if the state is not finite."""
         self.wait()
         weights_only = last and self._settings.last_save_model_only
-        state = (
-            self._exported_weights()
-            if weights_only
-            else states.training_state(self._model, self._optimizer)
-        )
+        if weights_only:
+            state = self._exported_weights()
+        else:
+            state = states.training_state(self._model, self._optimizer)
         if self._thread is None or weights_only:  # nothing is trained beside the last save
             self._finish(lambda: self._write(state, progress, random_state))
         else:
@@ -189,7 +189,7 @@ class Checkpointer:
             self._saving = self._thread.submit(self._write, copy, progress, random_state)
 
     def _exported_weights(self) -> dict[str, Tensor]:
-        """Return the weights in export_dtype, or as they are if that cannot hold them."""
+        """Return the weights in export_dtype, or unchanged if a value is out of its range."""
         state, dtype = states.model_state(self._model), self._settings.export_dtype
         exported = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items()}
         if any(on_all_ranks(lambda: states.count_not_finite(exported), group=self.group)):
@@ -204,8 +204,8 @@ class Checkpointer:
             self._finish(saving.result)
 
     def failure(self) -> RunError | None:
-        """Return why the run must stop because of a save that has ended since the last call, as far
-        as this rank knows. Not collective, does not wait."""
+        """Return the error of a save that has ended in the background on this rank, if it must stop
+        the run. Not collective, does not wait."""
         if self._saving is not None and self._saving.done():
             try:
                 self.wait()
@@ -285,19 +285,18 @@ def write_tensors(
     *,
     group: dist.ProcessGroup | None = None,
     copy_ahead: bool = True,
-    transform: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
-    file_per_tensor: bool = False,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`; without one, in this process
-    alone. `transform` is applied to each tensor when it is written; with `file_per_tensor`, its
-    result is freed before the next, as DCP keeps all tensors of a file until the file is complete.
-    Raises StorageError."""
+    alone. With `read`, it returns the tensor to write for each name in `state`, and each has a file
+    of its own, because DCP keeps all tensors of a file until it is complete. Raises StorageError.
+    """
     writer = _Writer(
         folder,
-        single_file_per_rank=not file_per_tensor,
+        single_file_per_rank=read is None,
         per_thread_copy_ahead=10_000_000 if copy_ahead else 0,
     )
-    planner = _Planner(transform)
+    planner = _Planner(read)
     try:
         options = {"process_group": group, "no_dist": group is None}
         dcp.save(state, storage_writer=writer, planner=planner, **options)
@@ -309,14 +308,16 @@ def write_tensors(
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner that keeps flat names as they are, and transforms tensors one at a time."""
+    """Planner that keeps flat names unchanged, and may read each tensor when it is written."""
 
-    def __init__(self, transform: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(self, read: Callable[[str], Tensor] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._transform = transform
+        self._read = read
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return self._transform(write_item.index.fqn, super().transform_object(write_item, object))
+        if self._read is not None:
+            return self._read(write_item.index.fqn)
+        return super().transform_object(write_item, object)
 
 
 class _Writer(FileSystemWriter):

@@ -24,8 +24,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, absent: str = "unset") -> list[str]:
-    """Return `key: old -> new` for each key with different values, in the order of `old` and then
-    of `new`."""
+    """Return `key: old -> new` for each key with different values: first the keys of `old`, then
+    those only in `new`."""
 
     def text(values: Mapping[str, Any], key: str) -> str:
         value = values.get(key)
@@ -54,9 +54,9 @@ def listed(differences: list[str]) -> str:
 def check_model(
     saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path, fix: str = ""
 ) -> None:
-    """Raise CheckpointError, with the `fix`, unless the model of a checkpoint has the dimensions of
-    this run's."""
-    # The first two follow from the text, not from the weights. 0.2 and earlier tied no model.
+    """Raise CheckpointError, with the `fix`, unless the checkpoint's model has the dimensions of
+    this run's model."""
+    # The ignored keys depend on the text, not on the weights. 0.2 and earlier had no tied models.
     ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))
     before, now = ({"tie_embeddings": False, **each, **ignored} for each in (saved, wanted))
     if differing := changes(before, now):
@@ -79,18 +79,14 @@ def check_tensors(
     differing = changes(saved, wanted, absent="missing")
     if not differing:
         return
-    part, fix = "model", "Set [model] flavor, or its other keys, to the saved model's"
     shapes = [{name: entry.shape for name, entry in each.items()} for each in (saved, wanted)]
-    if shapes[0] == shapes[1]:
-        part, fix = "data type", "Set [training] dtype to the saved run's"
     if all(each.startswith("optimizer.") for each in differing):
-        part, fix = (
-            "optimizer",
-            (
-                "Set [optimizer] state_dtype to the saved run's, or [checkpoint] "
-                'exclude_from_loading = ["optimizer"]'
-            ),
-        )
+        part, fix = "optimizer", "Set [optimizer] state_dtype to the saved run's, or [checkpoint] "
+        fix += 'exclude_from_loading = ["optimizer"]'
+    elif shapes[0] == shapes[1]:
+        part, fix = "data type", "Set [training] dtype to the saved run's"
+    else:
+        part, fix = "model", "Set [model] flavor, or its other keys, to the saved model's"
     raise CheckpointError(
         f"[checkpoint] {path} is of another {part}: {len(differing)} tensors differ from this "
         f"run's: {listed(differing)}. {fix}, or name another checkpoint or another [job] "

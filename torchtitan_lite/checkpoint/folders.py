@@ -36,7 +36,7 @@ KINDS = {
     "torchtitan": (".metadata",),
     "Hugging Face": ("config.json", "*.safetensors"),
 }
-"""Whose weights a folder has: patterns of files of which it has one, and none of those before."""
+"""Who wrote a folder of weights: the first kind with a pattern that the name of a file matches."""
 MOST_NAMED = 8
 """Most folders that a message names, the last ones."""
 OURS = re.compile(
@@ -64,7 +64,7 @@ def named_steps(folder: Path) -> list[int]:
     """Return the steps that have a folder, ascending, whatever the folder contains."""
     if not folder.is_dir():
         return []
-    # Not by glob, to which a folder that cannot be read is an empty one.
+    # Path.glob would take a folder that cannot be read for an empty one.
     matches = (STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
 
@@ -104,10 +104,12 @@ def remove_drafts(folder: Path) -> None:
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
             name = draft.name.removeprefix(DRAFT_PREFIX)
-            exported = name.endswith(HF_SUFFIX) and draft.is_dir()
-            ours = exported or draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft))
-            if ours and STEP.fullmatch(name.removesuffix(HF_SUFFIX)):
-                (remove_folder if exported else _delete)(draft)
+            if not STEP.fullmatch(name.removesuffix(HF_SUFFIX)):
+                continue
+            if name.endswith(HF_SUFFIX) and draft.is_dir():
+                remove_folder(draft)
+            elif draft.is_symlink() or (draft.is_dir() and not _foreign_file(draft)):
+                _delete(draft)
 
 
 def commit(draft: Path, target: Path) -> None:
@@ -209,12 +211,12 @@ def _delete(draft: Path) -> None:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Figures of a checkpoint. Those that only the manifest has are None if it cannot be read."""
+    """Figures of a checkpoint, for a table. Most are None if its manifest cannot be read."""
 
     path: str
     step: int
     problems: list[str]
-    """What is wrong with its manifest, small files and sizes."""
+    """Damage to its manifest, its small files, or the sizes of its files."""
     tokens: int | None = None
     time: float | None = None
     """When it was written, in Unix seconds."""
@@ -248,8 +250,8 @@ def _steps_in(path: Path) -> list[Path]:
 
 
 def explain(path: Path, reason: str) -> str:
-    """Return why `path` is not a checkpoint that can be read: `reason`, unless it is missing or
-    something else is there. Names the checkpoints or runs that are near it."""
+    """Return a message that names `path` and says why no checkpoint can be read there: `reason`,
+    unless the path is missing or is something else. Then it names checkpoints or runs nearby."""
     if (path / MANIFEST).exists():
         return f"{path} {reason}"
     if (path / "config.json").is_file():
@@ -268,19 +270,21 @@ def explain(path: Path, reason: str) -> str:
 
 
 def find_kind(path: Path) -> str:
-    """Return the key in KINDS of the weights in the folder at `path`. Raises CheckpointError, with
-    what is there, if there are none."""
+    """Return the kind of weights in a folder, a key of KINDS. Raises CheckpointError, with what the
+    folder has, if there are none."""
     try:
         names = sorted(child.name for child in path.iterdir())
     except OSError as error:
         names, reason = [], f"cannot be listed: {error.strerror}"
     else:
-        tables = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # torchtitan's, within
+        tables = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # steps of torchtitan
         held = sorted(str(table.parent) for table in tables) or names
         reason = f"holds {', '.join(held[-MOST_NAMED:]) or 'nothing'}"
+
     for kind, patterns in KINDS.items():
         if any(fnmatch(name, pattern) for name in names for pattern in patterns):
             return kind
+
     found = f"{path} {reason}"
     with suppress(PermissionError):
         found = explain(path, reason)
@@ -293,8 +297,8 @@ def find_kind(path: Path) -> str:
 
 @contextmanager
 def naming(path: Path, *, fix: str = "") -> Iterator[None]:
-    """Prepend the path of a checkpoint to the reason why it cannot be read, and append a `fix`
-    unless `explain` knows a better one."""
+    """Add the path of the checkpoint and a `fix` to the message of a BrokenCheckpoint. `explain`
+    may replace both."""
     try:
         yield
     except BrokenCheckpoint as broken:

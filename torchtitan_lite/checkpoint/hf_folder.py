@@ -1,10 +1,11 @@
 """Read the weights of a Hugging Face model: config.json and safetensors files.
 
-Such a folder has no hashes: names, shapes, data types and sizes are compared, and flipped bits go
-unnoticed. Weights are mapped into memory one at a time, and nothing in the folder can run code.
+Such a folder has no hashes: names, shapes, data types and sizes are compared with config.json, but
+flipped bits go unnoticed. Weights are mapped into memory one at a time, and nothing in the folder
+can run code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.config.keys import show
@@ -23,7 +23,7 @@ from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.logger import logger
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.hf_llama import EMBEDDING, HEAD, from_hf, hf_names, model_args
-from torchtitan_lite.models.init import local_offset
+from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 from .compare import changes, check_model, listed
@@ -33,8 +33,8 @@ from .state import entries
 PREFIX = "model."
 """Prefix of the names of weights in a checkpoint."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
-"""Name in safetensors files, and bytes, of each data type of weights."""
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Name in safetensors files of each data type of weights."""
 ROPE_BUFFER = ".rotary_emb.inv_freq"
 """Suffix of the names of buffers in Llama 2's files; their values follow from config.json."""
 
@@ -46,8 +46,8 @@ def load_hf(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read the weights of a Hugging Face model into those of `state`, sharded or not, of any data
-    type. Each rank reads its own part of each weight.
+    """Read the weights of a Hugging Face model into the tensors of `state`, sharded or not, of any
+    data type. Each rank reads its own part of each weight.
 
     Collective. Raises, on all ranks, CheckpointError if the folder is damaged or of another model
     than `args`, and ConfigError if safetensors is not installed."""
@@ -77,7 +77,7 @@ class HfReader:
         with hf_errors(folder / "config.json"):
             self.args = model_args(read_json_object(folder / "config.json"))
 
-        # The weights in the headers of the files.
+        # Names, shapes and data types of the weights, from the headers of the files.
         self._open, self._files = partial(safe_open, framework="pt"), dict[str, Path]()
         found: dict[str, TensorEntry] = {}
         for path in weight_files(folder):
@@ -88,21 +88,13 @@ class HfReader:
             found |= entries({n: each for n, each in headers.items() if ROPE_BUFFER not in n})
             self._files |= dict.fromkeys(headers, path)
 
-        # The same as in a model of config.json.
+        # They must be those of a model with the dimensions in config.json.
         head = found.pop(HEAD, None) if self.args.tie_embeddings else None
         with hf_errors(folder / "config.json"):
             shapes = weight_shapes(self.args, most_layers=len(found))
         self._names = hf_names(self.args, prefix=PREFIX)
-        problems = changes(
-            {theirs: shapes[ours] for ours, theirs in self._names.items()},
-            {name: entry.shape for name, entry in found.items()},
-            absent="missing",
-        )
-        problems += [
-            f"{name}: one of {', '.join(DTYPES)} -> {entry.dtype}"
-            for name, entry in found.items()
-            if entry.dtype not in DTYPES
-        ]
+        shapes = {theirs: shapes[ours] for ours, theirs in self._names.items()}
+        problems = weight_problems(shapes, found)
         if head is not None and not problems:
             same = head == found[EMBEDDING] and self._map(HEAD).equal(self._map(EMBEDDING))
             problems += [] if same else [f"{HEAD}: tied to {EMBEDDING} -> another"]
@@ -123,13 +115,11 @@ class HfReader:
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Copy this rank's part of a weight into `target`, sharded or not, of any data type."""
-        local, start = target, [0] * target.ndim
-        if isinstance(target, DTensor):
-            local, start = target.to_local(), local_offset(target)
+        local, start = local_part(target), local_offset(target)
         rows, *columns = (slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
         all_rows = (slice(None), *columns)
         weight = self._map(self._names[name])[all_rows]
-        # Each of our rows of wq and wk is another one there.
+        # Of wq and wk, row i of ours is row `there[i]` of theirs.
         here = torch.arange(len(weight))
         there = from_hf(name, here, self.args)
         local.copy_(weight[rows if there is here else there[rows]])
@@ -148,7 +138,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def weight_shapes(args: ModelArgs, *, most_layers: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of a model by its name in a checkpoint. Raises ValueError for
-    more layers, which would take much memory on the meta device too."""
+    more layers than `most_layers`: even on the meta device they would take much memory."""
     if args.n_layers > most_layers:
         raise ValueError(f"n_layers is {args.n_layers}, and there are {most_layers} weights")
     with torch.device("meta"):
@@ -156,15 +146,27 @@ def weight_shapes(args: ModelArgs, *, most_layers: int) -> dict[str, tuple[int, 
     return {PREFIX + name: tuple(weight.shape) for name, weight in weights}
 
 
+def weight_problems(
+    shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorEntry]
+) -> list[str]:
+    """Return how weights differ from those of the expected `shapes`, as expected -> found."""
+    found_shapes = {name: entry.shape for name, entry in found.items()}
+    return changes(shapes, found_shapes, absent="missing") + [
+        f"{name}: one of {', '.join(DTYPES)} -> {entry.dtype}"
+        for name, entry in found.items()
+        if entry.dtype not in DTYPES
+    ]
+
+
 def model_settings(args: ModelArgs) -> dict[str, Any]:
-    """Return the keys of [model] with which a run has the dimensions `args`: a flavor, or all."""
+    """Return the keys of [model] that give a run the dimensions `args`: a flavor, or all keys."""
     for flavor, dimensions in FLAVORS.items():
-        # Some flavors leave the vocabulary to the tokenizer, and all leave the length to the run.
+        # Some flavors take the vocabulary from the tokenizer. max_seq_len is always the run's.
         left: dict[str, Any] = {} if dimensions.vocab_size else {"vocab_size": args.vocab_size}
         if replace(dimensions, max_seq_len=args.max_seq_len, **left) == args:
             return {"flavor": flavor, **left}
     keys = {key: value for key, value in asdict(args).items() if value is not None}
-    del keys["max_seq_len"]  # the run's
+    del keys["max_seq_len"]
     return {"flavor": "", **keys}
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its contents, and the size and SHA-256 of each of its files.
+"""The manifest of a checkpoint: what it contains, and the size and SHA-256 of each of its files.
 
 The manifest is written last: a folder without one is not a checkpoint. Does not import torch.
 """
@@ -51,7 +51,7 @@ def _check_tables(config: str) -> str:
 
 
 def _rename_keys(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's dimensions by today's names: 0.2 and earlier had another one in RoPE."""
+    """Return a model's dimensions with the current name of a key that 0.2 and earlier renamed."""
     scaling = model.get("rope_scaling")
     if isinstance(scaling, dict) and "original_max_seq_len" in scaling:
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
@@ -59,7 +59,7 @@ def _rename_keys(model: dict[str, Any]) -> dict[str, Any]:
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A checkpoint that is damaged or is not one of ours. Its message is a reason on one line."""
+    """A checkpoint is damaged, or is not one of this project. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class TrainingProgress:
 
     step: Count
     samples: Count
-    """Samples that all ranks have trained on since step 1, or since the data began again."""
+    """Samples that all ranks have trained on since step 1, or since the data was restarted."""
     tokens: Count
     """Tokens that all ranks have trained on since step 1."""
     data: dict[str, Annotated[int, Field(ge=0)] | str]
-    """Everything that decides which tokens sample N contains, such as seed and fingerprints."""
+    """What decides which tokens sample N contains, such as the seed and the data's fingerprints."""
     skipped_steps: Count = 0
     """Steps without an update because the loss or the gradient was not finite or spiked."""
     consecutive_skips: Count = 0
@@ -80,11 +80,11 @@ class TrainingProgress:
     loss_mean: float | None = None
     """Running mean of the losses in nats; None until there is one."""
     schedule_start: int = 0
-    """Step after which the learning rate's schedule began; not 0 after `without`."""
+    """Step after which the learning rate's schedule began. It is 0 unless `without` changed it."""
 
     def without(self, excluded: Collection[str]) -> "TrainingProgress":
-        """Return the progress of a run that starts some of its state afresh: "train_state" (steps
-        and counts), "dataloader" (the data), "lr_scheduler". Each leaves the others alone."""
+        """Return the progress with the `excluded` states at their start: "train_state" (steps and
+        counts), "dataloader" (the data), "lr_scheduler". Each is independent of the others."""
         progress = self
         if "train_state" in excluded:
             start = self.schedule_start - self.step
@@ -156,7 +156,7 @@ class CheckpointManifest:
 
     @property
     def has_weights_only(self) -> bool:
-        """Whether a run cannot be resumed from it."""
+        """Whether it has no optimizer state, so that no run can resume from it."""
         return not any(name.startswith("optimizer.") for name in self.tensors)
 
 
@@ -207,9 +207,9 @@ def broken_files(
 ) -> list[str]:
     """Return the problems of the `files` of the checkpoint in `folder`, one line each.
 
-    Sizes are compared for all files; contents for the small files, and with `hashes` for all. With
-    a `share` (rank, world_size), each rank reads the contents of different files. Other files in
-    the folder are ignored. Raises StorageError if the disk fails."""
+    The sizes of all files are compared, and the contents of the small ones, or with `hashes` of
+    all. With a `share` (rank, world_size), each rank reads the contents of different files. Other
+    files in the folder are ignored. Raises StorageError if the disk fails."""
     rank, world_size = share
     problems = []
     # Largest first, so that the shares of the callers are about equal.

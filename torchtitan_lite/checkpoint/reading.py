@@ -19,7 +19,7 @@ import pickle
 import pickletools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -116,10 +116,10 @@ def read_table(
     written: FileEntry | None = None,
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> Metadata:
-    """Return DCP's table of the tensors in the files of `folder`, whose sizes in bytes are given.
+    """Return DCP's table of tensors in `folder`. `sizes` are the sizes of its files in bytes.
 
-    The table must be the one that was `written`, if that is known. `rename` returns the name that
-    an entry gets, or None for one to leave out unread. Raises BrokenCheckpoint."""
+    If size and hash of the table as it was `written` are known, it must match them. `rename` maps
+    the name of each entry to a new name, or to None to skip it unread. Raises BrokenCheckpoint."""
     try:
         content = read_regular(folder / METADATA, max_bytes=MAX_TABLE_BYTES)
         if written and written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
@@ -218,9 +218,8 @@ class TableReader(FileSystemReader):
         self._table = table
         self.tensors = {
             name: TensorEntry(str(each.properties.dtype).removeprefix("torch."), tuple(each.size))
-            for name, each in cast(
-                dict[str, TensorStorageMetadata], table.state_dict_metadata
-            ).items()
+            for name, each in table.state_dict_metadata.items()
+            if isinstance(each, TensorStorageMetadata)
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -268,7 +267,8 @@ class SafeReader(TableReader):
 
 
 def open_on_all_ranks(open_reader: Callable[[], R]) -> R:
-    """Return this rank's reader. Collective; if one rank cannot open its own, all raise."""
+    """Call `open_reader` on each rank, and return this rank's result. Collective. A RunError on one
+    rank is raised on all."""
     readers: list[R] = []  # not gathered, which would be slow for large tables
     on_all_ranks(lambda: readers.append(open_reader()))
     return readers[0]

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, after checking its files."""
+"""Choose the checkpoint that a run continues from, and check its files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ DISK_TIMEOUT = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run goes on from, whose files verify."""
+    """The checkpoint that a run continues from. Its files are intact."""
 
     path: Path
     manifest: CheckpointManifest
     excluded: Sequence[str] = ()
-    """Names in exclude_from_loading of what is not loaded."""
+    """The states that are not loaded, by their names in exclude_from_loading."""
 
     @property
     def progress(self) -> TrainingProgress:
@@ -38,12 +38,12 @@ class Resume:
 
 
 def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
-    """Return the checkpoint to go on from, or None for a run that starts at step 1.
+    """Return the checkpoint to continue from, or None for a run that starts at step 1.
 
-    That is the newest in `folder` that verifies, or load_step's; broken ones are logged. Without
-    one it is initial_load_path's, if all of its state is to be loaded. Collective. Raises
-    CheckpointError if load_step's is missing or broken, if all are broken, or for one that cannot
-    be resumed; StorageError if the disk fails."""
+    It is the newest in `folder` whose files are intact, or load_step's; broken ones are logged. If
+    `folder` has none, it is initial_load_path's, with initial_load_model_only = false. Collective.
+    Raises CheckpointError if load_step's is missing or broken, if all are broken, or if it has only
+    weights; StorageError if the disk fails."""
     if not checkpoint.enable:
         return None
     if (own := _find_own(checkpoint, folder=folder)) is not None:
@@ -63,7 +63,8 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
 
 
 def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
-    """Return the checkpoint in the run's own `folder` to resume, or None. Raises as find_resume."""
+    """Return the checkpoint in the run's own `folder` to resume, or None. Raises as `find_resume`
+    does."""
     if checkpoint.load_step == 0:
         return None
     wanted = f"[checkpoint] load_step = {checkpoint.load_step}"
@@ -105,11 +106,11 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
 def _excluded(
     checkpoint: CheckpointConfig, manifest: CheckpointManifest, *, path: Path
 ) -> Sequence[str]:
-    """Return what is not loaded from a checkpoint of the run's own folder. Raises CheckpointError
-    if that includes its steps, because the steps after it have folders there already."""
+    """Return the states that are not loaded from a checkpoint in the run's own folder. Raises
+    CheckpointError for "train_state": steps from 1 on would be saved over those that exist."""
     excluded = checkpoint.exclude_from_loading
     wanted = f"[checkpoint] exclude_from_loading = {show(excluded)}"
-    # Started again with the same keys, a run that has excluded them goes on from its own state.
+    # The run that saved it has left out the same states already: a restart takes all of its own.
     saved = parse_toml(manifest.config.encode()).get("checkpoint", {})
     if excluded and saved.get("exclude_from_loading") == list(excluded):
         logger.info(f"{wanted} is ignored: the run that saved {path} had the same")
@@ -124,10 +125,10 @@ def _excluded(
 
 
 def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
-    """Return the manifest of the checkpoint at `path` after comparing its files with it.
+    """Return the manifest of the checkpoint at `path` after comparing the files with it.
 
-    All sizes are compared, and the contents of the small files; with `hashes` of all, and each rank
-    reads a share. Collective. Raises BrokenCheckpoint with the path."""
+    The sizes of all files are compared, and the contents of the small ones, or with `hashes` of
+    all; each rank reads a share. Collective. Raises BrokenCheckpoint with the path."""
     group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
     share = (dist.get_rank(), dist.get_world_size())
     try:

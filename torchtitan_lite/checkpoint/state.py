@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import NumericError
-from torchtitan_lite.models.init import all_finite
+from torchtitan_lite.models.init import all_finite, local_part
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 from .manifest import BrokenCheckpoint, TensorEntry
@@ -41,7 +41,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
-    """Return the name of each parameter; the first one of a parameter that modules share."""
+    """Return the name of each parameter. One that modules share has its first name."""
     names: dict[Tensor, str] = {}
     for fqn, parameter in model.state_dict(keep_vars=True).items():
         names.setdefault(parameter, fqn)
@@ -74,13 +74,9 @@ def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Snapshot:
-    """Copies of a state in CPU memory that is allocated once: torch's own stager allocates it for
-    each copy, which takes 1.4 times as long as the copying. `pinned`: faster from a GPU."""
+    """Copies of a state in CPU memory that is allocated only once. torch's own stager allocates it
+    for each copy, which takes 1.4 times as long as copying. `pinned`: faster from a GPU."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -90,7 +86,7 @@ class Snapshot:
         """Return a copy of `state` with the same names and layout, valid until the next call."""
         copies = {}
         for name, tensor in state.items():
-            local = _local(tensor)
+            local = local_part(tensor)
             if name not in self._memory:
                 self._memory[name] = torch.empty_like(local, device="cpu", pin_memory=self._pinned)
             copy = self._memory[name].copy_(local, non_blocking=True)
@@ -111,9 +107,9 @@ def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 
 
 def count_not_finite(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return how many values are NaN or infinite in this rank's part of each tensor with any."""
+    """Return, for each tensor with NaN or infinity in this rank's part, how many values are."""
     return {
-        name: int((~_local(tensor).isfinite()).sum())
+        name: int((~local_part(tensor).isfinite()).sum())
         for name, tensor in state.items()
         if not all_finite(tensor)
     }

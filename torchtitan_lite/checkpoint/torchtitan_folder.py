@@ -1,10 +1,9 @@
 """Read the weights of a checkpoint of torchtitan, v0.1.0 to v0.2.2.
 
-DCP has written it, without a manifest, so that damage within a tensor is not noticed. Only weights
-are read. All other entries, such as the state of the dataloader, stay pickled. v0.1.0 names a
-weight `model.<fqn>`, later versions and saves of weights alone `<fqn>`. Names and order of rows are
-this model's: both follow Meta's checkpoints, and torchtitan's `apply_rotary_emb` rotates
-neighbouring dimensions.
+Its format is DCP's, without hashes, so that damage within a tensor is not noticed. Only weights are
+read; all other entries, such as the state of the dataloader, stay pickled. v0.1.0 names a weight
+`model.<fqn>`; later versions, and saves of weights alone, name it `<fqn>`. Names and order of rows
+are this model's, because both follow Meta's checkpoints, which rotate neighbouring dimensions.
 """
 
 from pathlib import Path
@@ -12,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.logger import logger
+from torchtitan_lite.models.init import local_part
 
 from .compare import check_tensors
 from .folders import naming
@@ -25,9 +24,9 @@ from .reading import TableReader, open_on_all_ranks, read_table
 from .state import entries
 
 IGNORED = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
-"""States beside the model, and a buffer that follows from its dimensions."""
+"""First part of the names of entries that are no weights."""
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing may insert into names."""
+"""Parts that torch.compile and activation checkpointing insert into names."""
 EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "model.output.weight"
 
 
@@ -43,10 +42,12 @@ def load_torchtitan(
     with naming(folder):
         reader = open_on_all_ranks(lambda: open_torchtitan(folder))
 
-    # A tied projection may be stored too. Then it must equal the embedding.
+    # A tied model has no output. If one is stored, it is read to compare it with the embedding.
     wanted = dict(state)
     if OUTPUT in reader.tensors and OUTPUT not in state:
         wanted[OUTPUT] = torch.empty_like(state[EMBEDDING])
+
+    # Names and shapes must agree. Any data type is converted, so it counts as the expected one.
     expected = entries(wanted)
     found = {
         name: expected[name] if name in expected and expected[name].shape == entry.shape else entry
@@ -55,17 +56,17 @@ def load_torchtitan(
     check_tensors(found, expected, path=folder)
     with naming(folder):
         reader.load(wanted, group=group)
-    if len(wanted) > len(state):
-        output, embedding = (
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for tensor in (wanted[OUTPUT], wanted[EMBEDDING])
-        )
+
+    if OUTPUT in wanted and OUTPUT not in state:
+        output, embedding = local_part(wanted[OUTPUT]), local_part(wanted[EMBEDDING])
         if not all(on_all_ranks(lambda: torch.equal(output, embedding))):
             raise CheckpointError(
                 f"[model] tie_embeddings = true, and {folder} has an output.weight that differs "
                 "from its tok_embeddings.weight; set it to false."
             )
-    logger.info(f"{folder} is unverified: it has no manifest with hashes, nor with a RoPE")
+    logger.info(
+        f"{folder} is unverified: torchtitan saves no hashes of its files and no RoPE settings"
+    )
 
 
 def open_torchtitan(folder: Path) -> TableReader:
@@ -76,7 +77,7 @@ def open_torchtitan(folder: Path) -> TableReader:
 
 
 def weight_name(entry: str) -> str | None:
-    """Return this model's name of a weight; None for an entry that is no weight."""
+    """Return the name in our checkpoints of an entry; None for one that is no weight."""
     for wrapper in WRAPPERS:
         entry = entry.replace(wrapper, "")
     name = entry.removeprefix("model.")

@@ -39,7 +39,14 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
     if not {"lr_scheduler", "training"} & set(unsound):
         messages += check_decay(config.lr_scheduler, steps=config.training.steps)
 
-    rules = (_check_model, _check_compiled, _check_float8, _check_training, _check_run_folder)
+    rules = (
+        _check_model,
+        _check_compiled,
+        _check_float8,
+        _check_training,
+        _check_checkpoint,
+        _check_run_folder,
+    )
     for message in chain.from_iterable(rule(config) for rule in rules):
         if not set(re.findall(r"\[(\w+)\]", message)) & set(unsound):
             messages.append(message)
@@ -229,22 +236,21 @@ def _check_training(config: Config) -> Iterator[str]:
             f"[training] loss_spike_factor = {training.loss_spike_factor} makes each loss near the "
             "mean of the others a spike; use a factor above 1, like 3, or 0 for none"
         )
-    state_dtype = f"state_dtype = {show(optimizer.state_dtype)}"
     if optimizer.state_dtype == "bfloat16" and optimizer.implementation != "fused":
         yield (
             f"[optimizer] implementation = {show(optimizer.implementation)} keeps its moments in "
-            f"the data type of the weights, and {state_dtype}; "
+            'the data type of the weights, and state_dtype = "bfloat16"; '
             'set implementation to "fused", or unset state_dtype'
         )
     if optimizer.state_dtype == "float32" and training.dtype != "float32":
         yield (
-            f"[optimizer] {state_dtype} needs [training] dtype = {state_dtype.split()[-1]} too, "
-            f"not {show(training.dtype)}: moments are no wider than weights; unset one of them"
+            '[optimizer] state_dtype = "float32" needs [training] dtype = "float32" too, not '
+            f"{show(training.dtype)}: moments are no wider than weights; unset one of them"
         )
 
 
-def _check_run_folder(config: Config) -> Iterator[str]:
-    checkpoint, profiling = config.checkpoint, config.profiling
+def _check_checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
     for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
         if (value := getattr(checkpoint, key)) and not checkpoint.enable:
             yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
@@ -268,6 +274,10 @@ def _check_run_folder(config: Config) -> Iterator[str]:
             "last_save_model_only = true, which is torchtitan's default, or of last_save_in_hf = "
             "true; set one of these, or unset it"
         )
+
+
+def _check_run_folder(config: Config) -> Iterator[str]:
+    profiling = config.profiling
     if profiling.profiler_active > profiling.profile_freq:
         yield (
             f"[profiling] profiler_active = {profiling.profiler_active} is above profile_freq = "
@@ -277,8 +287,8 @@ def _check_run_folder(config: Config) -> Iterator[str]:
     # Each part of a run needs a name of its own in the run folder.
     owners: dict[PurePosixPath, str] = {}
     for name, value in (
-        ("[checkpoint] folder", checkpoint.folder),
-        ("[checkpoint] save_request_file", checkpoint.save_request_file),
+        ("[checkpoint] folder", config.checkpoint.folder),
+        ("[checkpoint] save_request_file", config.checkpoint.save_request_file),
         ("[metrics] save_tb_folder", config.metrics.save_tb_folder),
         ("[profiling] save_traces_folder", profiling.save_traces_folder),
         ("[profiling] save_memory_snapshot_folder", profiling.save_memory_snapshot_folder),

@@ -1,8 +1,8 @@
-"""Read the layers of a config: a chain of TOML files, then the command line. Names and keys of
-torchtitan that are not ours still work; the log says what they mean here."""
+"""Read the layers of a config: a chain of TOML files, then the command line. torchtitan's names of
+our keys are translated; its other keys are ignored or refused, with the reason."""
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -70,8 +70,8 @@ def read_files(path: Path) -> list[Layer]:
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted name, value) for every value in a table and its sub-tables.
 
-    Yield a table as a value if it is that of a key, and an empty one if its name is unknown, so
-    that a misspelt name is reported.
+    A table that is the value of a key is yielded as one value. So is an empty table with an unknown
+    name, so that the name is reported.
     """
     tables = [name for name, key in KEYS.items() if key.kind == "table"]
     for key, value in table.items():
@@ -152,8 +152,8 @@ def _parse(text: str, key: Key | None) -> object:
 
 
 def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
-    """Return the settings of one source under their current names, and a message for each setting
-    that has no translation or contradicts another."""
+    """Return the settings of one source under their current names, and a message for each that
+    cannot be translated or contradicts another."""
     resolved = {name: setting for name, setting in layer.items() if current_name(name) == name}
     problems = []
     for name, old in layer.items():
@@ -180,21 +180,22 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
 
 
 def resolve_foreign(settings: Layer) -> list[str]:
-    """Remove the keys of torchtitan that are no keys here from the merged `settings`, and log what
-    they mean. Return a message for each that asks for something else than what happens here."""
+    """Remove torchtitan's keys without a counterpart here from the merged `settings`, and log why
+    they have no effect. Return a message for each that asks for what does not happen here."""
     # torchtitan's converter mx reads [mx], not [float8].
-    unused: dict[str, str] = {}
+    unused: defaultdict[str, list[str]] = defaultdict(list)
     if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
-        why = "[model] converters selects [mx]"
-        unused |= {name: why for name in UNREAD if settings.pop(name, None)}
+        if names := [name for name in UNREAD if settings.pop(name, None)]:
+            unused["[model] converters selects [mx]"] = names
         source = f"{converter.source}, as {show_key(CONVERTERS)}"
         settings["float8.recipe_name"] = Setting("mxfp8", source)
         if filters := settings.pop("mx.filter_fqns", None):
             logger.info("[mx] filter_fqns is now [float8] filter_fqns")
             settings["float8.filter_fqns"] = filters
 
+    # A key has no effect if its value asks for what happens here anyway.
     problems = []
-    for name, setting in [*settings.items()]:
+    for name, setting in list(settings.items()):
         if name in KEYS or (row := find_foreign(name)) is None:
             continue
         del settings[name]
@@ -202,14 +203,13 @@ def resolve_foreign(settings: Layer) -> list[str]:
         if isinstance(values, str):
             other = settings.get(values)
             values = (other.value if other else KEYS[values].default,)
-        shown = [] if values is None else [*map(show, values)]
+        shown = [show(value) for value in values or ()]
         if values is None or show(setting.value) in shown:
-            unused[name] = reason
+            unused[reason].append(name)
         else:
             fix = f"remove the key, or set it to {' or '.join(shown)[:200]}"
             problems.append(f"{setting.cite(name)}: {reason}; {fix}")
 
-    for reason in dict.fromkeys(unused.values()):
-        names = ", ".join(show_key(name) for name in unused if unused[name] == reason)
-        logger.info(f"no effect here: {names}: {reason}")
+    for reason, names in unused.items():
+        logger.info(f"no effect here: {', '.join(map(show_key, names))}: {reason}")
     return problems

@@ -1,6 +1,7 @@
-"""torchtitan's keys, from before v0.1.0 to v0.2.2, that have another name here, or no field.
+"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have.
 
-A key is in ALIASES, or in a table of MOVED, if a field of ours has its meaning; else in FOREIGN.
+ALIASES and MOVED list the keys and tables that have another name here. FOREIGN lists the keys
+without a counterpart here.
 """
 
 from fnmatch import fnmatchcase
@@ -9,8 +10,12 @@ from typing import NamedTuple
 from .keys import KEYS
 
 CONVERTERS = "model.converters"
-UNREAD = ["float8.recipe_name", "float8.filter_fqns", "float8.enable_fsdp_float8_all_gather"]
-UNREAD += ["float8.precompute_float8_dynamic_scale_for_fsdp"]
+UNREAD = [
+    "float8.recipe_name",
+    "float8.filter_fqns",
+    "float8.enable_fsdp_float8_all_gather",
+    "float8.precompute_float8_dynamic_scale_for_fsdp",
+]
 """Keys that torchtitan does not read if the converter is mx."""
 MOVED = {
     "experimental": "parallelism",
@@ -18,7 +23,7 @@ MOVED = {
     "quantize.linear.mx": "mx",
     "scheduler": "lr_scheduler",
 }
-"""Current table of the keys of each renamed table, apart from those in FOREIGN."""
+"""Current name of each renamed table; keys in FOREIGN keep the old one."""
 ALIASES = {
     CONVERTERS: "float8.enable_float8_linear",
     "job.print_args": "job.print_config",
@@ -42,12 +47,13 @@ ALIASES |= {
 
 
 class Foreign(NamedTuple):
-    """Keys of torchtitan without a field here."""
+    """A key of torchtitan without a counterpart here."""
 
     reason: str
-    """What happens here."""
+    """Why it has no effect here."""
     values: tuple[object, ...] | str | None = None
-    """Values that ask for what happens here anyway; None: all; a str: the value of that key."""
+    """Accepted values: those that ask for what happens here. None: all. A name of a key: its value.
+    """
 
 
 OFF = (False,)
@@ -109,7 +115,7 @@ FOREIGN = {
     "memory_estimation.disable_fake_mode": Foreign(_PLANNED),
     "debug.deterministic_warn_only": Foreign("[debug] deterministic ends the run instead", OFF),
 }
-"""Keys without a field here, as patterns of fnmatch. The first that matches counts."""
+"""Keys without a counterpart here, as patterns of fnmatch. The first that matches counts."""
 FOREIGN_TABLES = {name.rpartition(".")[0] for name in FOREIGN}
 
 

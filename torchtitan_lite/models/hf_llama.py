@@ -42,9 +42,9 @@ _FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-"""Keys of config.json with the only value that this model implements."""
+"""Keys of config.json with only one supported value."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Hugging Face's names of the embedding, and of the output, which a tied model does not store."""
+"""Hugging Face's names of the embedding, and of the output, which a tied model does not save."""
 
 
 def hf_names(args: ModelArgs, *, prefix: str = "") -> dict[str, str]:
@@ -82,8 +82,8 @@ def _rotated_heads(name: str, args: ModelArgs) -> int | None:
 def hf_config(
     args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id: int | None
 ) -> dict[str, Any]:
-    """Return the config.json of a model, with RoPE as transformers 4 reads it and as 5 does. An id
-    of None means that the model has no such token."""
+    """Return the config.json of a model, with RoPE's settings both for transformers 4 and for 5. An
+    id of None means that the model has no such token."""
     scaling = args.rope_scaling and {"rope_type": "llama3", **asdict(args.rope_scaling)}
     rope = scaling or {"rope_type": "default"}
     return _FIXED | {
@@ -102,10 +102,10 @@ def hf_config(
 
 
 def model_args(config: dict[str, Any]) -> ModelArgs:
-    """Return the dimensions in a config.json of transformers 4 or 5. Raises ValueError, with the
-    key, if this model cannot be built like that."""
+    """Return the dimensions in a config.json of transformers 4 or 5. Raises ValueError with the
+    key that this model does not support."""
     for key, fixed in _FIXED.items():
-        # transformers leaves out the usual values, but never the type.
+        # transformers may leave out a key with its default value, but never the type.
         value = config.get(key, None if key == "model_type" else fixed)
         _require(value == fixed, key, value, f"this model has only {json.dumps(fixed)}")
 
@@ -122,7 +122,7 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     rule = f"does not divide num_attention_heads = {heads}"
     _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, rule)
 
-    # Of both spellings, transformers prefers the older one too.
+    # If both keys are set, transformers uses the older one, rope_scaling, too.
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -130,12 +130,11 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     _require(kind in ("default", "llama3"), "rope_type", kind, rule)
     scaling = None
     if kind == "llama3":
-        scaling = RopeScaling(
-            **{
-                key: _positive(rope, key, whole=isinstance(default, int))
-                for key, default in asdict(RopeScaling()).items()
-            }
-        )
+        fields = {
+            key: _positive(rope, key, whole=isinstance(default, int))
+            for key, default in asdict(RopeScaling()).items()
+        }
+        scaling = RopeScaling(**fields)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         _require(high > low, "high_freq_factor", high, f"must be above low_freq_factor = {low}")
     return ModelArgs(

@@ -46,13 +46,20 @@ def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
     return torch.erfinv(uniform.mul_(2 * tail).sub_(tail)).mul_(std * math.sqrt(2)).float()
 
 
-def local_offset(param: DTensor) -> list[int]:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, sharing its storage; all of a tensor without shards."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_offset(param: Tensor) -> list[int]:
     """Return the global index, per dimension, at which this rank's shard of `param` starts.
 
     Tensor parallelism, the last mesh dimension, splits a weight before FSDP splits each part, both
     as torch.chunk does. torch's own compute_local_shape_and_global_offset differs from FSDP where
     parts are uneven (torch 2.13)."""
     offset, size = [0] * param.ndim, list(param.shape)
+    if not isinstance(param, DTensor):
+        return offset
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the parameter"
     for mesh_dim in reversed(range(param.device_mesh.ndim)):
@@ -73,9 +80,7 @@ def local_offset(param: DTensor) -> list[int]:
 @torch.no_grad()
 def _fill(param: Tensor, *, key: int, std: float) -> None:
     """Fill a matrix, or this rank's shard of it, in place."""
-    local, row0, col0 = param, 0, 0
-    if isinstance(param, DTensor):
-        local, (row0, col0) = param.to_local(), local_offset(param)
+    local, (row0, col0) = local_part(param), local_offset(param)
     rows, cols = local.shape
     columns = torch.arange(col0, col0 + cols, device=local.device)
     step = max(1, CHUNK // max(1, cols))
@@ -131,5 +136,4 @@ def init_weights(
 def all_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has neither NaN nor infinity."""
     # Either makes the sum not finite. Unlike isfinite().all(), it allocates no boolean copy.
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(local.sum(dtype=torch.float64).isfinite())
+    return bool(local_part(tensor).sum(dtype=torch.float64).isfinite())
