@@ -292,3 +292,12 @@ def _check_run_folder(config: Config) -> Iterator[str]:
             yield f"{name} = {show(value)} is a name that every run uses itself; choose another"
         elif owner != name:
             yield f"{name} = {show(value)} is also the name of {owner}; choose another"
+    # A new run moves each of them to previous/ by itself.
+    for folder, name in owners.items():
+        for outer in owners.keys() & {*folder.parents[:-1]}:
+            yield f'{name} = "{folder}" is within {owners[outer]} = "{outer}"; choose another'
+    if "/" in (prefix := config.comm.save_traces_file_prefix):
+        yield (
+            f"[comm] save_traces_file_prefix = {show(prefix)} must not hold /; "
+            "the folder is [comm] save_traces_folder"
+        )
