@@ -7,6 +7,7 @@ this model's: both follow Meta's checkpoints, and torchtitan's `apply_rotary_emb
 neighbouring dimensions.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ IGNORED = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis"
 """States beside the model, and a buffer that follows from its dimensions."""
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing may insert into names."""
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""Data types of weights."""
 EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "model.output.weight"
 
 
@@ -48,11 +51,14 @@ def load_torchtitan(
     if OUTPUT in reader.tensors and OUTPUT not in state:
         wanted[OUTPUT] = torch.empty_like(state[EMBEDDING])
     expected = entries(wanted)
-    found = {
-        name: expected[name] if name in expected and expected[name].shape == entry.shape else entry
-        for name, entry in reader.tensors.items()
-    }
+    found = dict(reader.tensors)
+    for name in found.keys() & expected.keys():
+        if found[name].dtype in FLOATS and found[name].shape == expected[name].shape:
+            found[name] = expected[name]
     check_tensors(found, expected, path=folder)
+    # Where parts of a weight overlap, others are missing. They stay NaN, which the caller refuses.
+    for weight in wanted.values():
+        weight.fill_(math.nan)
     with naming(folder):
         reader.load(wanted, group=group)
     if len(wanted) > len(state):
