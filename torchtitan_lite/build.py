@@ -20,6 +20,7 @@ from torchtitan_lite.config import (
     MetricsConfig,
     TrainingConfig,
     check_decay,
+    warn_of_ended_schedule,
 )
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
@@ -228,6 +229,9 @@ def build_batches(
     for problem in check_decay(job.config.lr_scheduler, steps=batches.last_step):
         raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
     log_short_warmup(job.config.lr_scheduler, steps=batches.last_step)
+    warn_of_ended_schedule(
+        job.config.lr_scheduler, steps=batches.last_step, start=progress.schedule_start
+    )
     log_data(batches, training)
     if not validation.enable:
         return batches, None

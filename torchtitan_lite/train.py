@@ -147,14 +147,17 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     def begin() -> None:
-        initial = checkpoint.initial_load_path
         resumes = resume is not None and resume.path.parent == checkpoints
-        if not resumes and initial is not None and is_within(checkpoints, initial):
-            raise ConfigError(
-                f'[checkpoint] initial_load_path = "{initial}" is in [job] dump_folder = '
-                f'"{folder.path}", whose checkpoints move to previous/ when a new run starts; '
-                "name another dump_folder."
-            )
+        for key, path in (
+            ("[checkpoint] initial_load_path", checkpoint.initial_load_path),
+            ("[model] tokenizer_path", config.model.tokenizer_path),
+        ):
+            if not resumes and path and is_within(checkpoints, path):
+                raise ConfigError(
+                    f'{key} = "{path}" is in [job] dump_folder = "{folder.path}", whose '
+                    "checkpoints move to previous/ when a new run starts; name another "
+                    "dump_folder."
+                )
         if checkpoint.enable and read_status(folder.path) is not None:
             # If the folder is a link, drafts of a killed save would block the move to previous/.
             remove_drafts(checkpoints)
@@ -209,7 +212,9 @@ def export_last(trainer: Trainer) -> None:
     """Write the last checkpoint as a Hugging Face model beside it. A model that is there already is
     kept if this start of the run has trained no step."""
     saved, settings = trainer.checkpointer.last_saved, trainer.config.checkpoint
-    assert saved is not None, "a run with last_save_in_hf saves its last step"
+    if saved is None:  # initial_load_path's checkpoint is of the last step already
+        logger.warning("[checkpoint] last_save_in_hf = true, but no step was trained and saved")
+        return
     target = hf_folder(saved)
     if trainer.first_step > trainer.last_step and target.exists():
         logger.info(f"{target} was there already, and is kept")

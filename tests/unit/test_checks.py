@@ -345,6 +345,18 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
             '[profiling] save_traces_folder = "./tb/" is also the name of [metrics] '
             "save_tb_folder; choose another",
         ),
+        (
+            1,
+            {"checkpoint": {"folder": "tb/checkpoint"}},
+            '[checkpoint] folder = "tb/checkpoint" is within [metrics] save_tb_folder = "tb"; '
+            "choose another",
+        ),
+        (
+            1,
+            {"comm": {"save_traces_file_prefix": "../x"}},
+            '[comm] save_traces_file_prefix = "../x" must not hold /; the folder is [comm] '
+            "save_traces_folder",
+        ),
     ],
 )
 def test_broken_rule(

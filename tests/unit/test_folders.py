@@ -380,14 +380,16 @@ def test_later_steps_are_set_aside(folder, caplog):
     caplog.set_level(logging.INFO)
     for step in (20, 30):
         (folder / f"step-000000{step}-hf").mkdir()
+    shutil.rmtree(folder / "step-00000040")
+    (folder / "step-00000040-hf").mkdir()
     set_aside_after(folder, 20)
     assert committed_steps(folder) == [10, 20]
     assert [path.name for path in folder.glob("step-*-hf")] == ["step-00000020-hf"]
-    assert len(list(folder.glob("superseded-step-00000030-hf-*"))) == 1
-    for step in (30, 40):
-        [aside] = folder.glob(f"superseded-step-000000{step}-[0-9]*")
-        assert find_problems(aside, hashes=True) == []
-        assert f"step-000000{step} is of a run past step 20: kept as {aside}" in caplog.text
+    [aside] = folder.glob("superseded-step-00000030-[0-9]*")
+    assert find_problems(aside, hashes=True) == []
+    assert f"step-00000030 is of a run past step 20: kept as {aside}" in caplog.text
+    for step in (30, 40):  # also where its checkpoint was removed
+        assert len(list(folder.glob(f"superseded-step-000000{step}-hf-*"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def override(*words: str) -> dict[str, object]:
         (("--training.dataset_path", "None"), "training.dataset_path", None),
         (("--job.description", "None"), "job.description", "None"),
         (("--no.steps",), "no.steps", True),
-        (("--training.no_steps",), "training.steps", False),
         (("--compile.no_enable=true",), "compile.no_enable", True),
         (("--job.description", "5"), "job.description", "5"),
         (("--job.description", "two words"), "job.description", "two words"),
@@ -109,6 +108,10 @@ def test_override(words: tuple[str, ...], name: str, value: object) -> None:
         (
             ["--training.steps"],
             "--training.steps (from the command line): needs a value of type int",
+        ),
+        (
+            ["--job.no_dump_folder"],
+            "--job.dump_folder (from the command line): needs a value of type str",
         ),
         (
             ["--compile.no-enable", "false"],

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan_layout import Layout, save_torchtitan
@@ -153,6 +153,10 @@ def name_twice(table: Any) -> None:
     table.state_dict_metadata[f"model.{EMBEDDING}"] = table.state_dict_metadata[EMBEDDING]
 
 
+def make_whole_numbers(table: Any) -> None:
+    table.state_dict_metadata["norm.weight"].properties.dtype = torch.int32
+
+
 def make_bytes(table: Any) -> None:
     table.state_dict_metadata[EMBEDDING] = table.state_dict_metadata["lr_scheduler.last_epoch"]
 
@@ -192,6 +196,31 @@ def test_hostile_folders_are_refused(damage: Any, reason: str, tmp_path: Path) -
     damage(folder)
     with pytest.raises(BrokenCheckpoint, match=rf"step-1000 is broken: .*{reason}"):
         load(folder, make_model())
+
+
+def test_weights_that_are_not_floating_point_are_refused(tmp_path: Path) -> None:
+    folder = save_torchtitan(tmp_path / "step-1000", make_weights())
+    edit_table(folder, make_whole_numbers)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: int32 \[16\] -> float32"):
+        load(folder, make_model())
+
+
+def test_a_gap_between_parts_that_overlap_is_not_finite(tmp_path: Path) -> None:
+    folder = save_torchtitan(tmp_path, make_weights())
+
+    def overlap(table: Any) -> None:
+        index = next(index for index in table.storage_data if index.fqn == EMBEDDING)
+        place, tensor = table.storage_data.pop(index), table.state_dict_metadata[EMBEDDING]
+        tensor.chunks = [
+            ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((12, 16))) for start in (0, 6)
+        ]
+        for part in tensor.chunks:
+            table.storage_data[MetadataIndex(EMBEDDING, part.offsets)] = place
+
+    edit_table(folder, overlap)
+    embedding = load(folder, make_model())[EMBEDDING]
+    assert embedding[:18].isfinite().all()
+    assert embedding[18:].isnan().all()
 
 
 def test_no_code_of_the_folder_runs(tmp_path: Path) -> None:

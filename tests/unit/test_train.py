@@ -23,6 +23,7 @@ from torchtitan_lite.config import (
     Config,
     JobConfig,
     MetricsConfig,
+    ModelConfig,
 )
 from torchtitan_lite.errors import (
     CheckpointError,
@@ -103,6 +104,16 @@ def test_the_last_checkpoint_is_exported_in_its_type(
     assert exports == [(saved, exported, dtype)] * 2
 
 
+def test_a_run_that_saved_nothing_exports_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It goes on from another run's checkpoint, which is of its last step already."""
+    trainer: Any = SimpleNamespace(
+        checkpointer=SimpleNamespace(last_saved=None),
+        config=Config(checkpoint=CheckpointConfig(enable=True, last_save_in_hf=True)),
+    )
+    train.export_last(trainer)
+    assert "no step was trained and saved" in caplog.text
+
+
 @pytest.fixture
 def world() -> Iterator[None]:
     """A process group of this process alone."""
@@ -111,10 +122,12 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def opened_step(path: Path, **checkpoint: Any) -> int:
+def opened_step(path: Path, tokenizer_path: str = "", **checkpoint: Any) -> int:
     """The step that a run in `path` with checkpoints goes on from."""
     config = Config(
-        job=JobConfig(dump_folder=str(path)), checkpoint=CheckpointConfig(enable=True, **checkpoint)
+        job=JobConfig(dump_folder=str(path)),
+        model=ModelConfig(tokenizer_path=tokenizer_path),
+        checkpoint=CheckpointConfig(enable=True, **checkpoint),
     )
     folder = RunFolder(path)
     try:
@@ -151,6 +164,8 @@ def test_weights_to_begin_with_are_not_moved_away(world: None, tmp_path: Path) -
         ConfigError, match=r"initial_load_path = .* is in \[job\] dump_folder = .* name another"
     ):
         opened_step(tmp_path, load_step=0, initial_load_path=str(initial))
+    with pytest.raises(ConfigError, match=r"tokenizer_path = .* is in \[job\] dump_folder = "):
+        opened_step(tmp_path, tokenizer_path=f"{initial}-hf", load_step=0)
     assert initial.is_dir()
     assert (
         opened_step(tmp_path, initial_load_path=str(initial)) == 10

@@ -161,12 +161,13 @@ def set_aside_after(folder: Path, step: int) -> None:
     because a run that resumes from `step` trains these steps again. Raises StorageError if the disk
     fails."""
     with storage_errors(folder):
-        for later in reversed(named_steps(folder)):
-            old = step_folder(folder, later)
-            for path in (old, hf_folder(old)):
-                if later > step and path.is_dir() and (path != old or not _foreign_file(old)):
-                    kept = _set_aside(path, "superseded")
-                    logger.info(f"{path} is of a run past step {step}: kept as {kept}")
+        for path in sorted(folder.iterdir(), reverse=True):
+            exported = path.name.endswith(HF_SUFFIX)
+            named = STEP.fullmatch(path.name.removesuffix(HF_SUFFIX))
+            later = named is not None and int(named[1]) > step and path.is_dir()
+            if later and (exported or not _foreign_file(path)):
+                kept = _set_aside(path, "superseded")
+                logger.info(f"{path} is of a run past step {step}: kept as {kept}")
 
 
 @contextmanager

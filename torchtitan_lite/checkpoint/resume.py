@@ -91,7 +91,8 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
             raise CheckpointError(
                 f"{wanted}: {path} has only weights, as its run had last_save_model_only = true, "
                 f"and cannot be resumed. Set load_step to an earlier step (there are: {others}), "
-                f'or in another [job] dump_folder start a run with initial_load_path = "{path}".'
+                f'or in another [job] dump_folder start a run with initial_load_path = "{path}". '
+                f"python scripts/convert_hf.py export {path} NEW_FOLDER makes a Hugging Face model."
             )
         return Resume(path, manifest, _excluded(checkpoint, manifest, path=path))
     if reason is None:

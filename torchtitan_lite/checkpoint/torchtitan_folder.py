@@ -6,6 +6,7 @@ read; all other entries, such as the state of the dataloader, stay pickled. v0.1
 are this model's, because both follow Meta's checkpoints, which rotate neighbouring dimensions.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ IGNORED = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis"
 """First part of the names of entries that are no weights."""
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts that torch.compile and activation checkpointing insert into names."""
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""Data types of weights."""
 EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "model.output.weight"
 
 
@@ -49,11 +52,14 @@ def load_torchtitan(
 
     # Names and shapes must agree. Any data type is converted, so it counts as the expected one.
     expected = entries(wanted)
-    found = {
-        name: expected[name] if name in expected and expected[name].shape == entry.shape else entry
-        for name, entry in reader.tensors.items()
-    }
+    found = dict(reader.tensors)
+    for name in found.keys() & expected.keys():
+        if found[name].dtype in FLOATS and found[name].shape == expected[name].shape:
+            found[name] = expected[name]
     check_tensors(found, expected, path=folder)
+    # Where parts of a weight overlap, others are missing. They stay NaN, which the caller refuses.
+    for weight in wanted.values():
+        weight.fill_(math.nan)
     with naming(folder):
         reader.load(wanted, group=group)
 

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.recipes import RECIPES, Recipe
+from torchtitan_lite.logger import logger
 
 from .arithmetic import (
     multiples_near,
@@ -89,6 +90,18 @@ def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
             f"[lr_scheduler] decay_ratio = {schedule.decay_ratio} of {total} steps = {decay} "
             f"steps, but warmup_steps = {warmup} leaves {total - warmup}; "
             f"use decay_ratio <= {most} or warmup_steps <= {total - decay}"
+        )
+
+
+def warn_of_ended_schedule(schedule: LRSchedulerConfig, *, steps: int, start: int) -> None:
+    """Log a warning if a schedule that began `start` steps before this run, a negative number, ends
+    before the run of `steps`."""
+    total = schedule.total_steps or steps
+    if start < 0 and total + start < steps:
+        logger.warning(
+            f"[lr_scheduler] the schedule of {total} steps goes on after {-start}, and ends at "
+            f"step {max(total + start, 0)} of {steps}; set total_steps = {steps - start}, or begin "
+            'it again: [checkpoint] exclude_from_loading = ["train_state", "lr_scheduler"]'
         )
 
 
@@ -302,3 +315,12 @@ def _check_run_folder(config: Config) -> Iterator[str]:
             yield f"{name} = {show(value)} is a name that every run uses itself; choose another"
         elif owner != name:
             yield f"{name} = {show(value)} is also the name of {owner}; choose another"
+    # A new run moves each of them to previous/ by itself.
+    for folder, name in owners.items():
+        for outer in owners.keys() & {*folder.parents[:-1]}:
+            yield f'{name} = "{folder}" is within {owners[outer]} = "{outer}"; choose another'
+    if "/" in (prefix := config.comm.save_traces_file_prefix):
+        yield (
+            f"[comm] save_traces_file_prefix = {show(prefix)} must not hold /; "
+            "the folder is [comm] save_traces_folder"
+        )

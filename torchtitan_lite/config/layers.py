@@ -105,8 +105,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
         word = words.popleft()
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        if not equals and ".no_" in name:  # as tyro writes false
-            name, equals, text = name.replace(".no_", "."), "=", "false"
+        negated = not equals and ".no_" in name  # as tyro writes false
+        if negated:
+            name = name.replace(".no_", ".")
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
             near = closest(name, KEYS)
@@ -116,8 +117,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
             problems.append(f"unexpected {show(word)} on the command line; {hint}")
             continue
 
-        # The value is the rest of the word, or the next word; a bare name means true.
-        bare = not equals and (not words or words[0].startswith("--"))
+        # The value is the rest of the word, or the next word; a bare name means true, or false.
+        bare = negated or (not equals and (not words or words[0].startswith("--")))
         if not equals and not bare:
             text = words.popleft()
         if name == CONFIG_FILE:
@@ -127,7 +128,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
                 f"--{name} (from {COMMAND_LINE}): needs a value of type {key.type_text}"
             )
         else:
-            layer[name] = Setting(True if bare else _parse(text, key), COMMAND_LINE)
+            layer[name] = Setting(not negated if bare else _parse(text, key), COMMAND_LINE)
     if not path:
         raise ConfigError(
             f"no config file; name one: --{CONFIG_FILE} train_configs/debug_model.toml"

@@ -99,7 +99,7 @@ def _validate(settings: Layer) -> Config:
     for name, setting in settings.items():
         key, value = KEYS[name], setting.value
         if key.kind == "list" and isinstance(value, str) and not value.startswith("["):
-            value = [part for part in value.split(",") if part]
+            value = [part.strip() for part in value.split(",") if part.strip()]
         tables.setdefault(key.table, {})[key.name] = value
     return Config.model_validate(tables)
 
