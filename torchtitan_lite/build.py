@@ -16,11 +16,10 @@ from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     Config,
-    LRSchedulerConfig,
     MetricsConfig,
     TrainingConfig,
     check_decay,
-    warn_of_ended_schedule,
+    log_odd_schedule,
 )
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
@@ -226,12 +225,10 @@ def build_batches(
         first_step=progress.step + 1,
         first_sample=progress.samples,
     )
-    for problem in check_decay(job.config.lr_scheduler, steps=batches.last_step):
+    schedule, steps = job.config.lr_scheduler, batches.last_step
+    for problem in check_decay(schedule, steps=steps):
         raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
-    log_short_warmup(job.config.lr_scheduler, steps=batches.last_step)
-    warn_of_ended_schedule(
-        job.config.lr_scheduler, steps=batches.last_step, start=progress.schedule_start
-    )
+    log_odd_schedule(schedule, steps=steps, start=progress.schedule_start)
     log_data(batches, training)
     if not validation.enable:
         return batches, None
@@ -242,16 +239,6 @@ def build_batches(
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
     )
-
-
-def log_short_warmup(schedule: LRSchedulerConfig, *, steps: int) -> None:
-    """Log it if a run of `steps` is shorter than its warm-up."""
-    if (total := schedule.total_steps or steps) < schedule.warmup_steps:
-        logger.info(
-            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is longer than the schedule of "
-            f"{total} steps: the warm-up is shortened to {total}, and nothing follows it; set "
-            "warmup_steps to less, or total_steps to the whole run's steps"
-        )
 
 
 def build_checkpointer(

@@ -83,6 +83,8 @@ class Trainer:
         self.batches, self.validation_batches = build_batches(
             job, tokenizer, dp_rank=dp_mesh.get_local_rank(), progress=progress
         )
+        if resume is not None:
+            resume.check_can_train(last_step=self.batches.last_step)
         self.step = self.saved_step = progress.step
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
         self.tokens, self.save_wanted = progress.tokens, False

@@ -264,6 +264,9 @@ def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     assert checkpoints(folder) == [f"step-{step:08d}" for step in (1, 2, 4)]
     tensors = SafeReader(checkpoint(folder, 4)).tensors
     assert {entry.dtype for entry in tensors.values()} == {"bfloat16"} and len(tensors) == 21
+    # Started again, it has nothing left to train, but exports what a killed start has not.
+    finish(folder, f"{STEPS}=4", "--checkpoint.last_save_in_hf", *weights)
+    assert (folder / "checkpoint/step-00000004-hf/config.json").is_file()
     code, cause = fail(folder, f"{STEPS}=6")
     assert code == 4
     assert re.search(r"step-00000004 has only weights, .* \(there are: 1, 2\)", cause)

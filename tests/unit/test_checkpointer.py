@@ -333,13 +333,17 @@ def test_a_run_that_ended_with_weights_alone_is_not_resumed_but_its_earlier_step
         run.train(2)
         run.save(last=last)
     for load_step in (-1, 6):
+        settings = CheckpointConfig(enable=True, load_step=load_step)
+        found = find_resume(settings, folder=tmp_path)
+        assert found is not None and found.progress.step == 6
+        found.check_can_train(last_step=6)  # nothing is left to train
         with pytest.raises(
             CheckpointError,
-            match=rf"load_step = {load_step}: .*step-00000006 has only weights, .* load_step to an "
+            match=r"load_step: .*step-00000006 has only weights, .* load_step to an "
             r'earlier step \(there are: 2, 4\), .* initial_load_path = ".*step-00000006"'
             r"\. .*convert_hf\.py export .*step-00000006 NEW_FOLDER",
         ):
-            resume(tmp_path, load_step=load_step)
+            found.check_can_train(last_step=7)
     assert resume(tmp_path, load_step=4) == 4
     assert resume(tmp_path, load_step=0) is None
     break_step(tmp_path, 6)

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from torchtitan_lite.build import log_short_warmup
-from torchtitan_lite.config import LRSchedulerConfig, warn_of_ended_schedule
+from torchtitan_lite.config import LRSchedulerConfig, log_odd_schedule
 from torchtitan_lite.lr_schedule import DECAYS, lr_factor
 
 
@@ -69,7 +68,8 @@ def test_a_warm_up_longer_than_the_schedule_is_said_to_be_shortened(
     steps: int, total_steps: int | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        log_short_warmup(LRSchedulerConfig(warmup_steps=200, total_steps=total_steps), steps=steps)
+        schedule = LRSchedulerConfig(warmup_steps=200, total_steps=total_steps)
+        log_odd_schedule(schedule, steps=steps, start=0)
     assert [f"shortened to {said}, and" in message for message in caplog.messages] == [True] * bool(
         said
     )
@@ -78,7 +78,7 @@ def test_a_warm_up_longer_than_the_schedule_is_said_to_be_shortened(
 def test_a_schedule_that_ends_before_the_run_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """As where a new run takes the schedule of an earlier one, but not its steps."""
     for start, total in ((0, None), (-4, 10), (4, None), (0, 3)):
-        warn_of_ended_schedule(LRSchedulerConfig(total_steps=total), steps=6, start=start)
+        log_odd_schedule(LRSchedulerConfig(total_steps=total), steps=6, start=start)
     assert not caplog.text
-    warn_of_ended_schedule(LRSchedulerConfig(), steps=6, start=-4)
+    log_odd_schedule(LRSchedulerConfig(), steps=6, start=-4)
     assert "ends at step 2 of 6; set total_steps = 10" in caplog.text

@@ -36,14 +36,28 @@ class Resume:
         """Counters that the run continues from."""
         return self.manifest.progress.without(self.excluded)
 
+    def check_can_train(self, *, last_step: int) -> None:
+        """Raise CheckpointError if the run has steps left and the checkpoint has only weights."""
+        step = self.manifest.progress.step
+        if step >= last_step or not self.manifest.has_weights_only:
+            return
+        there = [other for other in folders.named_steps(self.path.parent) if other != step]
+        raise CheckpointError(
+            f"[checkpoint] load_step: {self.path} has only weights, as its run had "
+            "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier step "
+            f"(there are: {', '.join(map(str, there)) or 'none'}), or in another [job] dump_folder "
+            f'start a run with initial_load_path = "{self.path}". python scripts/convert_hf.py '
+            f"export {self.path} NEW_FOLDER makes a Hugging Face model."
+        )
+
 
 def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     """Return the checkpoint to continue from, or None for a run that starts at step 1.
 
     It is the newest in `folder` whose files are intact, or load_step's; broken ones are logged. If
     `folder` has none, it is initial_load_path's, with initial_load_model_only = false. Collective.
-    Raises CheckpointError if load_step's is missing or broken, if all are broken, or if it has only
-    weights; StorageError if the disk fails."""
+    Raises CheckpointError if load_step's is missing or broken, if all are broken, or if
+    initial_load_path's has only weights; StorageError if the disk fails."""
     if not checkpoint.enable:
         return None
     if (own := _find_own(checkpoint, folder=folder)) is not None:
@@ -87,13 +101,7 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
             logger.info(reason)
             continue
         if manifest.has_weights_only:
-            others = ", ".join(str(other) for other in there if other != step) or "none"
-            raise CheckpointError(
-                f"{wanted}: {path} has only weights, as its run had last_save_model_only = true, "
-                f"and cannot be resumed. Set load_step to an earlier step (there are: {others}), "
-                f'or in another [job] dump_folder start a run with initial_load_path = "{path}". '
-                f"python scripts/convert_hf.py export {path} NEW_FOLDER makes a Hugging Face model."
-            )
+            return Resume(path, manifest, excluded=["optimizer"])
         return Resume(path, manifest, _excluded(checkpoint, manifest, path=path))
     if reason is None:
         return None

@@ -9,7 +9,7 @@ from .arithmetic import (
     resolve_model,
     resolve_shares,
 )
-from .checks import check_config, check_decay, warn_of_ended_schedule
+from .checks import check_config, check_decay, log_odd_schedule
 from .keys import format_config_page, format_help, show
 from .layers import asks_for_help
 from .loading import dump_config, load_config, shared_settings
