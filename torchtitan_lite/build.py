@@ -194,8 +194,7 @@ def build_batches(
     """Build a data-parallel rank's training batches after `progress`, and its validation batches.
 
     Raises DataError if the data has changed or differs between ranks, and ConfigError if the data
-    would end within the schedule's warm-up or decay.
-    """
+    would end within the schedule's warm-up or decay."""
     training, validation = job.config.training, job.config.validation
     corpus, validation_corpus, validated = build_corpora(
         training,

@@ -44,7 +44,7 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
 
 
 if __name__ == "__main__":
-    FLAVORS["debugmodel"] = ModelArgs(
+    FLAVORS["debugmodel_gqa"] = ModelArgs(
         dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_size=0
     )
     train.Trainer.loss = noted_loss  # type: ignore[method-assign]

@@ -62,28 +62,17 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
         given["max_seq_len"] = MOST
 
     if model.flavor:
-        flavor = find_flavor(model.flavor)
-        if flavor is None:
-            masked = MASKED_FLAVOR.fullmatch(model.flavor)
-            if masked and find_flavor(masked[1]):
-                raise ConfigError(
-                    f"[model] flavor = {show(model.flavor)}, of torchtitan, keeps attention within "
-                    f"documents; set flavor = {show(masked[1])} and [training] document_mask = true"
-                )
-            names = ", ".join(map(show, FLAVORS))
-            raise ConfigError(
-                f'[model] flavor = {show(model.flavor)} must be one of {names}, or "" for none'
-                f"{did_you_mean(model.flavor, FLAVORS)}"
-            )
+        args = replace(_find_flavor(model.flavor), **given)
     else:
         needed = ("dim", "n_layers", "n_heads", "ffn_dim")
         if missing := [key for key in needed if key not in given]:
             raise ConfigError(
                 f'[model] flavor = "" has no dimensions of its own; set {", ".join(missing)} too'
             )
-        flavor = ModelArgs(n_kv_heads=given["n_heads"], vocab_size=0, max_seq_len=MOST)
-    args = replace(flavor, **given)
+        defaults = {"n_kv_heads": given["n_heads"], "vocab_size": 0, "max_seq_len": MOST}
+        args = ModelArgs(**defaults | given)
 
+    # The dimensions must fit each other.
     if args.dim % (2 * args.n_heads):
         raise ConfigError(
             f"[model] dim = {args.dim} is not a multiple of 2 * n_heads = {2 * args.n_heads}, and "
@@ -102,6 +91,22 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
             f"below high_freq_factor = {scaling.high_freq_factor}; Llama 3.1 has 1.0 and 4.0"
         )
     return args
+
+
+def _find_flavor(name: str) -> ModelArgs:
+    """Return the dimensions of a flavor. Raises ConfigError if there is none of that name."""
+    if (flavor := find_flavor(name)) is not None:
+        return flavor
+    masked = MASKED_FLAVOR.fullmatch(name)
+    if masked and find_flavor(masked[1]):
+        raise ConfigError(
+            f"[model] flavor = {show(name)}, of torchtitan, keeps attention within documents; set "
+            f"flavor = {show(masked[1])} and [training] document_mask = true"
+        )
+    raise ConfigError(
+        f"[model] flavor = {show(name)} must be one of {', '.join(map(show, FLAVORS))}, "
+        f'or "" for none{did_you_mean(name, FLAVORS)}'
+    )
 
 
 def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:

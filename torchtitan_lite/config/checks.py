@@ -275,6 +275,8 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
     if checkpoint.last_save_in_hf and checkpoint.load_only:
         yield "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one"
+
+    # What is loaded, and what is saved at the end.
     no_folder = checkpoint.initial_load_path is None and not config.model.tokenizer_path
     if checkpoint.initial_load_in_hf and no_folder:
         yield (

@@ -21,6 +21,7 @@ from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from .memory import Moment, Rank, reserved_bytes, step_memory
 from .roofline import Prediction, Roofline
 
+HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 CHEAPEST_FIRST = ("none", "selective", "full")  # modes of activation checkpointing
 
 
@@ -83,8 +84,7 @@ def build_meta_model(
     recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=fused_attention)
 
     # The FLOPs of each precision.
-    in_bf16 = config.training.mixed_precision_param == "bfloat16"
-    high_precision: Precision = "bf16" if in_bf16 else "fp32"
+    high_precision = HIGH_PRECISION[config.training.mixed_precision_param]
     converted = [name for choice in choices if choice.converted for name in choice.names]
     emulated = emulate and bool(converted)
     ledger = count_flops(
