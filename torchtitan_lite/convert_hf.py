@@ -25,7 +25,6 @@ from torchtitan_lite.checkpoint.hf_folder import (
     SINGLE,
     HfReader,
     model_settings,
-    show_keys,
     weight_problems,
     weight_shapes,
 )
@@ -38,6 +37,7 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.checkpoint.state import count_not_finite
+from torchtitan_lite.config import show_settings
 from torchtitan_lite.data.tokenizer import (
     FILES_OF_A_FOLDER,
     TIKTOKEN_LINE,
@@ -125,8 +125,8 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
         )
         write_manifest(draft, manifest)
     logger.info(
-        f"{out_dir}: {len(state)} tensors; to train from it set [model] {show_keys(settings)} and "
-        f'[checkpoint] initial_load_path = "{out_dir}"'
+        f"{out_dir}: {len(state)} tensors; to train from it set [model] {show_settings(settings)} "
+        f'and [checkpoint] initial_load_path = "{out_dir}"'
     )
 
 

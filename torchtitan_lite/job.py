@@ -13,7 +13,7 @@ from torchtitan_lite.config import (
     resolve_degrees,
     resolve_model,
     resolve_shares,
-    show,
+    show_settings,
 )
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
@@ -62,8 +62,7 @@ class Job:
     def model_name(self) -> str:
         """The flavor and the keys that override it, such as `8B, n_layers = 16`."""
         model = self.config.model
-        overrides = (f"{key} = {show(value)}" for key, value in model.overrides.items())
-        return ", ".join(filter(None, (model.flavor, *overrides)))
+        return ", ".join(filter(None, (model.flavor, show_settings(model.overrides))))
 
     def choose(self, table: str, **values: object) -> "Job":
         """Return the job with `values` in place of the "auto" values of a table."""

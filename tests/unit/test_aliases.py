@@ -1,20 +1,8 @@
-import logging
-
 import pytest
 
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.layers import Setting, resolve_aliases
 from torchtitan_lite.config.torchtitan import ALIASES, current_name
-from torchtitan_lite.logger import logger
-
-
-@pytest.fixture
-def notices(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.INFO, logger=logger.name)
-    return caplog
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """torchtitan's TOML files, from before v0.1.0 to v0.2.2, load unchanged, and no key is dropped
 silently."""
 
-import logging
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torchtitan_lite.config.keys import KEYS, show_key
 from torchtitan_lite.config.layers import read_files
 from torchtitan_lite.config.torchtitan import FOREIGN, current_name, find_foreign
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.logger import logger
 
 FOLDER = Path(__file__).parent / "torchtitan_configs"
 FIELDS = """
@@ -72,15 +70,6 @@ NAMES = [
     for table, keys in re.findall(r"^([\w.]+): ((?:[\w ]|\n  )+)", FIELDS, re.M)
     for key in keys.split()
 ]
-
-
-@pytest.fixture
-def notices(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.INFO, logger=logger.name)
-    return caplog
 
 
 def load(file: str | Path, *overrides: str, world_size: int = 8) -> Config:

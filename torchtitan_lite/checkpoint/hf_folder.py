@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.collectives import on_all_ranks
-from torchtitan_lite.config.keys import show
+from torchtitan_lite.config import show_settings
 from torchtitan_lite.documents import read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.logger import logger
@@ -54,7 +54,7 @@ def load_hf(
 
     def load() -> None:
         reader = HfReader(folder)
-        fix = f"Set [model] {show_keys(model_settings(reader.args))}"
+        fix = f"Set [model] {show_settings(model_settings(reader.args))}"
         check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
         for name in reader.entries:
             reader.read_into(name, state[name])
@@ -168,11 +168,6 @@ def model_settings(args: ModelArgs) -> dict[str, Any]:
     keys = {key: value for key, value in asdict(args).items() if value is not None}
     del keys["max_seq_len"]
     return {"flavor": "", **keys}
-
-
-def show_keys(settings: dict[str, Any]) -> str:
-    """Format keys of a table for a message."""
-    return ", ".join(f"{key} = {show(value)}" for key, value in settings.items())
 
 
 @contextmanager

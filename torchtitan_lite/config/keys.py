@@ -4,7 +4,7 @@ documentation: `--help` and docs/config.md."""
 import difflib
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -68,8 +68,13 @@ class Key:
 def show(value: object) -> str:
     """Format a value on one line, nearly as TOML does; `unset` for None."""
     if value and isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {show(each)}' for key, each in value.items())} }}"
+        return f"{{ {show_settings(value)} }}"
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def show_settings(values: Mapping[str, object]) -> str:
+    """Format the keys of a table and their values on one line: `dim = 4096, n_layers = 32`."""
+    return ", ".join(f"{key} = {show(value)}" for key, value in values.items())
 
 
 def show_key(name: str) -> str:
