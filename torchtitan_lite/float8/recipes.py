@@ -55,6 +55,9 @@ class Recipe:
     """Whether the matmuls of both gradients accumulate in float32, which is slower."""
     compiled_casts: Casts
     eager_casts: Casts
+    scale_reductions: tuple[int, int] = (0, 0)
+    """Small all-reduces of a compiled block under tensor parallelism, forward and backward: the
+    largest magnitudes of what is split over the ranks."""
 
     @property
     def divides_tokens(self) -> bool:
@@ -85,6 +88,7 @@ _ROWS = (
             grad_output=Traffic(6, 3),
         ),
         eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, 22)),
+        scale_reductions=(11, 7),
     ),
     Recipe(
         name="rowwise",
@@ -100,6 +104,7 @@ _ROWS = (
             grad_output=Traffic(8, 3),
         ),
         eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, 28)),
+        scale_reductions=(9, 7),
     ),
     Recipe(
         name="rowwise_with_gw_hp",
@@ -111,6 +116,7 @@ _ROWS = (
             grad_output=Traffic(3, 1),
         ),
         eager_casts=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+        scale_reductions=(9, 7),
     ),
     Recipe(
         name="mxfp8",

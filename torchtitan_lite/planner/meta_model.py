@@ -19,7 +19,8 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
 from .memory import Moment, Rank, reserved_bytes, step_memory
-from .roofline import Prediction, Roofline
+from .roofline import build_roofline
+from .step import Prediction, predict
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 CHEAPEST_FIRST = ("none", "selective", "full")  # modes of activation checkpointing
@@ -41,8 +42,8 @@ class MetaModel:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def predict(self, device: DeviceSpec) -> Prediction:
-        """Predict the time of a microbatch in bf16, and in float8 as converted."""
-        return Roofline(device, self.job, self.recomputed).predict(self.choices, self.parameters)
+        """Predict the time of a step in bf16, and in float8 as converted."""
+        return predict(build_roofline(device, self.job, self.recomputed), self.choices)
 
     def moments(self, *, on_cpu: bool = False) -> list[Moment]:
         """Estimate what a rank holds at the moments of a step at which memory can peak."""
@@ -117,7 +118,7 @@ def _slower_linears(
             "and the memory bandwidth of the device, and not all of them are known here; name the "
             'linears to keep, such as ["wk", "wv"].'
         )
-    roofline = Roofline(device, job, recomputed)
+    roofline = build_roofline(device, job, recomputed)
     chosen = roofline.choose(linears)
     eager = "" if roofline.compiled else ", as eager casts are not fused"
     return {

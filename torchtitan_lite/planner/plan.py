@@ -22,11 +22,11 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
 from .memory import WIDTHS, reserved_bytes
 from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_auto
-from .roofline import Prediction, Roofline
+from .roofline import build_roofline
+from .step import Prediction
 
 SECONDS_PER_DAY = 86_400
 NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
-WITHOUT_COMMUNICATION = "upper bound, without communication"
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
@@ -181,7 +181,7 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 
 def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    roofline = Roofline(device, meta.job, meta.recomputed)
+    roofline = build_roofline(device, meta.job, meta.recomputed)
     tokens, multiple = roofline.tokens, meta.job.config.float8.recipe.size_multiple
     converted = [choice for choice in meta.choices if choice.converted]
 
@@ -283,23 +283,21 @@ def _fewest_gpus(meta: MetaModel, mode: str, tp: int, device_bytes: int) -> int 
 def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> dict[str, Any]:
     """Rates at `tps`, or as predicted, and the time that the run takes at them."""
     job, training, origin = meta.job, meta.job.config.training, "given"
+    tokens_per_step = job.batch.global_batch_size * training.seq_len
     if tps is None:
-        seconds = meta.predict(device).float8.microbatch_s
-        tps, origin = training.microbatch_tokens / seconds / job.degrees.tp, "predicted"
+        tps, origin = tokens_per_step / meta.predict(device).float8.step_s, "predicted"
+        tps /= job.degrees.world_size
     at = compute_rates(tps, ledger=meta.ledger, peaks=Peaks(device.name, published_peaks(device)))
     arithmetic_peak = _plan_peaks(meta.ledger, device)["arithmetic"]
 
-    tokens_per_step = job.batch.global_batch_size * training.seq_len
     tokens_per_second = tps * job.degrees.world_size
     run_tokens = training.steps * tokens_per_step
     # A checkpoint holds each weight and its two moments.
     dtype = training.dtype
     moment_width = WIDTHS[job.config.optimizer.state_dtype or dtype]
     checkpoint_bytes = (WIDTHS[dtype] + 2 * moment_width) * meta.parameters
-    bound = origin == "predicted" and job.degrees.world_size > 1
     return {
         "origin": origin,
-        "bound": WITHOUT_COMMUNICATION if bound else None,
         **{name: getattr(at, name) for name in RATES},
         "mfu_arithmetic_peak": arithmetic_peak and 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,

@@ -16,15 +16,13 @@ def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`, section by section."""
     if_on = "" if plan["request"]["float8_recipe"] else ", if it were on"
     prediction = plan["prediction"]
-    bounds = " without communication: rates are upper bounds, times are lower bounds"
-    bounded = bounds if plan["schedule"]["bound"] else ""
     sections = {
         "Run": _run(plan["request"], plan["peaks"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
         f"Float8, linear by linear{if_on}": _linears(plan["linears"], prediction["better_kept"]),
         "Prediction": _prediction(prediction),
         "Memory of a rank": _memory(plan["memory"]),
-        f"What to expect{bounded}": _schedule(plan["schedule"], plan["peaks"]),
+        "What to expect": _schedule(plan["schedule"], plan["peaks"]),
     }
     return "\n\n".join(f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items())
 
@@ -102,13 +100,13 @@ def _prediction(prediction: Plan) -> str:
         part: [step["device_parts_s"][part] for step in steps]
         for part in steps[0]["device_parts_s"]
     }
+    times |= {part: [step["exposed_s"][part] for step in steps] for part in steps[0]["exposed_s"]}
+    times["step"] = [step["step_s"] for step in steps]
     times["the host, meanwhile"] = [step["host_s"] for step in steps]
-    times["microbatch"] = [step["microbatch_s"] for step in steps]
+    times["communication hidden"] = [step["hidden_s"] for step in steps]
     rows = [
         [name, *(f"{1e3 * each:,.2f}" for each in seconds), ""] for name, seconds in times.items()
     ]
-    without = ", without communication" if prediction["without_communication"] else ""
-    rows[-1][-1] = f"the longer of device and host{without}"
     return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
 
 
@@ -146,9 +144,8 @@ def _schedule(schedule: Plan, peaks: Plan) -> str:
             ("hfu", "effective", ", with what is recomputed"),
         )
     ]
-    bound = f"; {schedule['bound']}" if schedule["bound"] else ""
     return (
-        f"tps {schedule['tps']:,.0f} per device ({schedule['origin']}{bound}), "
+        f"tps {schedule['tps']:,.0f} per device ({schedule['origin']}), "
         f"tflops {schedule['tflops']:,.2f}, step {schedule['step_s']:,.3f} s\n"
         f"{_table(('percent', '', ''), rows)}\n"
         f"{schedule['tokens_per_day']:.3g} tokens a day, "

@@ -1,10 +1,7 @@
-"""Predict what float8 gains: the time of each linear and of a step, in bf16 and in float8.
+"""Predict the device time of kernels, of linears and of the passes of a microbatch.
 
 A roofline model: a kernel takes as long as its arithmetic or its memory traffic, whichever is
-longer, plus a launch; a step as long as its kernels, or as the host needs to issue them. Not
-modelled are communication, which is assumed to overlap with compute, the memory traffic of eager
-operators other than casts, and, under tensor parallelism, that a cast before the gather reads only
-a shard. The constants are published or measured; none is fitted to a speedup.
+longer, plus a launch. constants.py has the rates and their sources; step.py adds communication.
 
 float8/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic, M * N * K,
 and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are large.
@@ -12,10 +9,10 @@ and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 
 from torchtitan_lite.float8.recipes import Traffic
 from torchtitan_lite.float8.selection import LinearChoice
@@ -23,15 +20,13 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
-# Each with its source.
-GEMM_FRACTION = 0.78  # of the matmul peak that large matmuls reach: torchao's roofline_utils.py
-BANDWIDTH_FRACTION = 0.92  # of the memory bandwidth that large pointwise kernels reach: the same
-KERNEL_SECONDS = 2e-6  # device time of a kernel on one element: the same
-SLOW_ACCUMULATION = 1.15  # in float32, as in both gradients; fast is 1.1 to 1.2x: pytorch/ao#2377
-ATTENTION_FRACTION = 0.34  # 335 of 989 TFLOPS: FlashAttention-2 on H100, arXiv 2307.08691, 4.1
-HOST_SECONDS_PER_KERNEL = 8e-6  # 6.8 to 9.1 us compiled: meta-pytorch/tritonbench#1017; 7.3 eager
-HOST_SECONDS_PER_BLOCK = 2e-3  # hooks, autograd, clipping and AdamW in a step: measured on CPU
-RESOLUTION = 0.05  # a smaller relative difference is reported as none
+from .constants import Rates, rates_of
+
+TILES = ((256, 128), (128, 256), (128, 128))
+"""Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
+Multiplication Background User's Guide."""
+SPLITS = (1, 2, 4, 8)
+"""Parts of the summed dimension that are computed side by side where there are few tiles."""
 GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
@@ -51,47 +46,30 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of a microbatch."""
+class Passes:
+    """Cost of a forward pass, and of the backward pass with what it recomputes."""
 
-    microbatch_s: float  # the slower of device and host
-    host_s: float
-    device_parts_s: Mapping[str, float]
+    forward: Cost = Cost()
+    backward: Cost = Cost()
 
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(self.forward + other.forward, self.backward + other.backward)
 
-@dataclass(frozen=True)
-class Prediction:
-    """What float8 gains over bf16."""
-
-    without_communication: bool  # whether the times leave some out: on several devices
-    step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
-    verdict: str
-    converted: list[str]  # kinds of linears in float8
-    better_kept: list[str]  # those of them that bf16 would make faster
-    bf16: StepTime
-    float8: StepTime
-
-
-def format_verdict(
-    step_speedup: float, where: str, converted: Sequence[str], better_kept: Sequence[str]
-) -> str:
-    """Return the prediction in one sentence. `where` says what it leaves out."""
-    if not converted:
-        return "float8 gains nothing: no linear would be faster in it."
-    gain = step_speedup - 1
-    effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
-    keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
-    speed = f"a step runs at {step_speedup:.2f}x the speed of bf16{where}"
-    return f"float8 {effect}: {speed}; {keep} in bf16."
+    @property
+    def both(self) -> Cost:
+        """Cost of the two passes."""
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Costs of kernels on one device, and of a job's linears and steps there."""
+    """Costs of kernels on one device, and of the parts of a job's microbatch there."""
 
     device: DeviceSpec
+    rates: Rates
     job: Job
     recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
+    attention_kernel: str = ""  # cudnn, flash or flex; "": what PyTorch takes on the device
 
     @property
     def tokens(self) -> int:
@@ -109,54 +87,74 @@ class Roofline:
         tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
         return self.job.config.float8.enable_fsdp_float8_all_gather and not tied
 
+    # Kernels.
+
     def move(self, nbytes: float, kernels: float) -> Cost:
         """Cost of kernels that read and write `nbytes` in total and compute next to nothing."""
-        bandwidth = self.device.bandwidth_tb_s * 1e12 * BANDWIDTH_FRACTION
-        return Cost(nbytes / bandwidth + kernels * KERNEL_SECONDS, kernels)
+        bandwidth = self.device.bandwidth_tb_s * 1e12 * self.rates.contiguous
+        return Cost(nbytes / bandwidth + kernels * self.rates.kernel_seconds, kernels)
 
     def gemm(
-        self, rows: int, columns: int, inner: int, *, fp8: bool = False, slow: bool = False
+        self, rows: int, columns: int, inner: int, *, fp8: bool = False, slowdown: float = 1.0
     ) -> Cost:
         """Cost of a matmul [rows, inner] @ [inner, columns] with a bf16 result."""
         tflops = self.device.fp8_tflops if fp8 else self.device.bf16_tflops
         assert tflops is not None, "float8 is planned only where its peak is known"
-        rate = tflops * 1e12 * GEMM_FRACTION
-        arithmetic = (SLOW_ACCUMULATION if slow else 1.0) * 2 * rows * columns * inner / rate
+        fraction = self.rates.fp8_matmul if fp8 else self.rates.bf16_matmul
+        flops_per_s = tflops * 1e12 * fraction / slowdown / self.device.multiprocessors
+
+        # Multiprocessors compute a wave of tiles at a time, and the last wave leaves some idle. A
+        # split sum needs another pass over its parts, in float32.
+        arithmetic = math.inf
+        for (height, width), parts in product(TILES, SPLITS):
+            tiles = math.ceil(rows / height) * math.ceil(columns / width) * parts
+            waves = math.ceil(tiles / self.device.multiprocessors)
+            tile = 2 * height * width * inner / parts / flops_per_s + self.rates.tile_seconds
+            added = self.move(8 * parts * rows * columns, 1).seconds if parts > 1 else 0.0
+            arithmetic = min(arithmetic, waves * tile + added)
+
         nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
-        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + KERNEL_SECONDS, 1)
+        kernel = self.rates.kernel_seconds
+        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + kernel, 1)
 
-    def bf16(self, linear: LinearChoice) -> Cost:
-        """Cost of all linears of a kind in bf16: forward, recomputed and backward."""
+    # Linears.
+
+    def bf16(self, linear: LinearChoice) -> Passes:
+        """Cost of all linears of a kind in bf16."""
         m, (n, k) = self.tokens, linear.local_shape
-        return self._passes(linear, self.gemm(m, n, k), self.gemm(m, k, n) + self.gemm(n, k, m))
+        backward = self.gemm(m, k, n) + self.gemm(n, k, m)
+        return self._of_all(linear, self.gemm(m, n, k), backward)
 
-    def float8(self, linear: LinearChoice, readers: int = 1) -> Cost:
+    def float8(self, linear: LinearChoice, readers: int = 1) -> Passes:
         """Cost of the same in float8. Compiled, `readers` linears share the casts of an input."""
-        m, (n, k), float8 = self.tokens, linear.local_shape, self.job.config.float8
-        casts = float8.recipe.compiled_casts if self.compiled else float8.recipe.eager_casts
+        m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
+        casts = recipe.compiled_casts if self.compiled else recipe.eager_casts
         weight = GATHERED_WEIGHT if self.gathers_float8(linear) else casts.weight
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
             return self.move(elements * traffic.bytes, traffic.kernels)
 
+        fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
         forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
-        forward += self.gemm(m, n, k, fp8=True)
+        forward += self.gemm(m, n, k, fp8=True, slowdown=fast)
 
         # grad_input [M, K] over N, then grad_weight [N, K] over M
-        slow, fp8 = float8.recipe.slow_accumulation, float8.recipe.divides_tokens
+        slow = self.rates.slow_accumulation if recipe.slow_accumulation else fast
+        fp8 = recipe.divides_tokens
         backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])
-        backward += cast(m * n, casts.grad_output) + self.gemm(m, k, n, fp8=True, slow=slow)
-        backward += self.gemm(n, k, m, fp8=fp8, slow=slow and fp8)
-        return self._passes(linear, forward, backward)
+        backward += cast(m * n, casts.grad_output)
+        backward += self.gemm(m, k, n, fp8=True, slowdown=slow)
+        backward += self.gemm(n, k, m, fp8=fp8, slowdown=slow if fp8 else 1.0)
+        return self._of_all(linear, forward, backward)
 
-    def _passes(self, linear: LinearChoice, forward: Cost, backward: Cost) -> Cost:
+    def _of_all(self, linear: LinearChoice, forward: Cost, backward: Cost) -> Passes:
         count, again = len(linear.names), sum(name in self.recomputed for name in linear.names)
-        return forward * (count + again) + backward * count
+        return Passes(forward * count, forward * again + backward * count)
 
     def linears(
         self, linears: Iterable[LinearChoice], converted: Collection[LinearChoice]
-    ) -> list[Cost]:
+    ) -> list[Passes]:
         """Cost of each of `linears`, in float8 if it is among those `converted`, else in bf16."""
         readers = Counter(linear.reads for linear in converted)
         return [
@@ -169,9 +167,9 @@ class Roofline:
 
         A linear that is not among them is timed as if it were added: it also makes the others
         faster that read the same input."""
-        bf16 = self.bf16(linear).seconds
+        bf16 = self._seconds([linear], [])
         if linear in converted:
-            return self.linears([linear], converted)[0].seconds / bf16
+            return self.linears([linear], converted)[0].both.seconds / bf16
         every = [*converted, linear]
         return (self._seconds(every, every) - self._seconds(every, converted) + bf16) / bf16
 
@@ -190,74 +188,56 @@ class Roofline:
     def _seconds(
         self, linears: Sequence[LinearChoice], converted: Collection[LinearChoice]
     ) -> float:
-        return sum(cost.seconds for cost in self.linears(linears, converted))
+        return sum(cost.both.seconds for cost in self.linears(linears, converted))
 
-    def step(self, linears: Sequence[LinearChoice], parameters: int, *, float8: bool) -> StepTime:
-        """Time a microbatch of a model with that many `parameters`, with the converted ones of its
-        `linears` in float8, or with all in bf16.
+    # Other parts of the model.
 
-        The projection to the vocabulary, unless converted, is a part of its own."""
-        args, degrees, tokens = self.job.model_args, self.job.degrees, self.tokens
-        converted = [linear for linear in linears if linear.converted]
-        kept = [linear for linear in linears if not linear.converted and linear.kind != OUTPUT]
-        output = [linear for linear in linears if not linear.converted and linear.kind == OUTPUT]
-        in_float8 = converted if float8 else []
-
-        # FSDP copies what it gathered, before the forward and the backward pass, and casts
-        # gradients to float32 to reduce them. The optimizer runs once a step.
-        gathered = parameters // degrees.tp
-        updated = gathered // (degrees.dp_shard * self.job.batch.grad_accum_steps)
-        in_bytes = [each for each in in_float8 if self.gathers_float8(each)]
-        copied = 14 * gathered
-        copied -= 4 * sum(len(each.names) * math.prod(each.local_shape) for each in in_bytes)
-
-        costs = {
-            "attention": self._attention(),
-            "output": sum(map(self.bf16, output), Cost()),
-            "pointwise": self._pointwise(),
-            # The logits in float32, their log-softmax, its gradient, and that in bf16.
-            "loss": self.move(28 * tokens * (args.vocab_size // degrees.tp), 6),
-            # AdamW reads weight, gradient and two moments in float32 and writes three of them;
-            # clipping takes another 12 bytes.
-            "optimizer": self.move(40 * updated, 8),
-            "linears": sum(self.linears([*converted, *kept], in_float8), Cost()),
-            "fsdp copies": self.move(copied, 10 * args.n_layers),
-        }
-        host_s = sum(cost.kernels for cost in costs.values()) * HOST_SECONDS_PER_KERNEL
-        host_s += args.n_layers * HOST_SECONDS_PER_BLOCK
-        device_parts_s = {part: cost.seconds for part, cost in costs.items()}
-        return StepTime(max(sum(device_parts_s.values()), host_s), host_s, device_parts_s)
-
-    def _attention(self) -> Cost:
-        """Causal attention multiplies half the square: 2 matmuls forward, 5 backward, which
-        recomputes the scores."""
-        args = self.job.model_args
+    def attention(self) -> Passes:
+        """Cost of causal attention, which multiplies half the square: 2 matmuls forward, and 5
+        backward, which recomputes the scores."""
+        args, architecture = self.job.model_args, self.device.architecture
         again = sum(name.endswith(".attention") for name in self.recomputed)
-        matmuls = 7 * args.n_layers + 2 * again
-        flops = self.tokens * args.max_seq_len * (args.q_dim // self.job.degrees.tp) * matmuls
-        rate = self.device.bf16_tflops * 1e12 * ATTENTION_FRACTION
-        return Cost(flops / rate, 4 * args.n_layers)
+        default = "cudnn" if architecture in ("Hopper", "Blackwell") else "flash"
+        kernel = self.attention_kernel or ("flex" if args.document_bos_id is not None else default)
+        rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, f"attention_{kernel}")
 
-    def _pointwise(self) -> Cost:
-        """Fused norms, rotary embeddings, SwiGLU and residuals, in bf16. Tensor parallelism splits
-        norms and residuals along the sequence."""
-        args, tp, n_layers = self.job.model_args, self.job.degrees.tp, self.job.model_args.n_layers
+        heads = args.q_dim // self.job.degrees.tp
+        matmul = Cost(self.tokens * args.max_seq_len * heads / rate, 0.5)
+        return Passes(matmul * (2 * args.n_layers), matmul * (5 * args.n_layers + 2 * again))
+
+    def pointwise(self) -> Passes:
+        """Cost of norms, rotary embeddings, SwiGLU and residuals, fused and in bf16. Tensor
+        parallelism splits norms and residuals along the sequence."""
+        args, tp = self.job.model_args, self.job.degrees.tp
         rotated, ffn_dim = args.q_dim // tp + args.kv_dim // tp, args.ffn_dim // tp
+        # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
+        kernels = 34 if self.compiled else 130
         forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
         backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
-        again = len(self.job.config.activation_checkpoint.checkpointed_layers(n_layers))
-        elements = forward * (n_layers + again) + backward * n_layers
-        # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
-        return self.move(2 * self.tokens * elements, n_layers * (34 if self.compiled else 130))
 
-    def predict(self, linears: Sequence[LinearChoice], parameters: int) -> Prediction:
-        """Predict the gain of the float8 linears, and which of them would be faster in bf16."""
-        linears_in_float8 = [linear for linear in linears if linear.converted]
-        chosen = self.choose(linears_in_float8)
-        converted = [linear.kind for linear in linears_in_float8]
-        better_kept = [linear.kind for linear in linears_in_float8 if linear not in chosen]
-        bf16, float8 = (self.step(linears, parameters, float8=on) for on in (False, True))
-        speedup, alone = bf16.microbatch_s / float8.microbatch_s, self.job.degrees.world_size == 1
-        where = "" if alone else ", without communication"
-        verdict = format_verdict(speedup, where, converted, better_kept)
-        return Prediction(not alone, speedup, verdict, converted, better_kept, bf16, float8)
+        checkpointed = self.job.config.activation_checkpoint.checkpointed_layers(args.n_layers)
+        once = self.move(2 * self.tokens * forward, kernels / 2)
+        twice = self.move(2 * self.tokens * backward, kernels / 2)
+        return Passes(once * args.n_layers, once * len(checkpointed) + twice * args.n_layers)
+
+    def loss(self) -> Cost:
+        """Cost of the cross-entropy and its gradient, beside the matmuls of the projection."""
+        logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
+        return self.move(8 * logits, 6)
+
+    def optimizer(self, parameters: int) -> Cost:
+        """Cost of clipping and AdamW on a rank's `parameters`: weight, gradient and two moments
+        are read in float32, three of them are written, and clipping takes another 12 bytes."""
+        return self.move(40 * parameters, 8)
+
+    def fsdp_copies(self, parameters: int, in_float8: int) -> Passes:
+        """Cost of copying gathered weights into place in each pass, and of casting gradients to
+        float32, for `parameters` of which FSDP gathers some `in_float8`."""
+        kernels = 10 / 2 * self.job.model_args.n_layers
+        gathered = 4 * parameters - 2 * in_float8
+        return Passes(self.move(gathered, kernels), self.move(gathered + 6 * parameters, kernels))
+
+
+def build_roofline(device: DeviceSpec, job: Job, recomputed: Collection[str] = ()) -> Roofline:
+    """Return the roofline of `job` on `device` by the constants of its architecture."""
+    return Roofline(device, rates_of(device.architecture), job, recomputed)

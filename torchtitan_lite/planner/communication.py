@@ -1,0 +1,71 @@
+"""Time of collectives within and between nodes, by NCCL's model of a ring.
+
+A ring of n ranks takes n - 1 steps; in each, every rank sends an nth of the data to the next one.
+Its time is the latency of its steps plus the bytes that a rank sends over the bandwidth of its
+slowest link. Source of the formula and of the latencies: NCCL, src/graph/tuning.cc.
+"""
+
+from dataclasses import dataclass
+
+from torchtitan_lite.config import ParallelDegrees
+from torchtitan_lite.metrics.devices import DeviceSpec
+
+from .constants import Rates
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of a mesh dimension: `size` of them, the next one `stride` ranks away."""
+
+    size: int
+    stride: int
+
+
+def tp_ring(degrees: ParallelDegrees) -> Ring:
+    """Return the ring of tensor parallelism, the innermost dimension of the mesh."""
+    return Ring(degrees.tp, 1)
+
+
+def shard_ring(degrees: ParallelDegrees) -> Ring:
+    """Return the ring in which FSDP gathers weights and reduces gradients."""
+    return Ring(degrees.dp_shard, degrees.tp)
+
+
+def replicate_ring(degrees: ParallelDegrees) -> Ring:
+    """Return the ring in which HSDP sums the gradients of replicas."""
+    return Ring(degrees.dp_replicate, degrees.tp * degrees.dp_shard)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a machine with many nodes of `device`."""
+
+    device: DeviceSpec
+    rates: Rates
+
+    def gather_s(self, nbytes: float, ring: Ring) -> float:
+        """Seconds to gather `nbytes` on every rank, or to reduce and scatter as many."""
+        if ring.size == 1:
+            return 0.0
+        members = self._members_of_a_node(ring)
+        nodes = -(-ring.size // members)
+        rates, link = self.rates, self.device.link_gb_s * self.rates.link
+
+        # Members of a node bring one network adapter each.
+        network = self.device.network_gb_s * rates.network * members
+        bandwidth = 1e9 * (link if nodes == 1 else network if members == 1 else min(link, network))
+        sent = nbytes * (ring.size - 1) / ring.size
+        hops, between = ring.size - 1, nodes - 1
+        latency = (hops - between) * rates.link_hop_seconds + between * rates.network_hop_seconds
+        return rates.collective_seconds + latency + sent / bandwidth
+
+    def all_reduce_s(self, nbytes: float, ring: Ring) -> float:
+        """Seconds to sum `nbytes` over the ranks: a reduce-scatter and an all-gather."""
+        return 2 * self.gather_s(nbytes, ring)
+
+    def crosses_nodes(self, ring: Ring) -> bool:
+        """Whether the ranks of `ring` are on several nodes."""
+        return ring.size > self._members_of_a_node(ring)
+
+    def _members_of_a_node(self, ring: Ring) -> int:
+        return min(ring.size, max(1, self.device.node_devices // ring.stride))

@@ -1,0 +1,246 @@
+"""Predict the time of an optimizer step: compute, exposed communication, and the host.
+
+FSDP gathers the weights of the next block, and reduces the gradients of the previous one, while a
+block computes: what takes longer than the computation is exposed, and so are the first gather and
+the last reduction. The collectives of tensor parallelism wait for computation and are waited for.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.float8.selection import LinearChoice
+from torchtitan_lite.models.flavors import OUTPUT
+
+from .communication import Network, replicate_ring, shard_ring, tp_ring
+from .constants import Rates, guesses_of
+from .memory import FLOAT32, Group, Rank
+from .roofline import Cost, Passes, Roofline
+
+RESOLUTION = 0.05  # a smaller relative difference is reported as none
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step on one device."""
+
+    step_s: float  # the slower of device and host
+    host_s: float
+    device_parts_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]  # communication that the device waits for
+    hidden_s: float  # communication beside computation
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What float8 gains over bf16. A band is as wide as the guessed constants are uncertain: each
+    of them moves the prediction by itself, and the moves add up as squares."""
+
+    step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
+    speedup_band: tuple[float, float]
+    float8_s_band: tuple[float, float]  # seconds of the step in float8, fast and slow
+    verdict: str
+    converted: list[str]  # kinds of linears in float8
+    better_kept: list[str]  # those of them that bf16 would make faster
+    bf16: StepTime
+    float8: StepTime
+
+
+def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
+    """Predict a step in bf16, and in float8 with those `linears` that are converted."""
+    in_float8 = [linear for linear in linears if linear.converted]
+    chosen = roofline.choose(in_float8)
+    converted = [linear.kind for linear in in_float8]
+    better_kept = [linear.kind for linear in in_float8 if linear not in chosen]
+
+    def times(rates: Rates) -> tuple[StepTime, StepTime]:
+        at = replace(roofline, rates=rates)
+        return time_step(at, linears, []), time_step(at, linears, in_float8)
+
+    # Once by the constants as they are, and with each guess at either end.
+    bf16, float8 = times(roofline.rates)
+    speedup = bf16.step_s / float8.step_s
+    guesses = [tuple(map(times, ends)) for ends in guesses_of(roofline.device.architecture)]
+    speedup_band = _band(
+        speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
+    )
+    return Prediction(
+        step_speedup=speedup,
+        speedup_band=speedup_band,
+        float8_s_band=_band(float8.step_s, [[each.step_s for _, each in ends] for ends in guesses]),
+        verdict=format_verdict(speedup, speedup_band, converted, better_kept),
+        converted=converted,
+        better_kept=better_kept,
+        bf16=bf16,
+        float8=float8,
+    )
+
+
+def _band(value: float, moved: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """Return the lower and the upper end around `value`, which each guess moves to a few others."""
+    moved = [[each - value for each in ends] for ends in moved]
+    down, up = (math.hypot(*(pick((0.0, *ends)) for ends in moved)) for pick in (min, max))
+    return value - down, value + up
+
+
+def format_verdict(
+    step_speedup: float,
+    band: tuple[float, float],
+    converted: Sequence[str],
+    better_kept: Sequence[str],
+) -> str:
+    """Return the prediction in one sentence."""
+    if not converted:
+        return "float8 gains nothing: no linear would be faster in it."
+    gain = step_speedup - 1
+    effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
+    keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
+    speed = f"a step runs at {step_speedup:.2f}x the speed of bf16"
+    return f"float8 {effect}: {speed} ({band[0]:.2f} to {band[1]:.2f}); {keep} in bf16."
+
+
+def time_step(
+    roofline: Roofline, linears: Sequence[LinearChoice], in_float8: Collection[LinearChoice]
+) -> StepTime:
+    """Time a step of a model of `linears`, of which some train `in_float8`."""
+    return _Step(roofline, linears, in_float8).time()
+
+
+class _Step:
+    """Times of one step in float8, or with all linears in bf16."""
+
+    def __init__(
+        self,
+        roofline: Roofline,
+        linears: Sequence[LinearChoice],
+        in_float8: Collection[LinearChoice],
+    ) -> None:
+        self.roofline, self.job = roofline, roofline.job
+        self.linears, self.in_float8 = linears, in_float8
+        self.rank = Rank(self.job, {each.kind for each in in_float8}, on_cpu=False)
+        self.network = Network(roofline.device, roofline.rates)
+
+    def time(self) -> StepTime:
+        """Time the step: the microbatches that only add up gradients, the last, the optimizer."""
+        accum, rates = self.job.batch.grad_accum_steps, self.roofline.rates
+        blocks, head, parallel = self._blocks(), self._head(), self._tensor_parallel()
+        parameters = sum(group.weights for group in self.rank.groups) // self.job.degrees.dp_shard
+        optimizer = self.roofline.optimizer(parameters)
+
+        # Async tensor parallelism hides a part of its collectives behind the matmuls beside them.
+        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
+        waited = 1 - asynchronous * rates.async_tensor_parallel
+
+        # Communication of FSDP that the blocks of each pass can hide.
+        forward, backward = (
+            sum(each, Cost()).seconds
+            for each in (
+                [*(part.forward for part in blocks.values()), parallel.forward * waited],
+                [*(part.backward for part in blocks.values()), parallel.backward * waited],
+            )
+        )
+        first, gathers, gathers_again, reductions, last = self._sharded()
+        hidden = accum * min(gathers, forward)
+        hidden += (accum - 1) * min(gathers_again, backward)
+        hidden += min(gathers_again + reductions, backward)
+        total = accum * (first + gathers + gathers_again) + reductions + last
+
+        # A microbatch runs `accum` times.
+        parts = {name: part.both * accum for name, part in blocks.items()}
+        parts |= {name: cost * accum for name, cost in head.items()} | {"optimizer": optimizer}
+        device_parts_s = {name: cost.seconds for name, cost in parts.items()}
+        exposed_s = {
+            "tensor parallelism": parallel.both.seconds * waited * accum,
+            "sharding and replicas": total - hidden,
+            "slower compute beside": hidden * rates.overlap_slowdown,
+        }
+        kernels = sum(cost.kernels for cost in parts.values()) + parallel.both.kernels * accum
+        host_s = kernels * rates.host_seconds_per_kernel
+        host_s += accum * self.job.model_args.n_layers * rates.host_seconds_per_block
+        device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
+        hidden += parallel.both.seconds * (1 - waited) * accum
+        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden)
+
+    def _blocks(self) -> dict[str, Passes]:
+        """Computation of the blocks in a microbatch, by part."""
+        in_blocks = [linear for linear in self.linears if linear.kind != OUTPUT]
+        in_bytes = [each for each in self.in_float8 if self.roofline.gathers_float8(each)]
+        elements = sum(len(each.names) * math.prod(each.local_shape) for each in in_bytes)
+        parameters = sum(group.weights for group in self.rank.groups)
+        return {
+            "linears": sum(self.roofline.linears(in_blocks, self.in_float8), Passes()),
+            "attention": self.roofline.attention(),
+            "pointwise": self.roofline.pointwise(),
+            "fsdp copies": self.roofline.fsdp_copies(parameters, elements),
+        }
+
+    def _head(self) -> dict[str, Cost]:
+        """Computation between the two passes: the projection to the vocabulary and the loss."""
+        output = [linear for linear in self.linears if linear.kind == OUTPUT]
+        costs = self.roofline.linears(output, self.in_float8)
+        return {"output": sum(costs, Passes()).both, "loss": self.roofline.loss()}
+
+    def _sharded(self) -> tuple[float, float, float, float, float]:
+        """Seconds of FSDP's and HSDP's collectives: the first gather, which nothing hides; the
+        others of the forward pass; those of the backward pass; the reductions; the last one."""
+        rank, network, degrees = self.rank, self.network, self.job.degrees
+        shards, replicas = shard_ring(degrees), replicate_ring(degrees)
+        embedding, *blocks, head = rank.groups
+
+        def reduce_s(group: Group) -> float:
+            nbytes = rank.reduce_width * group.weights
+            shard = nbytes / degrees.dp_shard
+            return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
+
+        first, output = (
+            network.gather_s(rank.width * g.weights, shards) for g in (embedding, head)
+        )
+        gathers = [network.gather_s(block.gathered, shards) for block in blocks]
+        reductions = [reduce_s(block) for block in blocks]
+
+        # The last blocks may stay gathered from the forward to the backward pass.
+        reshard = self.job.config.parallelism.fsdp_reshard_after_forward
+        again = gathers[: {"never": 0, "default": -1, "always": None}[reshard]]
+        return (
+            first + gathers[0],
+            sum(gathers[1:]) + output,
+            sum(again),
+            sum(reductions[1:]) + reduce_s(head),
+            reductions[0] + reduce_s(embedding),
+        )
+
+    def _tensor_parallel(self) -> Passes:
+        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks."""
+        degrees, rank, args = self.job.degrees, self.rank, self.job.model_args
+        if degrees.tp == 1:
+            return Passes()
+        ring, elements = tp_ring(degrees), rank.tokens * args.dim
+
+        def move(tensor: str, times: float = 1.0) -> Cost:
+            width = 1 if rank.gathers_float8(tensor) else rank.width
+            return Cost(self.network.gather_s(width * elements, ring), 1) * times
+
+        # A block gathers the inputs of its column-split linears, and the gradients of its row-split
+        # ones; it scatters the sums of the others.
+        inputs, gradients = (
+            move("attention_norm") + move("ffn_norm"),
+            move("attention") + move("gated"),
+        )
+        sums = move("sum", 2)
+
+        # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
+        ac = self.job.config.activation_checkpoint
+        checkpointed = len(ac.checkpointed_layers(args.n_layers))
+        kept = ac.keeps_by_op and self.roofline.compiled and rank.gathers_float8("ffn_norm")
+        again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else move("sum"))
+
+        # A scale over a split dimension is the maximum of all ranks: a small all-reduce.
+        in_forward, in_backward = (0, 0)
+        if self.in_float8:
+            in_forward, in_backward = self.job.config.float8.recipe.scale_reductions
+        scale = Cost(self.network.all_reduce_s(FLOAT32, ring), 1)
+        ends = move("sum", 2)  # of the embedding, and around the projection
+        return Passes(
+            (inputs + sums + scale * in_forward) * args.n_layers + ends,
+            (gradients + sums + scale * in_backward) * args.n_layers + again * checkpointed + ends,
+        )
