@@ -45,7 +45,7 @@ class Network:
 
     def gather_s(self, nbytes: float, ring: Ring) -> float:
         """Seconds to gather `nbytes` on every rank, or to reduce and scatter as many."""
-        if ring.size == 1:
+        if ring.size == 1 or not nbytes:
             return 0.0
         members = self._members_of_a_node(ring)
         nodes = -(-ring.size // members)

@@ -192,9 +192,8 @@ class _Step:
             shard = nbytes / degrees.dp_shard
             return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
 
-        first, output = (
-            network.gather_s(rank.width * g.weights, shards) for g in (embedding, head)
-        )
+        first = network.gather_s(rank.width * embedding.weights, shards)
+        output = network.gather_s(rank.width * head.weights, shards)
         gathers = [network.gather_s(block.gathered, shards) for block in blocks]
         reductions = [reduce_s(block) for block in blocks]
 
@@ -222,11 +221,8 @@ class _Step:
 
         # A block gathers the inputs of its column-split linears, and the gradients of its row-split
         # ones; it scatters the sums of the others.
-        inputs, gradients = (
-            move("attention_norm") + move("ffn_norm"),
-            move("attention") + move("gated"),
-        )
-        sums = move("sum", 2)
+        inputs = move("attention_norm") + move("ffn_norm")
+        gradients, sums = move("attention") + move("gated"), move("sum", 2)
 
         # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
         ac = self.job.config.activation_checkpoint
