@@ -63,7 +63,9 @@ _AMPERE_PCIE = _family("Ampere", 32, 25, multiprocessors=108)
 _HOPPER = _family("Hopper", 450, 50, multiprocessors=132)
 _BLACKWELL = _family("Blackwell", 900, 50, multiprocessors=148)
 _BLACKWELL_ULTRA = _family("Blackwell", 900, 100, multiprocessors=148)
-_GRACE, _GRACE_ULTRA = (each | {"node_devices": 72} for each in (_BLACKWELL, _BLACKWELL_ULTRA))
+_GRACE, _GRACE_ULTRA = (
+    each | {"node_devices": 72, "multiprocessors": 152} for each in (_BLACKWELL, _BLACKWELL_ULTRA)
+)
 _CDNA3 = _family("CDNA3", 448, 50, multiprocessors=304)
 _CDNA4 = _family("CDNA4", 537.6, 50, multiprocessors=256)
 

@@ -109,13 +109,12 @@ class Roofline:
         for (height, width), parts in product(TILES, SPLITS):
             tiles = math.ceil(rows / height) * math.ceil(columns / width) * parts
             waves = math.ceil(tiles / self.device.multiprocessors)
-            tile = 2 * height * width * inner / parts / flops_per_s + self.rates.tile_seconds
+            tile = 2 * height * width * inner / parts / flops_per_s
             added = self.move(8 * parts * rows * columns, 1).seconds if parts > 1 else 0.0
             arithmetic = min(arithmetic, waves * tile + added)
 
         nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
-        kernel = self.rates.kernel_seconds
-        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + kernel, 1)
+        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + self.rates.matmul_seconds, 1)
 
     # Linears.
 
@@ -240,4 +239,4 @@ class Roofline:
 
 def build_roofline(device: DeviceSpec, job: Job, recomputed: Collection[str] = ()) -> Roofline:
     """Return the roofline of `job` on `device` by the constants of its architecture."""
-    return Roofline(device, rates_of(device.architecture), job, recomputed)
+    return Roofline(device, rates_of(device), job, recomputed)

@@ -14,7 +14,7 @@ from torchtitan_lite.models.flavors import OUTPUT
 
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import Rates, guesses_of
-from .memory import FLOAT32, Group, Rank
+from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
 RESOLUTION = 0.05  # a smaller relative difference is reported as none
@@ -60,7 +60,7 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
     # Once by the constants as they are, and with each guess at either end.
     bf16, float8 = times(roofline.rates)
     speedup = bf16.step_s / float8.step_s
-    guesses = [tuple(map(times, ends)) for ends in guesses_of(roofline.device.architecture)]
+    guesses = [tuple(map(times, ends)) for ends in guesses_of(roofline.device)]
     speedup_band = _band(
         speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
     )
@@ -234,7 +234,7 @@ class _Step:
         in_forward, in_backward = (0, 0)
         if self.in_float8:
             in_forward, in_backward = self.job.config.float8.recipe.scale_reductions
-        scale = Cost(self.network.all_reduce_s(FLOAT32, ring), 1)
+        scale = Cost(self.roofline.rates.small_reduction_seconds, 1)
         ends = move("sum", 2)  # of the embedding, and around the projection
         return Passes(
             (inputs + sums + scale * in_forward) * args.n_layers + ends,
