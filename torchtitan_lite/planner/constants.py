@@ -1,17 +1,19 @@
 """The rates and latencies that the planner assumes, each with its source.
 
-None is fitted to a training run. `guessed` means that no measurement of it was found: a plan moves
-each guess from its slow to its fast end, and prints the band that results.
+They come from measurements of single kernels and collectives; none is fitted to a training run.
+Where none was found, or they differ, the value is a guess between two ends: a plan moves each guess
+to both ends and prints the band that results. Data sheets are in metrics/devices.py, and the bytes
+that kernels move are counted in float8/recipes.py and roofline.py.
+
+A name with # is a GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and
+"nccl-tests" are NVIDIA's.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
 from torchtitan_lite.metrics.devices import DeviceSpec
-
-Origin = Literal["data sheet", "counted", "measured", "guessed"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,6 @@ class Constant:
 
     name: str
     value: float
-    origin: Origin
     source: str
     of: tuple[str, ...] = ()  # names of architectures or devices; (): every other one
     between: tuple[float, float] | None = None  # of a guess: where it makes a step slow, and fast
@@ -54,163 +55,112 @@ class Rates:
     async_tensor_parallel: float  # part of tensor parallelism's communication that async TP hides
 
 
+def _measured(name: str, value: float, source: str, *of: str) -> Constant:
+    return Constant(name, value, source, of)
+
+
+def _guessed(
+    name: str, value: float, between: tuple[float, float], source: str, *of: str
+) -> Constant:
+    return Constant(name, value, source, of, between)
+
+
 # The row of a device replaces that of its architecture, which replaces the one for all.
 CONSTANTS = (
     # Matmuls, thermally settled and on random data: power limits what they reach.
-    Constant("bf16_matmul", 0.7, "guessed", "between the architectures below", between=(0.5, 0.9)),
-    Constant(
-        "bf16_matmul", 0.82, "measured", "Azure/AI-benchmarking-guide, ND_A100_v4", ("Ampere",)
+    _guessed("bf16_matmul", 0.7, (0.5, 0.9), "between the architectures below"),
+    _measured("bf16_matmul", 0.82, "Azure, ND_A100_v4", "Ampere"),
+    _measured(
+        "bf16_matmul", 0.77, "0.73 to 0.80 with the last wave: pytorch/FBGEMM#2766", "Hopper"
     ),
-    Constant(
-        "bf16_matmul",
-        0.77,
-        "measured",
-        "0.73 to 0.80 with its last wave: pytorch/FBGEMM#2766, zzc0721/torch-performance-test-data#79",
-        ("Hopper",),
+    _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
+    _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
+    _measured("bf16_matmul", 0.66, "0.63 to 0.67: pytorch/ao#2427, vllm#19566", "Blackwell"),
+    _measured("bf16_matmul", 0.47, "0.38 to 0.51: ROCm/TransformerEngine#73", "CDNA3"),
+    _guessed(
+        "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
     ),
-    Constant("bf16_matmul", 0.57, "measured", "pytorch/ao#3342", ("H100 PCIe",)),
-    Constant("bf16_matmul", 0.9, "guessed", "few units, much power", ("H20",), between=(0.8, 0.95)),
-    Constant(
-        "bf16_matmul", 0.66, "measured", "0.63 to 0.67: pytorch/ao#2427, vllm#19566", ("Blackwell",)
-    ),
-    Constant(
-        "bf16_matmul", 0.47, "measured", "0.38 to 0.51: ROCm/TransformerEngine#73", ("CDNA3",)
-    ),
-    Constant(
-        "bf16_matmul",
-        0.58,
-        "guessed",
-        "0.63 at the best shape: stas00/ml-engineering",
-        ("CDNA4",),
-        (0.5, 0.65),
-    ),
-    Constant("fp8_matmul", 0.6, "guessed", "between the architectures below", between=(0.4, 0.8)),
-    Constant(
+    _guessed("fp8_matmul", 0.6, (0.4, 0.8), "between the architectures below"),
+    _measured(
         "fp8_matmul",
         0.68,
-        "measured",
-        "0.62 to 0.70 with its last wave: Azure/AI-benchmarking-guide, ND_H100_v5; pytorch/pytorch#143465",
-        ("Hopper",),
+        "0.62 to 0.70 with the last wave: Azure, ND_H100_v5; pytorch/pytorch#143465",
+        "Hopper",
     ),
-    Constant(
-        "fp8_matmul", 0.5, "guessed", "as in bf16, limited by power", ("H100 PCIe",), (0.42, 0.58)
-    ),
-    Constant("fp8_matmul", 0.85, "guessed", "as in bf16", ("H20",), between=(0.7, 0.95)),
-    Constant(
+    _guessed("fp8_matmul", 0.5, (0.42, 0.58), "as in bf16, limited by power", "H100 PCIe"),
+    _guessed("fp8_matmul", 0.85, (0.7, 0.95), "as in bf16", "H20"),
+    _measured(
         "fp8_matmul",
         0.59,
-        "measured",
-        "0.57 with its last wave: Azure/AI-benchmarking-guide, ND_GB200_v6; vllm#19566; MXFP8: triton#9044",
-        ("Blackwell",),
+        "0.57 with the last wave: Azure, ND_GB200_v6; vllm#19566; triton#9044",
+        "Blackwell",
     ),
-    Constant(
-        "fp8_matmul", 0.4, "guessed", "hipBLASLt, 0.33 to 0.49", ("CDNA3",), between=(0.33, 0.49)
-    ),
-    Constant(
+    _guessed("fp8_matmul", 0.4, (0.33, 0.49), "hipBLASLt, 0.33 to 0.49", "CDNA3"),
+    _guessed(
         "fp8_matmul",
         0.45,
-        "guessed",
-        "AMD-AGI/Primus-Turbo#274 has 0.23 to 0.40 in MXFP8",
-        ("CDNA4",),
         (0.35, 0.55),
+        "AMD-AGI/Primus-Turbo#274 has 0.23 to 0.40 in MXFP8",
+        "CDNA4",
     ),
-    Constant("slow_accumulation", 1.0, "measured", "no such switch: pytorch/pytorch#123987"),
-    Constant("slow_accumulation", 1.15, "measured", "1.1 to 1.2: pytorch/ao#2377", ("Hopper",)),
-    Constant(
-        "row_scales", 1.04, "measured", "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200"
-    ),
-    Constant(
-        "matmul_seconds",
-        4e-6,
-        "measured",
-        "squares of 1,024 and 2,048: Azure/AI-benchmarking-guide, pytorch/ao#2427",
-    ),
-    # Attention.
-    Constant(
-        "attention_cudnn", 0.5, "measured", "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6"
-    ),
-    Constant(
+    _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
+    _measured("slow_accumulation", 1.15, "1.1 to 1.2: pytorch/ao#2377", "Hopper"),
+    _measured("row_scales", 1.04, "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200"),
+    _measured("matmul_seconds", 4e-06, "squares of 1,024 and 2,048: Azure, pytorch/ao#2427"),
+    # Causal attention, forward and backward together.
+    _measured("attention_cudnn", 0.5, "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6"),
+    _guessed(
         "attention_cudnn",
         0.48,
-        "guessed",
-        "FlashAttention 4 has 0.54: Dao-AILab/flash-attention#2280",
-        ("Blackwell",),
         (0.42, 0.55),
+        "FlashAttention 4 has 0.54: Dao-AILab/flash-attention#2280",
+        "Blackwell",
     ),
-    Constant(
-        "attention_flash", 0.55, "guessed", "FlashAttention 2: arXiv 2307.08691", (), (0.45, 0.65)
-    ),
-    Constant(
-        "attention_flash", 0.58, "measured", "A100: arXiv 2307.08691, fig. 4 to 6", ("Ampere",)
-    ),
-    Constant("attention_flash", 0.32, "measured", "H100: arXiv 2407.08608, fig. 5, 6", ("Hopper",)),
-    Constant(
-        "attention_flash", 0.15, "measured", "Azure/AI-benchmarking-guide, GB200", ("Blackwell",)
-    ),
-    Constant(
+    _guessed("attention_flash", 0.55, (0.45, 0.65), "FlashAttention 2: arXiv 2307.08691"),
+    _measured("attention_flash", 0.58, "A100: arXiv 2307.08691, fig. 4 to 6", "Ampere"),
+    _measured("attention_flash", 0.32, "H100: arXiv 2407.08608, fig. 5, 6", "Hopper"),
+    _measured("attention_flash", 0.15, "Azure, GB200", "Blackwell"),
+    _guessed(
         "attention_flash",
         0.27,
-        "guessed",
-        "AOTriton; AITER has 0.35: ROCm/aiter, op_tests/cpp/mha",
-        ("CDNA3", "CDNA4"),
         (0.18, 0.35),
+        "AOTriton; AITER has 0.35: ROCm/aiter, op_tests/cpp/mha",
+        "CDNA3",
+        "CDNA4",
     ),
-    Constant(
-        "attention_flex", 0.48, "guessed", "0.87 of FlashAttention 2: PyTorch", (), (0.38, 0.55)
-    ),
-    Constant(
-        "attention_flex", 0.28, "guessed", "0.87 of FlashAttention 2", ("Hopper",), (0.24, 0.32)
-    ),
-    Constant(
-        "attention_flex", 0.23, "guessed", "0.87 of AOTriton's", ("CDNA3", "CDNA4"), (0.15, 0.3)
-    ),
+    _guessed("attention_flex", 0.48, (0.38, 0.55), "0.87 of FlashAttention 2: PyTorch"),
+    _guessed("attention_flex", 0.28, (0.24, 0.32), "0.87 of FlashAttention 2", "Hopper"),
+    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of AOTriton's", "CDNA3", "CDNA4"),
     # Memory.
-    Constant(
-        "contiguous", 0.88, "measured", "BabelStream copy and triad on H100: Azure, ND_H100_v5"
-    ),
-    Constant("contiguous", 0.82, "measured", "the same on A100: Azure, ND_A100_v4", ("Ampere",)),
-    Constant("contiguous", 0.85, "guessed", "as on Hopper", ("Blackwell",), between=(0.75, 0.92)),
-    Constant("contiguous", 0.8, "guessed", "as on A100", ("CDNA3", "CDNA4"), between=(0.7, 0.88)),
-    Constant("transposing", 0.75, "measured", "tiled, GH200: pytorch/pytorch#194310"),
-    Constant(
-        "strided", 0.35, "guessed", "untiled 0.16 to 0.28: pytorch/pytorch#194310", (), (0.2, 0.45)
-    ),
-    Constant("kernel_seconds", 2e-6, "measured", "torchao, testing/training/roofline_utils.py"),
+    _measured("contiguous", 0.88, "BabelStream copy and triad on H100: Azure, ND_H100_v5"),
+    _measured("contiguous", 0.82, "the same on A100: Azure, ND_A100_v4", "Ampere"),
+    _guessed("contiguous", 0.85, (0.75, 0.92), "as on Hopper", "Blackwell"),
+    _guessed("contiguous", 0.8, (0.7, 0.88), "as on A100", "CDNA3", "CDNA4"),
+    _measured("transposing", 0.75, "tiled, GH200: pytorch/pytorch#194310"),
+    _guessed("strided", 0.35, (0.2, 0.45), "untiled 0.16 to 0.28: pytorch/pytorch#194310"),
+    _measured("kernel_seconds", 2e-06, "torchao, testing/training/roofline_utils.py"),
     # Host.
-    Constant("host_seconds_per_kernel", 8e-6, "measured", "meta-pytorch/tritonbench#1016, #1017"),
-    Constant(
+    _measured("host_seconds_per_kernel", 8e-06, "meta-pytorch/tritonbench#1016, #1017"),
+    _guessed(
         "host_seconds_per_block",
-        2.5e-3,
-        "guessed",
+        0.0025,
+        (0.0035, 0.0015),
         "2 ms on CPU, 3.5 ms with CUDA on a slow core",
-        between=(3.5e-3, 1.5e-3),
     ),
-    # Collectives: NCCL's latencies are its own model, src/graph/tuning.cc.
-    Constant(
-        "link",
-        0.73,
-        "measured",
-        "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047",
-    ),
-    Constant("link", 0.68, "measured", "GB200: Azure/AI-benchmarking-guide", ("Blackwell",)),
-    Constant(
-        "network", 0.85, "guessed", "0.65 to 0.94: nccl#1229, nccl-tests#290", (), (0.65, 0.94)
-    ),
-    Constant("collective_seconds", 6.6e-6, "measured", "NCCL; 15 to 30 us in all for 8 H100"),
-    Constant("link_hop_seconds", 1.9e-6, "measured", "NCCL, protocol LL128"),
-    Constant("network_hop_seconds", 4e-6, "measured", "NCCL, protocol LL128"),
-    Constant(
-        "small_reduction_seconds", 22e-6, "measured", "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"
-    ),
-    Constant(
-        "overlap_slowdown", 0.19, "guessed", "average of arXiv 2507.03114", between=(0.3, 0.08)
-    ),
-    Constant(
+    # Collectives. The latencies are NCCL's own model, src/graph/tuning.cc.
+    _measured("link", 0.73, "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047"),
+    _measured("link", 0.68, "GB200: Azure", "Blackwell"),
+    _guessed("network", 0.85, (0.65, 0.94), "0.65 to 0.94: nccl#1229, nccl-tests#290"),
+    _measured("collective_seconds", 6.6e-06, "NCCL; 15 to 30 us in all for 8 H100"),
+    _measured("link_hop_seconds", 1.9e-06, "NCCL, protocol LL128"),
+    _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
+    _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
+    _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
+    _guessed(
         "async_tensor_parallel",
         0.4,
-        "guessed",
+        (0.25, 0.65),
         "from kernels: meta-pytorch/kraken#2, pytorch/pytorch#143160",
-        between=(0.25, 0.65),
     ),
 )
 
