@@ -73,6 +73,7 @@ CONSTANTS = (
     _measured(
         "bf16_matmul", 0.77, "0.73 to 0.80 with the last wave: pytorch/FBGEMM#2766", "Hopper"
     ),
+    _measured("bf16_matmul", 0.61, "0.59 with the last wave: pytorch/FBGEMM#2546", "H100 500W"),
     _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
     _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
     _measured("bf16_matmul", 0.66, "0.63 to 0.67: pytorch/ao#2427, vllm#19566", "Blackwell"),
@@ -87,6 +88,7 @@ CONSTANTS = (
         "0.62 to 0.70 with the last wave: Azure, ND_H100_v5; pytorch/pytorch#143465",
         "Hopper",
     ),
+    _measured("fp8_matmul", 0.59, "0.57 with the last wave: pytorch/FBGEMM#2546", "H100 500W"),
     _guessed("fp8_matmul", 0.5, (0.42, 0.58), "as in bf16, limited by power", "H100 PCIe"),
     _guessed("fp8_matmul", 0.85, (0.7, 0.95), "as in bf16", "H20"),
     _measured(
@@ -106,9 +108,11 @@ CONSTANTS = (
     _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
     _measured("slow_accumulation", 1.15, "1.1 to 1.2: pytorch/ao#2377", "Hopper"),
     _measured("row_scales", 1.04, "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200"),
+    _measured("row_scales", 1.0, "fp8_matmul is of row scales there", "H100 500W"),
     _measured("matmul_seconds", 4e-06, "squares of 1,024 and 2,048: Azure, pytorch/ao#2427"),
     # Causal attention, forward and backward together.
     _measured("attention_cudnn", 0.5, "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6"),
+    _measured("attention_cudnn", 0.45, "0.9 of 700 W: tritonbench#141", "H100 500W"),
     _guessed(
         "attention_cudnn",
         0.48,
