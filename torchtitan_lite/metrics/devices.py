@@ -75,6 +75,7 @@ DEVICES = (
     DeviceSpec("A100 PCIe 40GB", 312, None, 40, 1.555, ("A100-PCIE-40GB",), **_AMPERE_PCIE),
     DeviceSpec("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",), **_AMPERE_PCIE),
     DeviceSpec("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3"), **_HOPPER),
+    DeviceSpec("H100 500W", 989, 1979, 95, 2.4, **_HOPPER),  # of Meta's Grand Teton, with HBM2e
     DeviceSpec("H100 PCIe", 756, 1513, 80, 2.0, **_family("Hopper", 64, 50, multiprocessors=114)),
     DeviceSpec("H100 NVL", 835, 1670, 94, 3.9, **_family("Hopper", 64, 50, multiprocessors=132)),
     DeviceSpec("H200", 989, 1979, 141, 4.8, ("H200 SXM",), **_HOPPER),
