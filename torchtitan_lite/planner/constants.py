@@ -51,6 +51,7 @@ class Rates:
     link_hop_seconds: float  # each step of its ring within a node,
     network_hop_seconds: float  # and each step to another node
     small_reduction_seconds: float  # an all-reduce of a few KB within a node
+    slowest_device: float  # time of the slowest of several devices, over a typical one's
     overlap_slowdown: float  # compute time lost during a second of communication beside it
     async_tensor_parallel: float  # part of tensor parallelism's communication that async TP hides
 
@@ -159,6 +160,7 @@ CONSTANTS = (
     _measured("link_hop_seconds", 1.9e-06, "NCCL, protocol LL128"),
     _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
     _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
+    _guessed("slowest_device", 1.04, (1.08, 1.0), "they vary by 8 % on average: arXiv 2208.11035"),
     _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
     _guessed(
         "async_tensor_parallel",
