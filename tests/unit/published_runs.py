@@ -56,8 +56,9 @@ class PublishedRun:
     compiled: bool | None = True
     """Whether torch.compile ran. False for Megatron, which has fused kernels of its own."""
     recipe: str = "bf16"
-    """Of recipes.RECIPES, the nearest, or "bf16"; `published_recipe` has the source's name where it differs."""
+    """"bf16", or the nearest of recipes.RECIPES."""
     published_recipe: str = ""
+    """The source's name for it, where it differs."""
     float8_gather: bool | None = False
     """Whether FSDP, or the distributed optimizer, gathers parameters in float8."""
     precomputed_scales: bool | None = False
@@ -129,9 +130,10 @@ _FLOAT8_2024 = (
     'only "Float8" is published: torchtitan had tensorwise scaling alone, docs/float8.md advises '
     "float8 gathers, precomputed scales; pytorch/torchtitan#1344 asks in vain which ones ran"
 )
+_PAGE_2024 = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @ 31a17bf, "
 _T2024 = PublishedRun(
     name="T2024 8B 8 eager",
-    source="pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md @ 31a17bf, table 1",
+    source=_PAGE_2024 + "table 1",
     framework="torchtitan 9dec370, torch 1963fc8, torchao eab345c (2024-12)",
     model="8B",
     device="H100 SXM",
@@ -145,12 +147,17 @@ _T2024 = PublishedRun(
     doubt="sequence length 8192 and selective op checkpointing from train_configs/llama3_8b.toml",
 )
 _T2024_128 = replace(
-    _T2024, name="T2024 8B 128 eager", gpus=128, dp_shard=128, tps=5605, source="the same, table 3"
+    _T2024,
+    name="T2024 8B 128 eager",
+    gpus=128,
+    dp_shard=128,
+    tps=5605,
+    source=_PAGE_2024 + "table 3",
 )
 _T2024_TP = replace(
     _T2024,
     name="T2024 70B 256 TP 8 float8",
-    source="the same, table 4",
+    source=_PAGE_2024 + "table 4",
     model="70B",
     gpus=256,
     dp_shard=32,
@@ -167,7 +174,7 @@ _T2024_TP = replace(
 _T2024_PP = replace(
     _T2024_TP,
     name="T2024 405B 512 TP 8 PP 8 1F1B",
-    source="the same, table 5",
+    source=_PAGE_2024 + "table 5",
     model="405B",
     gpus=512,
     dp_shard=8,
@@ -179,7 +186,7 @@ _T2024_PP = replace(
 _T2024_4D = replace(
     _T2024_PP,
     name="T2024 405B 512 TP 8 PP 8 32K",
-    source="the same, table 6",
+    source=_PAGE_2024 + "table 6",
     local_batch_size=8,
     seq_len=32768,
     tps=76,
@@ -187,7 +194,7 @@ _T2024_4D = replace(
 _T2024_CP = replace(
     _T2024,
     name="T2024 8B 8 32K float8",
-    source="the same, table 2",
+    source=_PAGE_2024 + "table 2",
     seq_len=32768,
     local_batch_size=1,
     checkpointing="full",
@@ -505,159 +512,170 @@ _FMS_70B = replace(
     doubt="published MFU of 0.34 fits",
 )
 
-# NVIDIA: Megatron-Bridge and NeMo. Vocabulary padded, synthetic data.
-_BRIDGE = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md @ 0a25f91"
-_CONFIGS = "scripts/performance/configs at 0fa501a, near the release, "
-_CS: dict[str, Any] = {
-    "recipe": "tensorwise",
-    "published_recipe": "FP8-CS, per-tensor current scaling",
-    "float8_gather": True,
-}
-_MX: dict[str, Any] = {
-    "recipe": "mxfp8",
-    "published_recipe": "FP8-MX, 32 x 1 blocks",
-    "float8_gather": True,
-}
-_B200_8B = PublishedRun(
-    name="Bridge 25.11 B200 8B CS",
-    source=_BRIDGE + ", 25.11",
-    framework="Megatron-Bridge, NeMo 25.11",
-    model="3-8B",
-    device="B200",
-    gpus=8,
-    dp_replicate=8,
-    sharding="optimizer",
-    local_batch_size=2,
-    accumulation=8,
+# NVIDIA: Megatron-Bridge and NeMo, synthetic data. A vocabulary is padded, which costs under 1 %.
+_MEGATRON = PublishedRun(
+    name="",
+    source="",
+    framework="",
+    model="",
+    device="H100 SXM",
+    tps=0,
+    gpus=0,
     checkpointing="none",
     compiled=False,
     attention="cuDNN through Transformer Engine",
     optimizer=MEGATRON_OPTIMIZER,
-    flops="causal",
-    tps=30624,
-    tflops=1576,
-    doubt=_CONFIGS + "replay a step as a CUDA graph; the recipe keeps the first and last block in "
-    "bf16 (mixed_precision.py) unless turned off; no recomputation is named there",
-    **_CS,
 )
-_GB200_8B = replace(
-    _B200_8B,
-    name="Bridge 25.11 GB200 8B CS",
-    device="GB200",
-    gpus_per_node=None,
-    fabric="NVLink of NVL72",
-    tps=31508,
-    tflops=1622,
-)
-_GB300_8B = replace(
-    _GB200_8B,
-    name="Bridge 25.11 GB300 8B CS",
-    device="GB300",
-    tps=37556,
-    tflops=1933,
-    doubt=_B200_8B.doubt + "; they have microbatches of 4, the table of 2",
-)
-_H100_8B = replace(
-    _B200_8B,
-    name="Bridge 25.11 H100 8B CS",
-    device="H100 SXM",
-    dp_replicate=1,
-    dp_shard=8,
-    sharding="fsdp",
-    local_batch_size=1,
-    accumulation=16,
-    tps=14451,
-    tflops=744,
-    doubt=_CONFIGS
-    + "use Megatron's FSDP with registered buffers and keep float8 transposes; later "
-    "recipes for this row are described as recomputing; first and last block perhaps in bf16",
-)
-_GB200_70B = replace(
-    _GB200_8B,
-    name="Bridge 25.11 GB200 70B CS",
-    model="3-70B",
-    gpus=64,
-    dp_replicate=1,
-    dp_shard=64,
-    sharding="fsdp",
-    accumulation=2,
-    tps=4312,
-    tflops=1937,
-    doubt=_CONFIGS + "offload activations of 40 of 80 blocks to the CPU (20 on GB300); a draft of "
-    "the table has the same rate with one microbatch; first and last block perhaps in bf16",
-)
-_GB300_70B = replace(
-    _GB200_70B, name="Bridge 25.11 GB300 70B CS", device="GB300", tps=4520, tflops=2030
-)
-_GB200_405B = replace(
-    _GB200_70B,
-    name="Bridge 25.09 GB200 405B TP 2 CS",
-    source=_BRIDGE + ", 25.09",
-    model="405B",
-    gpus=128,
-    tp=2,
-    async_tp=True,
-    local_batch_size=1,
-    accumulation=1,
-    tps=729,
-    tflops=1840,
-    doubt=_CONFIGS + "offload activations of 95 of 126 blocks to the CPU (10 on GB300); FP8-CS "
-    "inferred, the table of 25.09 has no column for it",
-)
-_DRAFT = "a draft of the 25.11 table (stored file 33752608522), replaced in the release"
-
-
-def _at(run: PublishedRun, name: str, tps: float, tflops: float, **changes: Any) -> PublishedRun:
-    return replace(run, name=name, tps=tps, tflops=tflops, **changes)
-
-
-_2509: dict[str, Any] = {"source": _BRIDGE + ", 25.09", "framework": "Megatron-Bridge, NeMo 25.09"}
-_2602: dict[str, Any] = {"source": _BRIDGE + ", 26.02", "framework": "Megatron-Bridge, NeMo 26.02"}
-_2604: dict[str, Any] = {
-    "source": "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md (stored file 51905015924), "
-    "26.04",
-    "framework": "Megatron-Bridge, NeMo 26.04",
+_ARCHIVE = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md @ 0a25f91, "
+_RELEASES = {
+    "25.09": _ARCHIVE + "25.09",
+    "25.11 draft": "a draft of that of 25.11 (stored file 33752608522), replaced in the release",
+    "25.11": _ARCHIVE + "25.11",
+    "26.02": _ARCHIVE + "26.02",
+    "26.04": "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md (stored file 51905015924)",
+}
+_FP8: dict[str, dict[str, Any]] = {
+    "CS": {"recipe": "tensorwise", "published_recipe": "FP8-CS, per-tensor current scaling"},
+    "MX": {"recipe": "mxfp8", "published_recipe": "FP8-MX, blocks of 32"},
+}
+_ENDS = "; its FP8-CS keeps the first and last block in bf16 by default (mixed_precision.py)"
+_CONFIGS = "scripts/performance/configs @ 0fa501a, near 25.11: "
+_DOUBTS = {
+    ("3-8B", "optimizer"): _CONFIGS + "a step is replayed as a CUDA graph, microbatches of 4 on "
+    "GB300 where the table has 2, no recomputation named" + _ENDS,
+    ("3-8B", "fsdp"): _CONFIGS + "Megatron's FSDP with registered buffers, float8 transposes kept; "
+    "later recipes of this row are described as recomputing" + _ENDS,
+    ("3-70B", "fsdp"): _CONFIGS + "activations of 40 of 80 blocks are offloaded to the CPU, of 20 "
+    "on GB300; the draft of 25.11 has 25.11's rates with half the batch" + _ENDS,
+    ("405B", "fsdp"): _CONFIGS + "activations of 95 of 126 blocks are offloaded to the CPU, of 10 "
+    "on GB300; that it is FP8-CS is inferred in 25.09" + _ENDS,
 }
 
-_NEMO = PublishedRun(
-    name="NeMo 24.07 H100 2-7B",
-    source="NVIDIA/NeMo docs/source/performance/performance_summary.md @ 070a0bb",
-    framework="NeMo 24.07",
-    model="2-7B",
-    device="H100 SXM",
-    gpus=8,
-    dp_replicate=8,
-    sharding="optimizer",
-    seq_len=4096,
-    accumulation=16,
-    checkpointing="none",
-    compiled=False,
-    recipe="tensorwise",
-    published_recipe="FP8, delayed scaling inferred: NeMo's default then",
-    float8_gather=None,
-    attention="cuDNN or FlashAttention through Transformer Engine",
-    optimizer=MEGATRON_OPTIMIZER,
-    flops="full",
-    tps=16847,
-    tflops=776,
-    doubt="other commits have 16,934 and 16,634; checkpointing not published",
-)
-_NEMO_LONG = replace(
-    _NEMO,
-    name="NeMo 24.03 H100 2-7B 16K TP 2",
-    gpus=16,
-    tp=2,
-    seq_len=16384,
-    accumulation=32,
-    source="NVIDIA/NeMo docs/source/performance (stored file 28718048417), long sequences",
-    framework="NeMo 24.03.01",
-    async_tp=True,
-    tps=10082,
-    tflops=660,
-    doubt="overlap of tensor parallelism and checkpointing not published",
-)
 
-PUBLISHED_RUNS = (
+def _layout(
+    run: PublishedRun,
+    gpus: int,
+    batch: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    micro: int = 1,
+    fsdp: bool = False,
+) -> PublishedRun:
+    """Return the run with `batch` sequences per step. The rest of the GPUs is data-parallel."""
+    dp = gpus // (tp * pp * cp)
+    run = replace(run, gpus=gpus, tp=tp, pp=pp, cp=cp, local_batch_size=micro)
+    # Megatron's linears overlap with the collectives of tensor parallelism.
+    run = replace(run, accumulation=batch // (dp * micro), async_tp=tp > 1)
+    if fsdp:
+        return replace(run, dp_shard=dp)
+    return replace(run, dp_replicate=dp, sharding="optimizer")
+
+
+def _bridge(
+    release: str,
+    device: str,
+    model: str,
+    recipe: str,
+    tps: float,
+    tflops: float,
+    gpus: int,
+    batch: int,
+    **layout: Any,
+) -> PublishedRun:
+    """Return a row of Megatron-Bridge's tables."""
+    name = f"Bridge {release} {device.split()[0]} {model.removeprefix('3-')} {recipe}"
+    racks: dict[str, Any] = (
+        {"gpus_per_node": None, "fabric": "NVLink within NVL72"} if "GB" in device else {}
+    )
+    run = replace(
+        _MEGATRON,
+        name=name,
+        source=_RELEASES[release],
+        framework=f"NeMo {release}",
+        model=model,
+        device=device,
+        tps=tps,
+        tflops=tflops,
+        flops="causal",
+        float8_gather=True,
+        **_FP8[recipe],
+        **racks,
+    )
+    run = _layout(run, gpus, batch, **layout)
+    doubt = "recomputation not published" if run.unsupported else _DOUBTS[model, run.sharding]
+    return replace(run, doubt=doubt)
+
+
+def _nemo(
+    model: str,
+    tps: float,
+    tflops: float,
+    gpus: int,
+    batch: int,
+    seq_len: int = 8192,
+    **layout: Any,
+) -> PublishedRun:
+    """Return a row of NeMo's tables, on H100."""
+    run = replace(
+        _MEGATRON,
+        name=f"NeMo 24.07 H100 {model.removeprefix('3-')}",
+        framework="NeMo 24.07",
+        source="NVIDIA/NeMo docs/source/performance/performance_summary.md @ 070a0bb",
+        model=model,
+        tps=tps,
+        tflops=tflops,
+        seq_len=seq_len,
+        flops="full",
+        recipe="tensorwise",
+        published_recipe=_DELAYED,
+        float8_gather=None,
+        doubt=_NEMO_DOUBT,
+    )
+    return _layout(run, gpus, batch, **layout)
+
+
+def _long(seq_len: int, tps: float, tflops: float, gpus: int, **layout: Any) -> PublishedRun:
+    """Return a row of NeMo's table of long sequences: Llama 2 7B, 4 Mi tokens per step."""
+    run = _nemo("2-7B", tps, tflops, gpus, 2**22 // seq_len, seq_len, **layout)
+    source = "NVIDIA/NeMo docs/source/performance (stored file 28718048417), long sequences"
+    name = f"NeMo 24.03 H100 2-7B {seq_len // 1024}K"
+    return replace(run, name=name, source=source, framework="NeMo 24.03.01")
+
+
+def _dgxc(
+    model: str, recipe: str, tps: float, step_s: float, gpus: int, batch: int, **layout: Any
+) -> PublishedRun:
+    """Return a row of NVIDIA's benchmark recipes, on H100."""
+    source = "NVIDIA/dgxc-benchmarking llama3.1/README_8b.md, _70b.md, _405b.md @ 143b90d"
+    name = f"dgxc 24.09 H100 {model.removeprefix('3-')} {gpus} "
+    run = replace(
+        _MEGATRON,
+        name=name + recipe,
+        source=source,
+        framework="NeMo 24.09",
+        model=model,
+        tps=tps,
+        step_s=step_s,
+        doubt=_NEMO_DOUBT,
+    )
+    run = _layout(run, gpus, batch, **layout)
+    if recipe == "bf16":
+        return run
+    return replace(
+        run,
+        recipe="tensorwise",
+        published_recipe=_DELAYED,
+        float8_gather=None,
+        baseline=name + "bf16",
+    )
+
+
+_DELAYED = "FP8, delayed scaling inferred: NeMo's default then"
+_NEMO_DOUBT = "checkpointing and the overlap of tensor parallelism are not published"
+
+_RUNS = (
     *_bf16_then_float8(_T2024, 6667, 8532),
     *_bf16_then_float8(_T2024_128, 6514, 8380),
     _T2024_CP,
@@ -716,180 +734,6 @@ PUBLISHED_RUNS = (
     ),
     replace(_FMS_70B, name="FMS 2-34B 96 eager", model="2-34B", tps=1550, doubt=""),
     _FMS_70B,
-    _B200_8B,
-    _at(_B200_8B, "Bridge 25.11 B200 8B MX", 29521, 1519, **_MX),
-    _at(_B200_8B, "Bridge 25.09 B200 8B CS", 29994, 1544, **_2509),
-    _at(_B200_8B, "Bridge 25.09 B200 8B MX", 29388, 1513, **_2509, **_MX),
-    _GB200_8B,
-    _at(_GB200_8B, "Bridge 25.11 GB200 8B MX", 29789, 1533, **_MX),
-    _at(_GB200_8B, "Bridge 25.09 GB200 8B CS", 31357, 1614, **_2509),
-    _at(_GB200_8B, "Bridge 25.09 GB200 8B MX", 29925, 1540, **_2509, **_MX),
-    _GB300_8B,
-    _at(_GB300_8B, "Bridge 25.11 GB300 8B MX", 36108, 1858, **_MX),
-    _H100_8B,
-    _at(_H100_8B, "Bridge 25.09 H100 8B CS", 14079, 725, **_2509),
-    _GB200_70B,
-    _at(_GB200_70B, "Bridge 25.09 GB200 70B CS", 3986, 1791, accumulation=1, **_2509),
-    _at(_GB200_70B, "Bridge 26.02 GB200 70B CS", 4040, 1815, **_2602),
-    _at(_GB200_70B, "Bridge 26.04 GB200 70B CS", 4143, 1861, **_2604),
-    _GB300_70B,
-    _at(_GB300_70B, "Bridge 26.02 GB300 70B CS", 5003, 2248, **_2602),
-    _at(_GB300_70B, "Bridge 26.04 GB300 70B CS", 5243, 2355, **_2604),
-    _GB200_405B,
-    _at(_GB200_405B, "Bridge 25.11 GB200 405B TP 2 CS", 706, 1782, source=_DRAFT),
-    _at(_GB200_405B, "Bridge 25.11 GB300 405B TP 2 CS", 850, 2145, source=_DRAFT, device="GB300"),
-    _NEMO,
-    replace(
-        _NEMO,
-        name="NeMo 24.03 H100 2-7B 4",
-        source=_NEMO_LONG.source,
-        gpus=4,
-        dp_replicate=4,
-        accumulation=256,
-        framework="NeMo 24.03.01",
-        tps=16671,
-        tflops=768,
-        doubt="",
-    ),
-    _NEMO_LONG,
-)
-"""Runs that the planner can plan."""
-
-# Runs with context or pipeline parallelism.
-_B200_405B = replace(
-    _GB200_405B,
-    name="Bridge 25.11 B200 405B CS",
-    source=_BRIDGE + ", 25.11",
-    device="B200",
-    gpus_per_node=8,
-    fabric=None,
-    gpus=128,
-    dp_replicate=2,
-    dp_shard=1,
-    tp=4,
-    cp=2,
-    pp=8,
-    sharding="optimizer",
-    accumulation=32,
-    tps=661,
-    tflops=1667,
-    doubt=_CONFIGS.removesuffix(", ") + ": not compared for this row",
-)
-_H100_70B = replace(
-    _B200_405B,
-    name="Bridge 25.11 H100 70B CS",
-    model="3-70B",
-    device="H100 SXM",
-    gpus=64,
-    cp=1,
-    accumulation=64,
-    tps=1602,
-    tflops=719,
-)
-_H100_405B = replace(
-    _B200_405B,
-    name="Bridge 25.11 H100 405B CS",
-    device="H100 SXM",
-    gpus=1024,
-    dp_replicate=8,
-    tp=8,
-    accumulation=64,
-    tps=292,
-    tflops=737,
-)
-_GB200_405B_PP = replace(
-    _B200_405B,
-    name="Bridge 25.11 GB200 405B CS",
-    device="GB200",
-    gpus_per_node=None,
-    fabric="NVLink of NVL72",
-    gpus=256,
-    dp_replicate=4,
-    cp=1,
-    pp=16,
-    accumulation=384,
-    tps=813,
-    tflops=2053,
-)
-_GB300_405B_PP = replace(
-    _GB200_405B_PP,
-    name="Bridge 25.11 GB300 405B CS",
-    device="GB300",
-    dp_replicate=8,
-    tp=2,
-    cp=2,
-    pp=8,
-    accumulation=192,
-    tps=999,
-    tflops=2522,
-)
-_NEMO_8B = replace(
-    _NEMO,
-    name="NeMo 24.07 H100 8B CP 2",
-    model="3-8B",
-    seq_len=8192,
-    dp_replicate=4,
-    cp=2,
-    accumulation=32,
-    tps=12036,
-    tflops=697,
-    doubt="checkpointing not published",
-)
-_DGXC = replace(
-    _NEMO_8B,
-    name="dgxc 24.09 H100 8B CP 2 bf16",
-    framework="NeMo 24.09",
-    source="NVIDIA/dgxc-benchmarking llama3.1/README_8b.md, _70b.md, _405b.md @ 143b90d",
-    recipe="bf16",
-    published_recipe="",
-    float8_gather=False,
-    tps=10153,
-    tflops=None,
-    flops=None,
-    step_s=12.91,
-)
-_DGXC_70B = replace(
-    _DGXC,
-    name="dgxc 24.09 H100 70B TP 4 PP 4 CP 2 bf16",
-    model="3-70B",
-    gpus=64,
-    dp_replicate=2,
-    tp=4,
-    pp=4,
-    accumulation=64,
-    step_s=14.72,
-    tps=1113,
-)
-_DGXC_405B = replace(
-    _DGXC,
-    name="dgxc 24.09 H100 405B TP 8 PP 9 CP 2 bf16",
-    model="405B",
-    gpus=576,
-    dp_replicate=4,
-    tp=8,
-    pp=9,
-    accumulation=63,
-    step_s=17.20,
-    tps=208,
-)
-
-
-def _fp8(bf16: PublishedRun, step_s: float, tps: float) -> PublishedRun:
-    """Return NeMo's FP8 run beside the bf16 one."""
-    name = bf16.name.removesuffix("bf16") + "FP8"
-    return replace(
-        bf16,
-        name=name,
-        step_s=step_s,
-        tps=tps,
-        float8_gather=None,
-        baseline=bf16.name,
-        recipe="tensorwise",
-        published_recipe=_NEMO.published_recipe,
-    )
-
-
-OUT_OF_REACH = (
     replace(
         _T2024_CP, name="T2024 8B 8 CP 2 64K float8", dp_shard=4, cp=2, seq_len=65536, tps=2540
     ),
@@ -905,70 +749,84 @@ OUT_OF_REACH = (
     replace(_T2024_4D, name="T2024 405B 512 CP 2 64K", dp_shard=4, cp=2, seq_len=65536, tps=47),
     replace(_T2024_4D, name="T2024 405B 512 CP 4 128K", dp_shard=2, cp=4, seq_len=131072, tps=31),
     replace(_T2024_4D, name="T2024 405B 512 CP 8 256K", dp_shard=1, cp=8, seq_len=262144, tps=16),
-    _H100_70B,
-    _at(_H100_70B, "Bridge 25.09 H100 70B CS", 1619, 727, **_2509),
-    _at(_H100_70B, "Bridge 26.02 H100 70B CS", 1621, 728, accumulation=128, **_2602),
-    _at(_H100_70B, "Bridge 26.04 H100 70B CS", 1633, 734, accumulation=128, **_2604),
-    _H100_405B,
-    _at(_H100_405B, "Bridge 25.09 H100 405B CS", 302, 763, **_2509),
-    _at(_H100_405B, "Bridge 26.02 H100 405B CS", 311, 784, accumulation=192, **_2602),
-    _B200_405B,
-    _at(_B200_405B, "Bridge 25.11 B200 405B MX", 624, 1576, **_MX),
-    _at(_B200_405B, "Bridge 25.09 B200 405B CS", 664, 1676, **_2509),
-    _at(_B200_405B, "Bridge 25.09 B200 405B MX", 622, 1569, **_2509, **_MX),
-    _GB200_405B_PP,
-    _at(_GB200_405B_PP, "Bridge 26.02 GB200 405B CS", 793, 2004, **_2602),
-    _at(_GB200_405B_PP, "Bridge 26.02 GB200 405B MX", 786, 1983, **_2602, **_MX),
-    _at(_GB200_405B_PP, "Bridge 26.04 GB200 405B CS", 842, 2126, **_2604),
-    _at(_GB200_405B_PP, "Bridge 26.04 GB200 405B MX", 793, 2002, **_2604, **_MX),
-    _GB300_405B_PP,
-    _at(_GB300_405B_PP, "Bridge 26.02 GB300 405B MX", 931, 2349, **_2602, **_MX),
-    _at(_GB300_405B_PP, "Bridge 26.04 GB300 405B MX", 968, 2443, **_2604, **_MX),
-    _NEMO_8B,
-    replace(
-        _NEMO_8B,
-        name="NeMo 24.07 H100 70B TP 4 PP 4 CP 2",
-        model="3-70B",
-        gpus=64,
-        dp_replicate=2,
-        tp=4,
-        pp=4,
-        accumulation=64,
-        tps=1533,
-        tflops=738,
-    ),
-    replace(
-        _NEMO,
-        name="NeMo 24.07 H100 2-13B PP 4",
-        model="2-13B",
-        gpus=16,
-        dp_replicate=4,
-        pp=4,
-        accumulation=32,
-        tps=8646,
-        tflops=754,
-        doubt=_NEMO_8B.doubt,
-    ),
-    replace(
-        _NEMO,
-        name="NeMo 24.07 H100 2-70B TP 4 PP 4",
-        model="2-70B",
-        gpus=64,
-        dp_replicate=4,
-        tp=4,
-        pp=4,
-        accumulation=32,
-        tps=1707,
-        tflops=759,
-        doubt=_NEMO_8B.doubt,
-    ),
-    _DGXC,
-    _fp8(_DGXC, 9.67, 13555),
-    _DGXC_70B,
-    _fp8(_DGXC_70B, 11.01, 1488),
-    _DGXC_405B,
-    _fp8(_DGXC_405B, 11.24, 319),
+    _bridge("25.09", "H100 SXM", "3-8B", "CS", 14079, 725, 8, 128, fsdp=True),
+    _bridge("25.11", "H100 SXM", "3-8B", "CS", 14451, 744, 8, 128, fsdp=True),
+    _bridge("25.09", "B200", "3-8B", "CS", 29994, 1544, 8, 128, micro=2),
+    _bridge("25.09", "B200", "3-8B", "MX", 29388, 1513, 8, 128, micro=2),
+    _bridge("25.11", "B200", "3-8B", "CS", 30624, 1576, 8, 128, micro=2),
+    _bridge("25.11", "B200", "3-8B", "MX", 29521, 1519, 8, 128, micro=2),
+    _bridge("25.09", "GB200", "3-8B", "CS", 31357, 1614, 8, 128, micro=2),
+    _bridge("25.09", "GB200", "3-8B", "MX", 29925, 1540, 8, 128, micro=2),
+    _bridge("25.11", "GB200", "3-8B", "CS", 31508, 1622, 8, 128, micro=2),
+    _bridge("25.11", "GB200", "3-8B", "MX", 29789, 1533, 8, 128, micro=2),
+    _bridge("25.11", "GB300", "3-8B", "CS", 37556, 1933, 8, 128, micro=2),
+    _bridge("25.11", "GB300", "3-8B", "MX", 36108, 1858, 8, 128, micro=2),
+    _bridge("25.09", "GB200", "3-70B", "CS", 3986, 1791, 64, 128, micro=2, fsdp=True),
+    _bridge("25.11", "GB200", "3-70B", "CS", 4312, 1937, 64, 256, micro=2, fsdp=True),
+    _bridge("26.02", "GB200", "3-70B", "CS", 4040, 1815, 64, 256, micro=2, fsdp=True),
+    _bridge("26.04", "GB200", "3-70B", "CS", 4143, 1861, 64, 256, micro=2, fsdp=True),
+    _bridge("25.11", "GB300", "3-70B", "CS", 4520, 2030, 64, 256, micro=2, fsdp=True),
+    _bridge("26.02", "GB300", "3-70B", "CS", 5003, 2248, 64, 256, micro=2, fsdp=True),
+    _bridge("26.04", "GB300", "3-70B", "CS", 5243, 2355, 64, 256, micro=2, fsdp=True),
+    _bridge("25.09", "GB200", "3-70B", "MX", 3546, 1593, 64, 128, tp=2, pp=4),
+    _bridge("25.11 draft", "GB200", "3-70B", "MX", 3617, 1625, 64, 128, tp=2, pp=4),
+    _bridge("26.02", "GB200", "3-70B", "MX", 3613, 1623, 64, 256, tp=2, pp=4),
+    _bridge("26.04", "GB200", "3-70B", "MX", 3828, 1721, 64, 256, tp=2, pp=4),
+    _bridge("25.11 draft", "GB300", "3-70B", "MX", 4346, 1952, 64, 128, tp=2, pp=4),
+    _bridge("26.02", "GB300", "3-70B", "MX", 4596, 2064, 64, 256, pp=4),
+    _bridge("26.04", "GB300", "3-70B", "MX", 4742, 2131, 64, 256, pp=4),
+    _bridge("25.09", "H100 SXM", "3-70B", "CS", 1619, 727, 64, 128, tp=4, pp=8),
+    _bridge("25.11", "H100 SXM", "3-70B", "CS", 1602, 719, 64, 128, tp=4, pp=8),
+    _bridge("26.02", "H100 SXM", "3-70B", "CS", 1621, 728, 64, 256, tp=4, pp=8),
+    _bridge("26.04", "H100 SXM", "3-70B", "CS", 1633, 734, 64, 256, tp=4, pp=8),
+    _bridge("25.09", "GB200", "405B", "CS", 729, 1840, 128, 64, tp=2, fsdp=True),
+    _bridge("25.11 draft", "GB200", "405B", "CS", 706, 1782, 128, 64, tp=2, fsdp=True),
+    _bridge("25.11 draft", "GB300", "405B", "CS", 850, 2145, 128, 64, tp=2, fsdp=True),
+    _bridge("25.09", "GB200", "405B", "MX", 578, 1458, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.11 draft", "GB200", "405B", "MX", 563, 1420, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.11 draft", "GB300", "405B", "MX", 638, 1610, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.09", "B200", "405B", "CS", 664, 1676, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.09", "B200", "405B", "MX", 622, 1569, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.11", "B200", "405B", "CS", 661, 1667, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.11", "B200", "405B", "MX", 624, 1576, 128, 64, tp=4, pp=8, cp=2),
+    _bridge("25.11", "GB200", "405B", "CS", 813, 2053, 256, 1536, tp=4, pp=16),
+    _bridge("26.02", "GB200", "405B", "CS", 793, 2004, 256, 1536, tp=4, pp=16),
+    _bridge("26.02", "GB200", "405B", "MX", 786, 1983, 256, 1536, tp=4, pp=16),
+    _bridge("26.04", "GB200", "405B", "CS", 842, 2126, 256, 1536, tp=4, pp=16),
+    _bridge("26.04", "GB200", "405B", "MX", 793, 2002, 256, 1536, tp=4, pp=16),
+    _bridge("25.11", "GB300", "405B", "CS", 999, 2522, 256, 1536, tp=2, pp=8, cp=2),
+    _bridge("26.02", "GB300", "405B", "CS", 988, 2495, 256, 1536, tp=4, pp=8),
+    _bridge("26.02", "GB300", "405B", "MX", 931, 2349, 256, 1536, tp=2, pp=8, cp=2),
+    _bridge("26.04", "GB300", "405B", "CS", 1036, 2615, 256, 1536, tp=4, pp=8),
+    _bridge("26.04", "GB300", "405B", "MX", 968, 2443, 256, 1536, tp=2, pp=8, cp=2),
+    _bridge("25.09", "H100 SXM", "405B", "CS", 302, 763, 1024, 512, tp=8, pp=8, cp=2),
+    _bridge("25.11", "H100 SXM", "405B", "CS", 292, 737, 1024, 512, tp=8, pp=8, cp=2),
+    _bridge("26.02", "H100 SXM", "405B", "CS", 311, 784, 1024, 1536, tp=8, pp=8, cp=2),
+    _nemo("2-7B", 16847, 776, 8, 128, 4096),
+    _nemo("2-13B", 8646, 754, 16, 128, 4096, pp=4),
+    _nemo("2-70B", 1707, 759, 64, 128, 4096, tp=4, pp=4),
+    _nemo("3-8B", 12036, 697, 8, 128, cp=2),
+    _nemo("3-70B", 1533, 738, 64, 128, tp=4, pp=4, cp=2),
+    _long(4096, 16671, 768, 4),
+    _long(8192, 13907, 730, 8, pp=2),
+    _long(16384, 10082, 660, 16, tp=2),
+    _long(32768, 6687, 610, 32, tp=2, cp=2),
+    _long(65536, 4021, 574, 64, tp=4, cp=2),
+    _long(131072, 2260, 555, 128, tp=4, cp=4),
+    _long(262144, 1214, 549, 256, tp=4, cp=8),
+    _long(524288, 635, 549, 512, tp=8, cp=16),
+    _long(1048576, 318, 536, 1024, tp=8, cp=32),
+    _dgxc("3-8B", "bf16", 10153, 12.91, 8, 128, cp=2),
+    _dgxc("3-8B", "FP8", 13555, 9.67, 8, 128, cp=2),
+    _dgxc("3-70B", "bf16", 1113, 14.72, 64, 128, tp=4, pp=4, cp=2),
+    _dgxc("3-70B", "FP8", 1488, 11.01, 64, 128, tp=4, pp=4, cp=2),
+    _dgxc("405B", "bf16", 208, 17.20, 576, 252, tp=8, pp=9, cp=2),
+    _dgxc("405B", "FP8", 319, 11.24, 576, 252, tp=8, pp=9, cp=2),
 )
+
+PUBLISHED_RUNS = tuple(run for run in _RUNS if not run.unsupported)
+"""Runs that the planner can plan."""
+OUT_OF_REACH = tuple(run for run in _RUNS if run.unsupported)
 """Runs with parallelism that the planner does not have; `unsupported` names it."""
 
 _FLOAT8_BLOG = _IBM_70B.source.replace("table 3", "table 1")
