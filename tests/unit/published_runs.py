@@ -335,6 +335,21 @@ _TP2 = PublishedRun(
     doubt="batch 1, 8192 tokens and compile are not said: config defaults, and float8's need; "
     "the machine is not named (45.68 GiB of peak memory)",
 )
+_SHORT = replace(
+    _T2024,
+    name="#778 8B 4K eager",
+    source="pytorch/torchtitan#778 (2025-01-07)",
+    framework="torchtitan of 2025-01",
+    machine="",
+    fabric=None,
+    seq_len=4096,
+    local_batch_size=1,
+    checkpointing="none",
+    tps=4495,
+    doubt="a user's machine; the text says 4 H100, the table 8, and 28.07 GB of memory fits 8; one "
+    "logged step; flags of float8 not published",
+)
+_SHORT_BF16 = replace(_SHORT, name="#778 8B 4K bf16", compiled=True, tps=5033.8)
 _MARCH = replace(
     _TP_2025_70B,
     name="#1185 70B 128 bf16",
@@ -689,7 +704,17 @@ _RUNS = (
     replace(_AO_JULY, name="July 2025 gw_hp", recipe="rowwise_with_gw_hp", tps=7319.5),
     *_recipes(_MI300X, tensorwise=6166, rowwise=5891, rowwise_with_gw_hp=6100),
     *_recipes(_B200, tensorwise=10417, mxfp8=9969, rowwise=8640.5),
+    replace(
+        _B200,
+        name="AO B200 mxfp8 rceil",
+        recipe="mxfp8",
+        published_recipe="mxfp8_cublas_rceil",
+        baseline=_B200.name,
+        tps=9642,
+    ),
     *_recipes(_TP2, rowwise=5189),
+    _SHORT,
+    *_recipes(_SHORT_BF16, tensorwise=5768.6),
     _MARCH,
     replace(_MARCH, name="#1185 70B 128 bf16 async", async_tp=True, tps=673),
     replace(
