@@ -29,7 +29,7 @@ TILES = ((256, 128), (128, 256), (128, 128))
 Multiplication Background User's Guide."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
-GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
+GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=0.6)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
 
@@ -145,7 +145,11 @@ class Roofline:
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
-            return self.move(elements * traffic.bytes, traffic.kernels)
+            rates = self.rates
+            nbytes = traffic.contiguous
+            nbytes += traffic.transposing * rates.contiguous / rates.transposing
+            nbytes += traffic.strided * rates.contiguous / rates.strided
+            return self.move(elements * nbytes, traffic.kernels)
 
         fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
         forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])

@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import OUTPUT
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import Rates, guesses_of
 from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
+BLOCK_PARAMETERS, END_PARAMETERS = len(BLOCK_LINEARS) + 2, 3  # with two norms; embedding to output
 RESOLUTION = 0.05  # a smaller relative difference is reported as none
 
 
@@ -159,7 +160,9 @@ class _Step:
         exposed_s["slowest device"] = late * sum(device_parts_s.values())
         kernels = sum(cost.kernels for cost in parts.values()) + parallel.both.kernels * accum
         host_s = kernels * rates.host_seconds_per_kernel
-        host_s += accum * self.job.model_args.n_layers * rates.host_seconds_per_block
+        n_layers = self.job.model_args.n_layers
+        host_s += accum * n_layers * rates.host_seconds_per_block
+        host_s += (BLOCK_PARAMETERS * n_layers + END_PARAMETERS) * rates.host_seconds_per_parameter
         device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
         hidden += parallel.both.seconds * (1 - waited) * accum
         return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden)
@@ -244,14 +247,15 @@ class _Step:
         again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else scatter)
 
         # A scale over a split dimension is the maximum of all ranks: a small all-reduce.
-        in_forward, in_backward = (0, 0)
-        if self.in_float8:
-            in_forward, in_backward = self.job.config.float8.recipe.scale_reductions
+        scales = self.job.config.float8.recipe.scale_reductions if self.in_float8 else (0, 0, 0, 0)
+        in_forward, in_backward, by_op, whole = scales
+        recomputed = by_op if ac.keeps_by_op else whole
         scale = Cost(self.roofline.rates.small_reduction_seconds, 1)
         ends = gather("norm") + scatter  # around the projection, and of the embedding
+        forward = inputs + scatter * 2 + scale * in_forward
+        backward = gradients + scatter * 2 + scale * in_backward
+        again += scale * recomputed
         return Passes(
-            (inputs + scatter * 2 + scale * in_forward) * args.n_layers + ends,
-            (gradients + scatter * 2 + scale * in_backward) * args.n_layers
-            + again * checkpointed
-            + ends,
+            forward * args.n_layers + ends,
+            backward * args.n_layers + again * checkpointed + ends,
         )
