@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import OUTPUT
 
-from .communication import Network, replicate_ring, shard_ring, tp_ring
+from .communication import Network, Ring, replicate_ring, shard_ring, tp_ring
 from .constants import Rates, guesses_of
 from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
@@ -27,8 +27,8 @@ class StepTime:
     step_s: float  # the slower of device and host
     host_s: float
     device_parts_s: Mapping[str, float]
-    exposed_s: Mapping[str, float]  # communication that the device waits for
-    hidden_s: float  # communication beside computation
+    exposed_s: Mapping[str, float]  # communication that the device waits for, by kind
+    hidden_s: Mapping[str, float]  # communication beside computation
 
 
 @dataclass(frozen=True)
@@ -131,35 +131,32 @@ class _Step:
         asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
         waited = 1 - asynchronous * rates.async_tensor_parallel
 
-        # Communication of FSDP that the blocks of each pass can hide.
-        forward, backward = (
-            sum(each, Cost()).seconds
-            for each in (
-                [*(part.forward for part in blocks.values()), parallel.forward * waited],
-                [*(part.backward for part in blocks.values()), parallel.backward * waited],
-            )
-        )
-        first, gathers, gathers_again, reductions, last = self._sharded()
-        hidden = accum * min(gathers, forward)
-        hidden += (accum - 1) * min(gathers_again, backward)
-        hidden += min(gathers_again + reductions, backward)
-        total = accum * (first + gathers + gathers_again) + reductions + last
+        # The blocks and the rest of tensor parallelism hide FSDP. Replicas have what they add.
+        parallel_waited = Passes(parallel.forward * waited, parallel.backward * waited)
+        compute = sum(blocks.values(), parallel_waited)
+        exposed, hidden = self._sharded(Ring(1, 1), compute)
+        exposed_with, hidden_with = self._sharded(replicate_ring(self.job.degrees), compute)
 
         # A microbatch runs `accum` times.
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()} | {"optimizer": optimizer}
         device_parts_s = {name: cost.seconds for name, cost in parts.items()}
         exposed_s = {
-            "tensor parallelism": parallel.both.seconds * waited * accum,
-            "sharding and replicas": total - hidden,
-            "slower compute beside": hidden * rates.overlap_slowdown,
+            "tensor parallelism": parallel_waited.both.seconds * accum,
+            "sharding": exposed,
+            "replicas": exposed_with - exposed,
+            "slower compute beside": hidden_with * rates.overlap_slowdown,
+        }
+        hidden_s = {
+            "tensor parallelism": parallel.both.seconds * (1 - waited) * accum,
+            "sharding": hidden,
+            "replicas": hidden_with - hidden,
         }
         kernels = sum(cost.kernels for cost in parts.values()) + parallel.both.kernels * accum
         host_s = kernels * rates.host_seconds_per_kernel
         host_s += accum * self.job.model_args.n_layers * rates.host_seconds_per_block
         device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
-        hidden += parallel.both.seconds * (1 - waited) * accum
-        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden)
+        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden_s)
 
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
@@ -180,11 +177,11 @@ class _Step:
         costs = self.roofline.linears(output, self.in_float8)
         return {"output": sum(costs, Passes()).both, "loss": self.roofline.loss()}
 
-    def _sharded(self) -> tuple[float, float, float, float, float]:
-        """Seconds of FSDP's and HSDP's collectives: the first gather, which nothing hides; the
-        others of the forward pass; those of the backward pass; the reductions; the last one."""
+    def _sharded(self, replicas: Ring, compute: Passes) -> tuple[float, float]:
+        """Seconds of FSDP's collectives, and of the sums over `replicas`, in a step: those that the
+        device waits for, and those that `compute` of a microbatch hides."""
         rank, network, degrees = self.rank, self.network, self.job.degrees
-        shards, replicas = shard_ring(degrees), replicate_ring(degrees)
+        shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
         embedding, *blocks, head = rank.groups
 
         def reduce_s(group: Group) -> float:
@@ -192,21 +189,22 @@ class _Step:
             shard = nbytes / degrees.dp_shard
             return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
 
-        first = network.gather_s(rank.width * embedding.weights, shards)
-        output = network.gather_s(rank.width * head.weights, shards)
         gathers = [network.gather_s(block.gathered, shards) for block in blocks]
-        reductions = [reduce_s(block) for block in blocks]
+        reductions = sum(reduce_s(group) for group in rank.groups)
 
         # The last blocks may stay gathered from the forward to the backward pass.
         reshard = self.job.config.parallelism.fsdp_reshard_after_forward
-        again = gathers[: {"never": 0, "default": -1, "always": None}[reshard]]
-        return (
-            first + gathers[0],
-            sum(gathers[1:]) + output,
-            sum(again),
-            sum(reductions[1:]) + reduce_s(head),
-            reductions[0] + reduce_s(embedding),
-        )
+        again = sum(gathers[: {"never": 0, "default": -1, "always": None}[reshard]])
+
+        # Nothing hides the first gathers and the last reductions.
+        first = network.gather_s(rank.width * embedding.weights, shards) + gathers[0]
+        ahead = sum(gathers[1:]) + network.gather_s(rank.width * head.weights, shards)
+        last = reduce_s(blocks[0]) + reduce_s(embedding)
+
+        forward, backward = compute.forward.seconds, compute.backward.seconds
+        hidden = accum * min(ahead, forward) + (accum - 1) * min(again, backward)
+        hidden += min(again + reductions - last, backward)
+        return accum * (first + ahead + again) + reductions - hidden, hidden
 
     def _tensor_parallel(self) -> Passes:
         """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks."""
