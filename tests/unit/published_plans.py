@@ -44,7 +44,12 @@ UNKNOWN = {
     "#778": "its machine is not published",
     "AO B200": "its cards were power limited, the watts are not published",
     "FMS": "FSDP1 of early 2024, eager",
+    "#1191": "whether it was compiled is not published",
+    "T2024-08": "whether it was compiled is not published",
 }
+
+OLD_ATTENTION = {"CDNA3": {"attention_flash": 0.16}}
+"""AOTriton's before 0.11: 208 TFLOPS forward, AMD-AGI/Primus-Turbo, phase1-attention-report."""
 
 
 class TorchtitanRoofline(Roofline):
@@ -69,10 +74,21 @@ class TorchtitanRoofline(Roofline):
         return self.move(self.loss_bytes * logits, 12)
 
 
-class EagerLossRoofline(TorchtitanRoofline):
-    """The same with an eager loss: cast, log-softmax, and the gradients of both in float32."""
+class EarlyRoofline(TorchtitanRoofline):
+    """The same with an eager loss: cast, log-softmax, and the gradients of both in float32. Without
+    compile, norms too are several kernels, of 40 bytes an element forward and 108 backward."""
 
     loss_bytes = 36
+
+    def pointwise(self) -> Passes:
+        args, n_layers = self.job.model_args, self.job.model_args.n_layers
+        if self.compiled:
+            return super().pointwise()
+        elements = 2 * self.tokens * args.dim // self.job.degrees.tp
+        forward, backward = self.move(36 * elements, 12), self.move(102 * elements, 26)
+        again = len(self.job.config.activation_checkpoint.checkpointed_layers(n_layers))
+        more = Passes(forward * n_layers, backward * n_layers + forward * again)
+        return super().pointwise() + more
 
 
 @dataclass(frozen=True)
@@ -113,7 +129,7 @@ def job_of_run(run: PublishedRun) -> Job:
     in_float8, sequences = run.recipe != "bf16", run.local_batch_size or 1
     whole = run.sharding == "optimizer"
     degrees = ParallelDegrees(*((1, run.dp) if whole else (run.dp_replicate, run.dp_shard)), run.tp)
-    fused = run.compiled is not False or run.sharding == "optimizer" or "Mega" in run.framework
+    fused = run.compiled is not False or "NeMo" in run.framework
     config = Config(
         training=TrainingConfig(
             seq_len=run.seq_len,
@@ -152,15 +168,15 @@ def plan_run(run: PublishedRun) -> Planned:
     assert device is not None
     job = job_of_run(run)
     meta = build_meta_model(job)
-    kernel = "cudnn" if "cuDNN" in run.attention and "Flash" not in run.attention else "flash"
-    if "NeMo" in run.framework:
-        kernel = "cudnn"
     roofline: Roofline = build_roofline(device, job, meta.recomputed)
-    if "NeMo" not in run.framework:
-        eager_loss = run.compiled is False or "2024" in run.framework
-        theirs = EagerLossRoofline if eager_loss else TorchtitanRoofline
-        roofline = theirs(device, roofline.rates, job, meta.recomputed)
-    prediction = predict(replace(roofline, attention_kernel=kernel), meta.choices)
+    if "NeMo" in run.framework:
+        roofline = replace(roofline, attention_kernel="cudnn")
+    else:
+        early = run.compiled is False or "2024" in run.framework
+        theirs = EarlyRoofline if early else TorchtitanRoofline
+        rates = replace(roofline.rates, **OLD_ATTENTION.get(device.architecture, {}))
+        roofline = theirs(device, rates, job, meta.recomputed, "flash")
+    prediction = predict(roofline, meta.choices)
 
     tokens = job.batch.global_batch_size * job.config.training.seq_len / job.degrees.world_size
     slow, fast = sorted(tokens / seconds for seconds in prediction.float8_s_band)
