@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import OUTPUT
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import Rates, guesses_of
 from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
+BLOCK_PARAMETERS, END_PARAMETERS = len(BLOCK_LINEARS) + 2, 3  # with two norms; embedding to output
 RESOLUTION = 0.05  # a smaller relative difference is reported as none
 
 
@@ -154,9 +155,14 @@ class _Step:
             "sharding and replicas": total - hidden,
             "slower compute beside": hidden * rates.overlap_slowdown,
         }
+        alone = self.job.degrees.world_size == 1
+        late = 0.0 if alone else rates.slowest_device - 1
+        exposed_s["slowest device"] = late * sum(device_parts_s.values())
         kernels = sum(cost.kernels for cost in parts.values()) + parallel.both.kernels * accum
         host_s = kernels * rates.host_seconds_per_kernel
-        host_s += accum * self.job.model_args.n_layers * rates.host_seconds_per_block
+        n_layers = self.job.model_args.n_layers
+        host_s += accum * n_layers * rates.host_seconds_per_block
+        host_s += (BLOCK_PARAMETERS * n_layers + END_PARAMETERS) * rates.host_seconds_per_parameter
         device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
         hidden += parallel.both.seconds * (1 - waited) * accum
         return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden)
@@ -215,28 +221,41 @@ class _Step:
             return Passes()
         ring, elements = tp_ring(degrees), rank.tokens * args.dim
 
-        def move(tensor: str, times: float = 1.0) -> Cost:
-            width = 1 if rank.gathers_float8(tensor) else rank.width
-            return Cost(self.network.gather_s(width * elements, ring), 1) * times
+        def gather(tensor: str) -> Cost:
+            # One sequence is gathered in place; of several the pieces are put together.
+            nbytes = elements * (1 if rank.gathers_float8(tensor) else rank.width)
+            copied = (
+                self.roofline.move(2 * nbytes, 1) if self.job.batch.local_batch_size > 1 else Cost()
+            )
+            return Cost(self.network.gather_s(nbytes, ring), 1) + copied
+
+        # Sums are scattered in the compute type, from a copy that is ordered by ranks.
+        nbytes = elements * rank.width
+        scatter = Cost(self.network.gather_s(nbytes, ring), 1) + self.roofline.move(2 * nbytes, 1)
 
         # A block gathers the inputs of its column-split linears, and the gradients of its row-split
         # ones; it scatters the sums of the others.
-        inputs = move("attention_norm") + move("ffn_norm")
-        gradients, sums = move("attention") + move("gated"), move("sum", 2)
+        inputs, gradients = (
+            gather("attention_norm") + gather("ffn_norm"),
+            gather("attention") + gather("gated"),
+        )
 
         # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
         ac = self.job.config.activation_checkpoint
         checkpointed = len(ac.checkpointed_layers(args.n_layers))
         kept = ac.keeps_by_op and self.roofline.compiled and rank.gathers_float8("ffn_norm")
-        again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else move("sum"))
+        again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else scatter)
 
         # A scale over a split dimension is the maximum of all ranks: a small all-reduce.
-        in_forward, in_backward = (0, 0)
-        if self.in_float8:
-            in_forward, in_backward = self.job.config.float8.recipe.scale_reductions
+        scales = self.job.config.float8.recipe.scale_reductions if self.in_float8 else (0, 0, 0, 0)
+        in_forward, in_backward, by_op, whole = scales
+        recomputed = by_op if ac.keeps_by_op else whole
         scale = Cost(self.roofline.rates.small_reduction_seconds, 1)
-        ends = move("sum", 2)  # of the embedding, and around the projection
+        ends = gather("norm") + scatter  # around the projection, and of the embedding
+        forward = inputs + scatter * 2 + scale * in_forward
+        backward = gradients + scatter * 2 + scale * in_backward
+        again += scale * recomputed
         return Passes(
-            (inputs + sums + scale * in_forward) * args.n_layers + ends,
-            (gradients + sums + scale * in_backward) * args.n_layers + again * checkpointed + ends,
+            forward * args.n_layers + ends,
+            backward * args.n_layers + again * checkpointed + ends,
         )
