@@ -47,12 +47,14 @@ RATES = Rates(
     kernel_seconds=2e-6,
     host_seconds_per_kernel=8e-6,
     host_seconds_per_block=2e-3,
+    host_seconds_per_parameter=0.5e-3,
     link=0.8,  # 400 GB/s
     network=0.9,  # 45 GB/s
     collective_seconds=7e-6,
     link_hop_seconds=2e-6,
     network_hop_seconds=5e-6,
     small_reduction_seconds=20e-6,
+    slowest_device=1.125,
     overlap_slowdown=0.1,
     async_tensor_parallel=0.25,
 )
@@ -95,7 +97,11 @@ def roofline_of(
     """Return a roofline for one sequence of `tokens` and the settings in `tables` of the config.
     The rates are RATES for DEVICE, and for others the planner's."""
     config = Config.model_validate(
-        {"compile": {"enable": compiled}, "float8": scheme or Float8Config()}
+        {
+            "activation_checkpoint": {"mode": "none"},
+            "compile": {"enable": compiled},
+            "float8": scheme or Float8Config(),
+        }
         | tables
         | {"training": {"seq_len": tokens, "local_batch_size": 1} | tables.get("training", {})}
     )
