@@ -26,13 +26,14 @@ from torchtitan_lite.models.flavors import OUTPUT
 # Each with its source.
 GEMM_FRACTION = 0.78  # of the matmul peak that large matmuls reach: torchao's roofline_utils.py
 BANDWIDTH_FRACTION = 0.92  # of the memory bandwidth that large pointwise kernels reach: the same
+TRANSPOSING_FRACTION, STRIDED_FRACTION = 0.72, 0.45  # of it that such casts reach: guessed
 KERNEL_SECONDS = 2e-6  # device time of a kernel on one element: the same
 SLOW_ACCUMULATION = 1.15  # in float32, as in both gradients; fast is 1.1 to 1.2x: pytorch/ao#2377
 ATTENTION_FRACTION = 0.34  # 335 of 989 TFLOPS: FlashAttention-2 on H100, arXiv 2307.08691, 4.1
 HOST_SECONDS_PER_KERNEL = 8e-6  # 6.8 to 9.1 us compiled: meta-pytorch/tritonbench#1017; 7.3 eager
 HOST_SECONDS_PER_BLOCK = 2e-3  # hooks, autograd, clipping and AdamW in a step: measured on CPU
 RESOLUTION = 0.05  # a smaller relative difference is reported as none
-GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
+GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=0.6)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
 
@@ -138,7 +139,10 @@ class Roofline:
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
-            return self.move(elements * traffic.bytes, traffic.kernels)
+            nbytes = traffic.contiguous
+            nbytes += traffic.transposing * BANDWIDTH_FRACTION / TRANSPOSING_FRACTION
+            nbytes += traffic.strided * BANDWIDTH_FRACTION / STRIDED_FRACTION
+            return self.move(elements * nbytes, traffic.kernels)
 
         forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
         forward += self.gemm(m, n, k, fp8=True)
