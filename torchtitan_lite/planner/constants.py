@@ -44,13 +44,15 @@ class Rates:
     strided: float  # kernels whose stores are not coalesced
     kernel_seconds: float  # device time of a kernel on one element
     host_seconds_per_kernel: float
-    host_seconds_per_block: float  # hooks, autograd, clipping and AdamW in a step
+    host_seconds_per_block: float  # hooks and autograd in a microbatch
+    host_seconds_per_parameter: float  # AdamW's, for a sharded tensor
     link: float  # fraction of the link bandwidth that large collectives reach within a node
     network: float  # fraction of the network bandwidth, between nodes
     collective_seconds: float  # latency of a collective: start,
     link_hop_seconds: float  # each step of its ring within a node,
     network_hop_seconds: float  # and each step to another node
     small_reduction_seconds: float  # an all-reduce of a few KB within a node
+    slowest_device: float  # time of the slowest of several devices, over a typical one's
     overlap_slowdown: float  # compute time lost during a second of communication beside it
     async_tensor_parallel: float  # part of tensor parallelism's communication that async TP hides
 
@@ -77,7 +79,9 @@ CONSTANTS = (
     _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
     _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
     _measured("bf16_matmul", 0.66, "0.63 to 0.67: pytorch/ao#2427, vllm#19566", "Blackwell"),
-    _measured("bf16_matmul", 0.47, "0.38 to 0.51: ROCm/TransformerEngine#73", "CDNA3"),
+    _measured(
+        "bf16_matmul", 0.46, "0.44 to 0.50: AMD-AGI/Primus-Turbo, agent_docs/MI300X", "CDNA3"
+    ),
     _guessed(
         "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
     ),
@@ -97,7 +101,9 @@ CONSTANTS = (
         "0.57 with the last wave: Azure, ND_GB200_v6; vllm#19566; triton#9044",
         "Blackwell",
     ),
-    _guessed("fp8_matmul", 0.4, (0.33, 0.49), "hipBLASLt, 0.33 to 0.49", "CDNA3"),
+    _measured(
+        "fp8_matmul", 0.4, "0.36 to 0.43: AMD-AGI/Primus-Turbo, gemm_fp8_tensorwise", "CDNA3"
+    ),
     _guessed(
         "fp8_matmul",
         0.45,
@@ -126,31 +132,37 @@ CONSTANTS = (
     _measured("attention_flash", 0.15, "Azure, GB200", "Blackwell"),
     _guessed(
         "attention_flash",
-        0.27,
+        0.3,
         (0.18, 0.35),
-        "AOTriton; AITER has 0.35: ROCm/aiter, op_tests/cpp/mha",
+        "AITER's, AOTriton's has half: AMD-AGI/Primus-Turbo, baseline_attention",
         "CDNA3",
         "CDNA4",
     ),
     _guessed("attention_flex", 0.48, (0.38, 0.55), "0.87 of FlashAttention 2: PyTorch"),
     _guessed("attention_flex", 0.28, (0.24, 0.32), "0.87 of FlashAttention 2", "Hopper"),
-    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of AOTriton's", "CDNA3", "CDNA4"),
+    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of 0.3, or less", "CDNA3", "CDNA4"),
     # Memory.
     _measured("contiguous", 0.88, "BabelStream copy and triad on H100: Azure, ND_H100_v5"),
     _measured("contiguous", 0.82, "the same on A100: Azure, ND_A100_v4", "Ampere"),
     _guessed("contiguous", 0.85, (0.75, 0.92), "as on Hopper", "Blackwell"),
-    _guessed("contiguous", 0.8, (0.7, 0.88), "as on A100", "CDNA3", "CDNA4"),
-    _measured("transposing", 0.75, "tiled, GH200: pytorch/pytorch#194310"),
-    _guessed("strided", 0.35, (0.2, 0.45), "untiled 0.16 to 0.28: pytorch/pytorch#194310"),
+    _measured("contiguous", 0.81, "BabelStream on MI300X: arXiv 2510.27583", "CDNA3", "CDNA4"),
+    _measured(
+        "transposing", 0.6, "casts on H100, a tiled copy 0.75: pytorch/pytorch#133242, #194310"
+    ),
+    _measured("transposing", 0.34, "MI300X: ROCm/TransformerEngine#89", "CDNA3", "CDNA4"),
+    _guessed(
+        "strided", 0.3, (0.2, 0.45), "0.27 to 0.3 of 2.4 TB/s: pytorch/pytorch#149982, #194310"
+    ),
     _measured("kernel_seconds", 2e-06, "torchao, testing/training/roofline_utils.py"),
     # Host.
     _measured("host_seconds_per_kernel", 8e-06, "meta-pytorch/tritonbench#1016, #1017"),
     _guessed(
         "host_seconds_per_block",
-        0.0025,
-        (0.0035, 0.0015),
-        "2 ms on CPU, 3.5 ms with CUDA on a slow core",
+        1e-3,
+        (2e-3, 0.5e-3),
+        "FSDP's hooks take at most 1 ms before a module: pytorch/pytorch#173680",
     ),
+    _measured("host_seconds_per_parameter", 0.29e-3, "43 ms for 150: microsoft/dion#63"),
     # Collectives. The latencies are NCCL's own model, src/graph/tuning.cc.
     _measured("link", 0.73, "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047"),
     _measured("link", 0.68, "GB200: Azure", "Blackwell"),
@@ -159,6 +171,8 @@ CONSTANTS = (
     _measured("link_hop_seconds", 1.9e-06, "NCCL, protocol LL128"),
     _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
     _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
+    _guessed("slowest_device", 1.04, (1.08, 1.0), "they vary by 8 % on average: arXiv 2208.11035"),
+    _measured("overlap_slowdown", 0.79, "of MI300X: arXiv 2412.14335", "CDNA3", "CDNA4"),
     _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
     _guessed(
         "async_tensor_parallel",

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
+from operator import mul
+from typing import NamedTuple
 
 from torchtitan_lite.float8.recipes import Traffic
 from torchtitan_lite.float8.selection import LinearChoice
@@ -28,8 +30,19 @@ Multiplication Background User's Guide."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
 ATTENTION_KERNELS = ("cudnn", "flash", "flex")
-GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
+GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=0.6)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
+
+
+class Pointwise(NamedTuple):
+    """A block's kernels other than matmuls, attention and casts, as counted for sm_90."""
+
+    elements: tuple[int, int, int]  # moved per token and unit of dim, of q_dim + kv_dim, of ffn_dim
+    kernels: int
+
+
+COMPILED_POINTWISE = Pointwise((9, 2, 3), 6), Pointwise((19, 2, 5), 8)  # forward and backward
+EAGER_POINTWISE = Pointwise((10, 10, 5), 14), Pointwise((22, 10, 9), 19)
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,11 @@ class Roofline:
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
-            return self.move(elements * traffic.bytes, traffic.kernels)
+            rates = self.rates
+            nbytes = traffic.contiguous
+            nbytes += traffic.transposing * rates.contiguous / rates.transposing
+            nbytes += traffic.strided * rates.contiguous / rates.strided
+            return self.move(elements * nbytes, traffic.kernels)
 
         fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
         forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
@@ -211,19 +228,19 @@ class Roofline:
         return Passes(matmul * (2 * args.n_layers), matmul * (5 * args.n_layers + 2 * again))
 
     def pointwise(self) -> Passes:
-        """Cost of norms, rotary embeddings, SwiGLU and residuals, fused and in bf16. Tensor
-        parallelism splits norms and residuals along the sequence."""
+        """Cost of norms, rotary embeddings, SwiGLU and residuals in bf16. Tensor parallelism splits
+        norms and residuals along the sequence."""
         args, tp = self.job.model_args, self.job.degrees.tp
-        rotated, ffn_dim = args.q_dim // tp + args.kv_dim // tp, args.ffn_dim // tp
-        # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
-        kernels = 34 if self.compiled else 130
-        forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
-        backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
+        widths = args.dim / tp, args.q_dim // tp + args.kv_dim // tp, args.ffn_dim // tp
 
-        checkpointed = self.job.config.activation_checkpoint.checkpointed_layers(args.n_layers)
-        once = self.move(2 * self.tokens * forward, kernels / 2)
-        twice = self.move(2 * self.tokens * backward, kernels / 2)
-        return Passes(once * args.n_layers, once * len(checkpointed) + twice * args.n_layers)
+        def cost(moved: Pointwise) -> Cost:
+            elements = sum(map(mul, moved.elements, widths))
+            return self.move(2 * self.tokens * elements, moved.kernels)
+
+        forward, backward = map(cost, COMPILED_POINTWISE if self.compiled else EAGER_POINTWISE)
+        ac, n_layers = self.job.config.activation_checkpoint, args.n_layers
+        again = len(ac.checkpointed_layers(n_layers))
+        return Passes(forward * n_layers, backward * n_layers + forward * again)
 
     def loss(self) -> Cost:
         """Cost of the cross-entropy and its gradient, beside the matmuls of the projection."""
