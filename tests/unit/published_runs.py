@@ -27,7 +27,7 @@ class PublishedRun:
     model: str
     """A key of MODELS."""
     device: str
-    """A name of metrics/devices.py."""
+    """A name of metrics/devices.py. Meta's H100s are taken to be those of 500 W."""
     tps: float
     """Tokens per second per GPU."""
     gpus: int
@@ -136,7 +136,7 @@ _T2024 = PublishedRun(
     source=_PAGE_2024 + "table 1",
     framework="torchtitan 9dec370, torch 1963fc8, torchao eab345c (2024-12)",
     model="8B",
-    device="H100 SXM",
+    device="H100 500W",
     machine=GRAND_TETON,
     fabric=RDMA,
     gpus=8,
@@ -222,7 +222,7 @@ _TP_2025 = PublishedRun(
     source="pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md @ 2887250",
     framework="torchtitan 820504e, torch 38410cf9, torchao 6243040 (2025-06)",
     model="8B",
-    device="H100 SXM",
+    device="H100 500W",
     machine=GRAND_TETON,
     fabric=RDMA,
     gpus=64,
@@ -265,7 +265,7 @@ _AO = PublishedRun(
     source="pytorch/ao torchao/float8/README.md @ 9519beb, NVIDIA H100",
     framework="torchtitan 0.0.2, torch 2.7.0a0+gitb98af95, torchao 0.10.0+git890e0ac8",
     model="3-8B",
-    device="H100 SXM",
+    device="H100 500W",
     gpus=8,
     dp_shard=8,
     tps=6150,
@@ -327,7 +327,7 @@ _TP2 = PublishedRun(
     source="pytorch/torchtitan#1207 (2025-05-20)",
     framework="torchtitan of 2025-05, torch 2.8.0a0+gite21ad6e, torchao 0.11.0",
     model="8B",
-    device="H100 SXM",
+    device="H100 500W",
     gpus=4,
     dp_shard=2,
     tp=2,
@@ -367,7 +367,7 @@ _DEBUG = PublishedRun(
     source="pytorch/torchtitan#1191 (2025-05-14)",
     framework="torchtitan of 2025-05",
     model="debugmodel",
-    device="H100 SXM",
+    device="H100 500W",
     gpus=8,
     dp_shard=8,
     seq_len=2048,
@@ -422,7 +422,7 @@ _T405B = PublishedRun(
     source="pytorch/torchtitan docs/performance.md of 2024-08 (pull 554) and pull 481",
     framework="torchtitan of 2024-08",
     model="405B",
-    device="H100 SXM",
+    device="H100 500W",
     machine="HBM2e, lower power limit, 94 or 95 GB",
     gpus=128,
     dp_shard=16,

@@ -79,7 +79,9 @@ CONSTANTS = (
     _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
     _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
     _measured("bf16_matmul", 0.66, "0.63 to 0.67: pytorch/ao#2427, vllm#19566", "Blackwell"),
-    _guessed("bf16_matmul", 0.42, (0.37, 0.51), "0.38 to 0.42: ROCm/TransformerEngine#73", "CDNA3"),
+    _measured(
+        "bf16_matmul", 0.46, "0.44 to 0.50: AMD-AGI/Primus-Turbo, agent_docs/MI300X", "CDNA3"
+    ),
     _guessed(
         "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
     ),
@@ -99,7 +101,9 @@ CONSTANTS = (
         "0.57 with the last wave: Azure, ND_GB200_v6; vllm#19566; triton#9044",
         "Blackwell",
     ),
-    _guessed("fp8_matmul", 0.37, (0.3, 0.49), "0.88 of bf16's, as on Hopper", "CDNA3"),
+    _measured(
+        "fp8_matmul", 0.4, "0.36 to 0.43: AMD-AGI/Primus-Turbo, gemm_fp8_tensorwise", "CDNA3"
+    ),
     _guessed(
         "fp8_matmul",
         0.45,
@@ -128,22 +132,27 @@ CONSTANTS = (
     _measured("attention_flash", 0.15, "Azure, GB200", "Blackwell"),
     _guessed(
         "attention_flash",
-        0.27,
+        0.3,
         (0.18, 0.35),
-        "AOTriton; AITER has 0.35: ROCm/aiter, op_tests/cpp/mha",
+        "AITER's, AOTriton's has half: AMD-AGI/Primus-Turbo, baseline_attention",
         "CDNA3",
         "CDNA4",
     ),
     _guessed("attention_flex", 0.48, (0.38, 0.55), "0.87 of FlashAttention 2: PyTorch"),
     _guessed("attention_flex", 0.28, (0.24, 0.32), "0.87 of FlashAttention 2", "Hopper"),
-    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of AOTriton's", "CDNA3", "CDNA4"),
+    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of 0.3, or less", "CDNA3", "CDNA4"),
     # Memory.
     _measured("contiguous", 0.88, "BabelStream copy and triad on H100: Azure, ND_H100_v5"),
     _measured("contiguous", 0.82, "the same on A100: Azure, ND_A100_v4", "Ampere"),
     _guessed("contiguous", 0.85, (0.75, 0.92), "as on Hopper", "Blackwell"),
-    _guessed("contiguous", 0.8, (0.7, 0.88), "as on A100", "CDNA3", "CDNA4"),
-    _measured("transposing", 0.75, "tiled, GH200: pytorch/pytorch#194310"),
-    _guessed("strided", 0.35, (0.2, 0.45), "untiled 0.16 to 0.28: pytorch/pytorch#194310"),
+    _measured("contiguous", 0.81, "BabelStream on MI300X: arXiv 2510.27583", "CDNA3", "CDNA4"),
+    _measured(
+        "transposing", 0.6, "casts on H100, a tiled copy 0.75: pytorch/pytorch#133242, #194310"
+    ),
+    _measured("transposing", 0.34, "MI300X: ROCm/TransformerEngine#89", "CDNA3", "CDNA4"),
+    _guessed(
+        "strided", 0.3, (0.2, 0.45), "0.27 to 0.3 of 2.4 TB/s: pytorch/pytorch#149982, #194310"
+    ),
     _measured("kernel_seconds", 2e-06, "torchao, testing/training/roofline_utils.py"),
     # Host.
     _measured("host_seconds_per_kernel", 8e-06, "meta-pytorch/tritonbench#1016, #1017"),
@@ -163,6 +172,7 @@ CONSTANTS = (
     _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
     _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
     _guessed("slowest_device", 1.04, (1.08, 1.0), "they vary by 8 % on average: arXiv 2208.11035"),
+    _measured("overlap_slowdown", 0.79, "of MI300X: arXiv 2412.14335", "CDNA3", "CDNA4"),
     _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
     _guessed(
         "async_tensor_parallel",
@@ -187,9 +197,9 @@ def rates_of(device: DeviceSpec) -> Rates:
     return Rates(**{name: each.value for name, each in constants_of(device).items()})
 
 
-def guesses_of(device: DeviceSpec) -> Iterator[tuple[Rates, Rates]]:
-    """Return, for each guessed constant, the rates with its slow end and those with its fast."""
-    rates = rates_of(device)
+def move_guesses(device: DeviceSpec, rates: Rates) -> Iterator[tuple[Rates, Rates]]:
+    """Yield, for each constant that is a guess for `device`, `rates` with its slow end and with its
+    fast end."""
     for name, constant in constants_of(device).items():
         if constant.between:
             slow, fast = constant.between

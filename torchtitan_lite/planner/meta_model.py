@@ -2,8 +2,11 @@
 training and planning alike.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -19,11 +22,12 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
 from .memory import Moment, Rank, reserved_bytes, step_memory
-from .roofline import build_roofline
+from .roofline import Roofline, build_roofline
 from .step import Prediction, predict
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 CHEAPEST_FIRST = ("none", "selective", "full")  # modes of activation checkpointing
+NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,13 @@ class MetaModel:
         """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def predict(self, device: DeviceSpec) -> Prediction:
+    def roofline(self, device: DeviceSpec, attention_kernel: str = "") -> Roofline:
+        """Return the costs of a microbatch on `device`."""
+        return build_roofline(device, self.job, self.recomputed, attention_kernel)
+
+    def predict(self, device: DeviceSpec, attention_kernel: str = "") -> Prediction:
         """Predict the time of a step in bf16, and in float8 as converted."""
-        return predict(build_roofline(device, self.job, self.recomputed), self.choices)
+        return predict(self.roofline(device, attention_kernel), self.choices)
 
     def moments(self, *, on_cpu: bool = False) -> list[Moment]:
         """Estimate what a rank holds at the moments of a step at which memory can peak."""
@@ -175,3 +183,30 @@ def resolve_auto(
         enable_float8_linear=any(choice.converted for choice in choices),
         convert_output=float8.convert_output and OUTPUT not in kept,
     )
+
+
+def find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
+    """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
+    recomputing more, or by more tensor parallelism."""
+    args, degree = meta.job.model_args, meta.job.degrees.tp
+    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
+    higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
+    found: list[dict[str, Any]] = []
+    for tp, mode in product((degree, *higher), CHEAPEST_FIRST):
+        gpus = _fewest_gpus(meta, mode, tp, device_bytes)
+        if gpus and (not found or gpus < found[-1]["world_size"]):
+            layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
+            found.append({"world_size": gpus} | layout)
+    return found
+
+
+def _fewest_gpus(meta: MetaModel, mode: str, tp: int, device_bytes: int) -> int | None:
+    """Return the number of GPUs from which on the shards are small enough; None if no number is."""
+    job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+    least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
+    for shards in (2**k * least for k in range(12)):
+        tried = replace(job.degrees, dp_shard=shards, tp=tp)
+        moments = replace(meta, job=replace(job, degrees=tried)).moments()
+        if reserved_bytes(moments) <= device_bytes:
+            return tried.world_size
+    return None

@@ -29,6 +29,7 @@ TILES = ((256, 128), (128, 256), (128, 128))
 Multiplication Background User's Guide."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
+ATTENTION_KERNELS = ("cudnn", "flash", "flex")
 GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=0.6)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
@@ -82,7 +83,7 @@ class Roofline:
     rates: Rates
     job: Job
     recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
-    attention_kernel: str = ""  # cudnn, flash or flex; "": what PyTorch takes on the device
+    attention_kernel: str = ""  # one of ATTENTION_KERNELS; "": what PyTorch takes on the device
 
     @property
     def tokens(self) -> int:
@@ -93,6 +94,13 @@ class Roofline:
     def compiled(self) -> bool:
         """Whether the blocks are compiled, which fuses the casts."""
         return self.job.config.compile.covers("model")
+
+    @property
+    def runs_attention_in(self) -> str:
+        """The kernel given, or the one that PyTorch takes."""
+        default = "cudnn" if self.device.architecture in ("Hopper", "Blackwell") else "flash"
+        masked = self.job.model_args.document_bos_id is not None
+        return self.attention_kernel or ("flex" if masked else default)
 
     def gathers_float8(self, linear: LinearChoice) -> bool:
         """Whether FSDP gathers the linear's weight in float8, if it is converted. The embedding
@@ -211,11 +219,9 @@ class Roofline:
     def attention(self) -> Passes:
         """Cost of causal attention, which multiplies half the square: 2 matmuls forward, and 5
         backward, which recomputes the scores."""
-        args, architecture = self.job.model_args, self.device.architecture
+        args, fraction = self.job.model_args, f"attention_{self.runs_attention_in}"
         again = sum(name.endswith(".attention") for name in self.recomputed)
-        default = "cudnn" if architecture in ("Hopper", "Blackwell") else "flash"
-        kernel = self.attention_kernel or ("flex" if args.document_bos_id is not None else default)
-        rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, f"attention_{kernel}")
+        rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
 
         heads = args.q_dim // self.job.degrees.tp
         matmul = Cost(self.tokens * args.max_seq_len * heads / rate, 0.5)
@@ -254,6 +260,8 @@ class Roofline:
         return Passes(self.move(gathered, kernels), self.move(gathered + 6 * parameters, kernels))
 
 
-def build_roofline(device: DeviceSpec, job: Job, recomputed: Collection[str] = ()) -> Roofline:
-    """Return the roofline of `job` on `device` by the constants of its architecture."""
-    return Roofline(device, rates_of(device), job, recomputed)
+def build_roofline(
+    device: DeviceSpec, job: Job, recomputed: Collection[str] = (), attention_kernel: str = ""
+) -> Roofline:
+    """Return the roofline of `job` on `device` by the constants that hold for it."""
+    return Roofline(device, rates_of(device), job, recomputed, attention_kernel)
