@@ -21,7 +21,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
 from .memory import WIDTHS, reserved_bytes
-from .meta_model import CHEAPEST_FIRST, MetaModel, build_meta_model, resolve_auto
+from .meta_model import CHEAPEST_FIRST, MetaModel, Workload, build_meta_model, resolve_auto
 from .roofline import build_roofline
 from .step import Prediction
 
@@ -76,8 +76,8 @@ def make_plan(
     or uses float8 or a recipe that the device does not have.
     """
     device = device.with_given(config.metrics)
-    _check_device(config, device)
-    job = build_job(config, world_size=world_size, tokenizer=_tokenizer_values(config.model))
+    check_device(config, device)
+    job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     meta = in_float8 = build_meta_model(job)
 
@@ -100,7 +100,7 @@ def make_plan(
     }
 
 
-def _check_device(config: Config, device: DeviceSpec) -> None:
+def check_device(config: Config, device: DeviceSpec) -> None:
     """Raise ConfigError for what cannot be planned on `device`."""
     float8, dtype = config.float8, config.training.mixed_precision_param
     if dtype != "bfloat16":
@@ -122,7 +122,7 @@ def _check_device(config: Config, device: DeviceSpec) -> None:
         )
 
 
-def _tokenizer_values(model: ModelConfig) -> TokenizerValues:
+def tokenizer_values(model: ModelConfig) -> TokenizerValues:
     """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
     vocabulary."""
     try:
@@ -248,33 +248,33 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
         "reserved": round(reserved),
         "device_bytes": device_bytes,
         "fits": reserved <= device_bytes,
-        "would_fit": [] if reserved <= device_bytes else _find_fitting(meta, device_bytes),
+        "would_fit": [] if reserved <= device_bytes else find_fitting(meta, device_bytes),
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
 
 
-def _find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
+def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
     recomputing more, or by more tensor parallelism."""
-    args, degree = meta.job.model_args, meta.job.degrees.tp
+    args, degree = work.job.model_args, work.job.degrees.tp
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []
     for tp, mode in product((degree, *higher), CHEAPEST_FIRST):
-        gpus = _fewest_gpus(meta, mode, tp, device_bytes)
+        gpus = _fewest_gpus(work, mode, tp, device_bytes)
         if gpus and (not found or gpus < found[-1]["world_size"]):
             layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
             found.append({"world_size": gpus} | layout)
     return found
 
 
-def _fewest_gpus(meta: MetaModel, mode: str, tp: int, device_bytes: int) -> int | None:
+def _fewest_gpus(work: Workload, mode: str, tp: int, device_bytes: int) -> int | None:
     """Return the number of GPUs from which on the shards are small enough; None if no number is."""
-    job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+    job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
     least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
     for shards in (2**k * least for k in range(12)):
         tried = dataclasses.replace(job.degrees, dp_shard=shards, tp=tp)
-        moments = dataclasses.replace(meta, job=dataclasses.replace(job, degrees=tried)).moments()
+        moments = dataclasses.replace(work, job=dataclasses.replace(job, degrees=tried)).moments()
         if reserved_bytes(moments) <= device_bytes:
             return tried.world_size
     return None
