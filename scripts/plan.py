@@ -2,19 +2,25 @@
 search for the layout that trains fastest.
 
 python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"]
-[--bandwidth X] [--memory X] [--tps X] [--json] [overrides]
-python scripts/plan.py --search --job.config_file X.toml [--gpu-hour PRICE] [the same, no --tps]
+[--bandwidth X] [--memory X] [--link X] [--network X] [--node-devices N]
+[--attention KERNEL] [--tps X | --search [--gpu-hour PRICE]] [--json] [overrides]
 
-  --world-size N   number of processes, one per GPU (default: 8)
-  --device NAME    GPU to plan for (default: the GPU of this machine)
-  --bandwidth X    its memory bandwidth, 10^12 bytes per second (default: the data sheet's)
-  --memory X       its memory, GiB (default: the data sheet's)
-  --tps X          tokens per second per device that a run reached (default: predicted)
-  --json           print every number; docs/plan.md documents the keys
-  --search         print the five fastest layouts, microbatches, activation checkpointings and
-                   recipes that fit, and the overrides that choose the first
-  --gpu-hour PRICE price of an hour of one GPU, for the cost of each in --search
-  overrides        any key of the config, as in training; --search keeps the keys given here
+  --world-size N      number of processes, one per GPU (default: 8)
+  --device NAME       GPU to plan for (default: the GPU of this machine)
+  --bandwidth X       its memory bandwidth, 10^12 bytes per second
+  --memory X          its memory, GiB
+  --link X            GB/s that it sends to others of its node, and receives
+  --network X         GB/s that it sends to other nodes, and receives
+  --node-devices N    GPUs of a node (default of these five: the data sheet's)
+  --attention KERNEL  cudnn, flash or flex (default: what PyTorch takes there)
+  --tps X             tokens per second per device that a run reached (default:
+                      predicted)
+  --search            print the five fastest layouts, microbatches, activation
+                      checkpointings and recipes that fit, and the overrides that
+                      choose the first
+  --gpu-hour PRICE    of one GPU, for the cost of each layout
+  --json              print every number; docs/plan.md documents the keys
+  overrides           any key of the config, as in training; a search keeps those
 """
 
 import argparse
@@ -27,55 +33,90 @@ from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
+from torchtitan_lite.planner.roofline import ATTENTION_KERNELS
 from torchtitan_lite.planner.search import Space, make_search
 from torchtitan_lite.planner.search_report import format_search
 
-POSITIVE = ("tps", "bandwidth", "memory", "gpu-hour")
+DEVICE_FIELDS = {
+    "bandwidth": "bandwidth_tb_s",
+    "memory": "memory_gib",
+    "link": "link_gb_s",
+    "network": "network_gb_s",
+    "node_devices": "node_devices",
+}
+"""Field of the data sheet that each option replaces."""
+POSITIVE = ("tps", "bandwidth", "memory", "link", "network", "gpu-hour")
+COUNTS = ("world-size", "node-devices")
 MOST_DEVICES = 10**6
 
 
 def main(argv: list[str]) -> None:
-    """Print the plan for the options in `argv`. Raises RunError."""
+    """Print the plan, or the answer of a search, for the options in `argv`. Raises RunError."""
     if asks_for_help(argv):
         print(__doc__)
         return
+    options, words = read_options(argv)
+    config = load_config(words, world_size=options.world_size)
+    given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
+    device = find_device(options.device, config.metrics, **given)
+
+    if options.search:
+        space = Space(
+            config,
+            options.world_size,
+            device.with_given(config.metrics),
+            given=given_keys(words),
+            attention_kernel=options.attention,
+        )
+        answer = make_search(space, gpu_hour=options.gpu_hour)
+        text = format_search(answer)
+    else:
+        answer = make_plan(
+            config,
+            world_size=options.world_size,
+            device=device,
+            tps=options.tps,
+            attention_kernel=options.attention,
+        )
+        text = format_plan(answer)
+    print(json.dumps(answer, indent=2) if options.json else text)
+
+
+def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of this script, and the words that are left for the config.
+
+    Raises ConfigError for a value that nothing can be computed with, and for two options that
+    exclude each other."""
     parser = argparse.ArgumentParser(
         prog="scripts/plan.py", usage=__doc__, add_help=False, allow_abbrev=False
     )
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--device")
+    for name in COUNTS:
+        parser.add_argument(f"--{name}", type=int)
     for name in POSITIVE:
         parser.add_argument(f"--{name}", type=float)
-    for name in ("json", "search"):
+    for name in ("search", "json"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("--attention", default="")
+    parser.set_defaults(world_size=8)
     options, words = parser.parse_known_args(argv)
 
-    if not 1 <= options.world_size <= MOST_DEVICES:
-        raise ConfigError(f"--world-size {options.world_size} must be 1 to {MOST_DEVICES}")
+    for name in COUNTS:
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None and not 1 <= value <= MOST_DEVICES:
+            raise ConfigError(f"--{name} {value} must be 1 to {MOST_DEVICES}")
     for name in POSITIVE:
         value = getattr(options, name.replace("-", "_"))
         if value is not None and not 1e-6 <= value <= 1e9:
             raise ConfigError(f"--{name} {value} must be a positive number, 1e-06 to 1e+09")
+    if options.attention not in ("", *ATTENTION_KERNELS):
+        kernels = ", ".join(ATTENTION_KERNELS)
+        raise ConfigError(f"--attention {options.attention} is not a kernel; use one of {kernels}")
     if options.search and options.tps is not None:
         raise ConfigError(f"--tps {options.tps} is of one layout, and --search compares; drop one")
     if options.gpu_hour is not None and not options.search:
         raise ConfigError(f"--gpu-hour {options.gpu_hour} is for --search; add that, or drop it")
-
-    config = load_config(words, world_size=options.world_size)
-    device = find_device(
-        options.device,
-        config.metrics,
-        bandwidth_tb_s=options.bandwidth,
-        memory_gib=options.memory,
-    )
-    if options.search:
-        peaks = device.with_given(config.metrics)
-        space = Space(config, options.world_size, peaks, given=given_keys(words))
-        found = make_search(space, gpu_hour=options.gpu_hour)
-        print(json.dumps(found, indent=2) if options.json else format_search(found))
-        return
-    plan = make_plan(config, world_size=options.world_size, device=device, tps=options.tps)
-    print(json.dumps(plan, indent=2) if options.json else format_plan(plan))
+    return options, words
 
 
 if __name__ == "__main__":

@@ -14,10 +14,19 @@ Matmul = Literal["output", "grad_input", "grad_weight"]
 
 
 class Traffic(NamedTuple):
-    """Cost of a cast: bytes read and written per element of the tensor, and kernels launched."""
+    """What a cast adds to a block in bf16: bytes read and written per element of the tensor, by how
+    the kernels access memory, and kernels launched.
 
-    bytes: int = 0
-    kernels: int = 0
+    Some bytes are negative: a norm whose kernel also casts its output stores 1 byte instead of 2,
+    and if that kernel stores the transposed output too, all its bytes change their kind."""
+
+    contiguous: float = 0
+    """Loads and stores run along the same axis."""
+    transposing: float = 0
+    """Tiles are loaded along one axis and stored along the other."""
+    strided: float = 0
+    """A kernel that reduces rows also stores columns, or the reverse."""
+    kernels: float = 0
 
 
 class Casts(NamedTuple):
@@ -55,9 +64,10 @@ class Recipe:
     """Whether the matmuls of both gradients accumulate in float32, which is slower."""
     compiled_casts: Casts
     eager_casts: Casts
-    scale_reductions: tuple[int, int] = (0, 0)
-    """Small all-reduces of a compiled block under tensor parallelism, forward and backward: the
-    largest magnitudes of what is split over the ranks."""
+    scale_reductions: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Small all-reduces of a compiled block under tensor parallelism, for the scales of what is
+    split over the ranks: forward, backward, recomputed under "op" and under full activation
+    checkpointing."""
 
     @property
     def divides_tokens(self) -> bool:
@@ -68,27 +78,31 @@ class Recipe:
 # Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
 # float32, multiply, clamp, to float8. The other kernels compute scales. Both gradients cast
 # grad_output separately.
-_TENSOR, _ROW = Traffic(33, 11), Traffic(33, 14)
+_TENSOR, _ROW = Traffic(33, kernels=11), Traffic(33, kernels=14)
 # The casts of MXFP8 are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
 # bring the scales, a 32nd of the elements, into the order that the matmul takes.
-_MX, _MX_EAGER = Traffic(3, 2), Traffic(3, 3)
+_MX, _MX_EAGER = Traffic(3, kernels=2), Traffic(3, kernels=3)
 
-# Compiled, each pass casts once more, into the layout of its matmul: 2 bytes read, 1 written. The
-# cast of grad_output writes both layouts at once.
+# Compiled, a cast reads 2 bytes and writes 1, and backward casts again, into the layout of its
+# matmuls. Inductor fuses the casts of inputs and gradients with the norms, SwiGLU and rotary
+# embeddings beside them, so that their figures are means over a block: counted in its kernels for a
+# block of Llama 3 8B on Hopper (torch 2.13, torchao 0.18) and split between the tensors that a
+# kernel casts. tests/deviceless/test_deviceless_kernels.py counts them again.
 _ROWS = (
     Recipe(
         name="tensorwise",
         torchao_recipe="tensorwise",
         pads_tokens=True,
         gathers_float8=True,
-        # One scale per tensor needs its amax first: 2 bytes in two kernels, kept for backward.
+        # One scale per tensor needs its amax first: 2 bytes in two kernels. Backward keeps it for
+        # weights and computes it again for inputs.
         compiled_casts=Casts(
-            input=(Traffic(5, 3), Traffic(3, 1)),
-            weight=(Traffic(5, 3), Traffic(3, 1)),
-            grad_output=Traffic(6, 3),
+            input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),
+            weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
+            grad_output=Traffic(-1.9, 4.2, 0.7, kernels=2.4),
         ),
-        eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, 22)),
-        scale_reductions=(11, 7),
+        eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
+        scale_reductions=(11, 7, 8, 11),
     ),
     Recipe(
         name="rowwise",
@@ -96,27 +110,28 @@ _ROWS = (
         pads_tokens=True,
         # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its
         # own. torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales
-        # them afterwards: grad_input in the kernel that reads it next, grad_weight in a separate
-        # pass of 4 bytes, counted in the weight's 9.
+        # them afterwards: grad_weight in a separate pass of 4 bytes, counted in the weight's;
+        # grad_input in the kernel that reads it next, which then stores float32.
         compiled_casts=Casts(
-            input=(Traffic(3, 1), Traffic(5, 2)),
-            weight=(Traffic(3, 1), Traffic(9, 3)),
-            grad_output=Traffic(8, 3),
+            input=(Traffic(-0.4, kernels=0.25), Traffic(-0.5, 0.5, 3.8, kernels=2)),
+            weight=(Traffic(3, kernels=1), Traffic(5.5, 2.2, 0.8, kernels=3.7)),
+            grad_output=Traffic(-0.8, 0.5, 9.3, kernels=3),
         ),
-        eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, 28)),
-        scale_reductions=(9, 7),
+        eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
+        scale_reductions=(9, 7, 3, 5),
     ),
     Recipe(
         name="rowwise_with_gw_hp",
         torchao_recipe="rowwise_with_gw_hp",
         matmuls=("output", "grad_input"),
+        # grad_weight needs each input in bf16 too, which is stored beside its cast.
         compiled_casts=Casts(
-            input=(Traffic(3, 1), Traffic()),
-            weight=(Traffic(3, 1), Traffic(5, 3)),
-            grad_output=Traffic(3, 1),
+            input=(Traffic(1.3, kernels=0.25), Traffic()),
+            weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
+            grad_output=Traffic(1.7, kernels=1.3),
         ),
         eager_casts=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
-        scale_reductions=(9, 7),
+        scale_reductions=(9, 7, 3, 5),
     ),
     Recipe(
         name="mxfp8",
@@ -126,8 +141,8 @@ _ROWS = (
         capability_major=10,  # Blackwell of data centres
         emulated_in=None,
         slow_accumulation=False,
-        compiled_casts=Casts((_MX, _MX), (_MX, _MX), Traffic(6, 4)),
-        eager_casts=Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, 6)),
+        compiled_casts=Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
+        eager_casts=Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in _ROWS}

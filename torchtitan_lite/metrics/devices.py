@@ -63,7 +63,9 @@ _AMPERE_PCIE = _family("Ampere", 32, 25, multiprocessors=108)
 _HOPPER = _family("Hopper", 450, 50, multiprocessors=132)
 _BLACKWELL = _family("Blackwell", 900, 50, multiprocessors=148)
 _BLACKWELL_ULTRA = _family("Blackwell", 900, 100, multiprocessors=148)
-_GRACE, _GRACE_ULTRA = (each | {"node_devices": 72} for each in (_BLACKWELL, _BLACKWELL_ULTRA))
+_GRACE, _GRACE_ULTRA = (
+    each | {"node_devices": 72, "multiprocessors": 152} for each in (_BLACKWELL, _BLACKWELL_ULTRA)
+)
 _CDNA3 = _family("CDNA3", 448, 50, multiprocessors=304)
 _CDNA4 = _family("CDNA4", 537.6, 50, multiprocessors=256)
 
@@ -73,6 +75,7 @@ DEVICES = (
     DeviceSpec("A100 PCIe 40GB", 312, None, 40, 1.555, ("A100-PCIE-40GB",), **_AMPERE_PCIE),
     DeviceSpec("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",), **_AMPERE_PCIE),
     DeviceSpec("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3"), **_HOPPER),
+    DeviceSpec("H100 500W", 989, 1979, 95, 2.4, **_HOPPER),  # of Meta's Grand Teton, with HBM2e
     DeviceSpec("H100 PCIe", 756, 1513, 80, 2.0, **_family("Hopper", 64, 50, multiprocessors=114)),
     DeviceSpec("H100 NVL", 835, 1670, 94, 3.9, **_family("Hopper", 64, 50, multiprocessors=132)),
     DeviceSpec("H200", 989, 1979, 141, 4.8, ("H200 SXM",), **_HOPPER),

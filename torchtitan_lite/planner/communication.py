@@ -47,17 +47,21 @@ class Network:
         """Seconds to gather `nbytes` on every rank, or to reduce and scatter as many."""
         if ring.size == 1 or not nbytes:
             return 0.0
-        members = self._members_of_a_node(ring)
-        nodes = -(-ring.size // members)
-        rates, link = self.rates, self.device.link_gb_s * self.rates.link
-
-        # Members of a node bring one network adapter each.
-        network = self.device.network_gb_s * rates.network * members
-        bandwidth = 1e9 * (link if nodes == 1 else network if members == 1 else min(link, network))
-        sent = nbytes * (ring.size - 1) / ring.size
-        hops, between = ring.size - 1, nodes - 1
+        hops = ring.size - 1
+        between = -(-ring.size // self._members_of_a_node(ring)) - 1
+        rates = self.rates
         latency = (hops - between) * rates.link_hop_seconds + between * rates.network_hop_seconds
-        return rates.collective_seconds + latency + sent / bandwidth
+        sent = nbytes * hops / ring.size
+        return rates.collective_seconds + latency + sent / (1e9 * self.bandwidth_gb_s(ring))
+
+    def bandwidth_gb_s(self, ring: Ring) -> float:
+        """GB/s (10^9 bytes per second) that each rank of `ring` sends of large messages."""
+        link, members = self.device.link_gb_s * self.rates.link, self._members_of_a_node(ring)
+        if not self.crosses_nodes(ring):
+            return link
+        # Members of a node bring one network adapter each.
+        network = self.device.network_gb_s * self.rates.network * members
+        return network if members == 1 else min(link, network)
 
     def all_reduce_s(self, nbytes: float, ring: Ring) -> float:
         """Seconds to sum `nbytes` over the ranks: a reduce-scatter and an all-gather."""

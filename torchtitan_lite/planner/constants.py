@@ -1,28 +1,29 @@
 """The rates and latencies that the planner assumes, each with its source.
 
-None is fitted to a training run. `guessed` means that no measurement of it was found: a plan moves
-each guess from its slow to its fast end, and prints the band that results.
+They come from measurements of single kernels and collectives; none is fitted to a training run.
+Where none was found, or they differ, the value is a guess between two ends: a plan moves each guess
+to both ends and prints the band that results. Data sheets are in metrics/devices.py, and the bytes
+that kernels move are counted in float8/recipes.py and roofline.py.
+
+A name with # is a GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and
+"nccl-tests" are NVIDIA's.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
-from torchtitan_lite.metrics.devices import Architecture
-
-Origin = Literal["data sheet", "counted", "measured", "guessed"]
+from torchtitan_lite.metrics.devices import DeviceSpec
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A value of `Rates`, for all architectures or some."""
+    """A value of `Rates`, for every device or for some."""
 
     name: str
     value: float
-    origin: Origin
     source: str
-    architectures: tuple[Architecture, ...] = ()
+    of: tuple[str, ...] = ()  # names of architectures or devices; (): every other one
     between: tuple[float, float] | None = None  # of a guess: where it makes a step slow, and fast
 
 
@@ -34,7 +35,7 @@ class Rates:
     fp8_matmul: float  # fraction of the fp8 peak, with fast accumulation and a scale per tensor
     slow_accumulation: float  # time of a float8 matmul that accumulates in float32, over fast
     row_scales: float  # time of a float8 matmul with a scale per row, over one per tensor
-    tile_seconds: float  # to fill and drain the pipeline of a matmul's tile
+    matmul_seconds: float  # of a matmul beside its arithmetic
     attention_cudnn: float  # fractions of the bf16 peak, forward and backward together, causal
     attention_flash: float
     attention_flex: float
@@ -43,61 +44,163 @@ class Rates:
     strided: float  # kernels whose stores are not coalesced
     kernel_seconds: float  # device time of a kernel on one element
     host_seconds_per_kernel: float
-    host_seconds_per_block: float  # hooks, autograd, clipping and AdamW in a step
+    host_seconds_per_block: float  # hooks and autograd in a microbatch
+    host_seconds_per_parameter: float  # AdamW's, for a sharded tensor
     link: float  # fraction of the link bandwidth that large collectives reach within a node
     network: float  # fraction of the network bandwidth, between nodes
     collective_seconds: float  # latency of a collective: start,
     link_hop_seconds: float  # each step of its ring within a node,
     network_hop_seconds: float  # and each step to another node
+    small_reduction_seconds: float  # an all-reduce of a few KB within a node
+    slowest_device: float  # time of the slowest of several devices, over a typical one's
     overlap_slowdown: float  # compute time lost during a second of communication beside it
     async_tensor_parallel: float  # part of tensor parallelism's communication that async TP hides
 
 
-_GPUS_WITH_CUDNN: tuple[Architecture, ...] = ("Hopper", "Blackwell")
+def _measured(name: str, value: float, source: str, *of: str) -> Constant:
+    return Constant(name, value, source, of)
 
-# An architecture's own row replaces the one for all.
+
+def _guessed(
+    name: str, value: float, between: tuple[float, float], source: str, *of: str
+) -> Constant:
+    return Constant(name, value, source, of, between)
+
+
+# The row of a device replaces that of its architecture, which replaces the one for all.
 CONSTANTS = (
-    Constant("bf16_matmul", 0.77, "guessed", "prior", between=(0.65, 0.85)),
-    Constant("fp8_matmul", 0.66, "guessed", "prior", between=(0.5, 0.75)),
-    Constant("slow_accumulation", 1.15, "measured", "fast is 1.1 to 1.2x: pytorch/ao#2377"),
-    Constant("row_scales", 1.05, "guessed", "prior", between=(1.15, 1.0)),
-    Constant("tile_seconds", 1.5e-6, "guessed", "prior", between=(3e-6, 0.5e-6)),
-    Constant("attention_cudnn", 0.49, "measured", "prior"),
-    Constant("attention_flash", 0.34, "measured", "335 of 989 TFLOPS, FlashAttention-2 on H100"),
-    Constant("attention_flex", 0.3, "guessed", "prior", between=(0.2, 0.4)),
-    Constant("contiguous", 0.88, "measured", "prior"),
-    Constant("transposing", 0.72, "measured", "prior"),
-    Constant("strided", 0.45, "measured", "prior"),
-    Constant("kernel_seconds", 2e-6, "measured", "torchao, testing/training/roofline_utils.py"),
-    Constant("host_seconds_per_kernel", 8e-6, "measured", "meta-pytorch/tritonbench#1017"),
-    Constant("host_seconds_per_block", 2e-3, "measured", "on CPU"),
-    Constant("link", 0.78, "measured", "prior"),
-    Constant("network", 0.9, "measured", "prior"),
-    Constant("collective_seconds", 8.4e-6, "measured", "NCCL, src/graph/tuning.cc"),
-    Constant("link_hop_seconds", 3.4e-6, "measured", "NCCL, src/graph/tuning.cc"),
-    Constant("network_hop_seconds", 14e-6, "measured", "NCCL, src/graph/tuning.cc"),
-    Constant("overlap_slowdown", 0.15, "guessed", "prior", between=(0.3, 0.05)),
-    Constant("async_tensor_parallel", 0.5, "guessed", "prior", between=(0.3, 0.7)),
+    # Matmuls, thermally settled and on random data: power limits what they reach.
+    _guessed("bf16_matmul", 0.7, (0.5, 0.9), "between the architectures below"),
+    _measured("bf16_matmul", 0.82, "Azure, ND_A100_v4", "Ampere"),
+    _measured(
+        "bf16_matmul", 0.77, "0.73 to 0.80 with the last wave: pytorch/FBGEMM#2766", "Hopper"
+    ),
+    _measured("bf16_matmul", 0.61, "0.59 with the last wave: pytorch/FBGEMM#2546", "H100 500W"),
+    _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
+    _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
+    _measured("bf16_matmul", 0.66, "0.63 to 0.67: pytorch/ao#2427, vllm#19566", "Blackwell"),
+    _measured(
+        "bf16_matmul", 0.46, "0.44 to 0.50: AMD-AGI/Primus-Turbo, agent_docs/MI300X", "CDNA3"
+    ),
+    _guessed(
+        "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
+    ),
+    _guessed("fp8_matmul", 0.6, (0.4, 0.8), "between the architectures below"),
+    _measured(
+        "fp8_matmul",
+        0.68,
+        "0.62 to 0.70 with the last wave: Azure, ND_H100_v5; pytorch/pytorch#143465",
+        "Hopper",
+    ),
+    _measured("fp8_matmul", 0.59, "0.57 with the last wave: pytorch/FBGEMM#2546", "H100 500W"),
+    _guessed("fp8_matmul", 0.5, (0.42, 0.58), "as in bf16, limited by power", "H100 PCIe"),
+    _guessed("fp8_matmul", 0.85, (0.7, 0.95), "as in bf16", "H20"),
+    _measured(
+        "fp8_matmul",
+        0.59,
+        "0.57 with the last wave: Azure, ND_GB200_v6; vllm#19566; triton#9044",
+        "Blackwell",
+    ),
+    _measured(
+        "fp8_matmul", 0.4, "0.36 to 0.43: AMD-AGI/Primus-Turbo, gemm_fp8_tensorwise", "CDNA3"
+    ),
+    _guessed(
+        "fp8_matmul",
+        0.45,
+        (0.35, 0.55),
+        "AMD-AGI/Primus-Turbo#274 has 0.23 to 0.40 in MXFP8",
+        "CDNA4",
+    ),
+    _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
+    _measured("slow_accumulation", 1.15, "1.1 to 1.2: pytorch/ao#2377", "Hopper"),
+    _measured("row_scales", 1.04, "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200"),
+    _measured("row_scales", 1.0, "fp8_matmul is of row scales there", "H100 500W"),
+    _measured("matmul_seconds", 4e-06, "squares of 1,024 and 2,048: Azure, pytorch/ao#2427"),
+    # Causal attention, forward and backward together.
+    _measured("attention_cudnn", 0.5, "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6"),
+    _measured("attention_cudnn", 0.45, "0.9 of 700 W: tritonbench#141", "H100 500W"),
+    _guessed(
+        "attention_cudnn",
+        0.48,
+        (0.42, 0.55),
+        "FlashAttention 4 has 0.54: Dao-AILab/flash-attention#2280",
+        "Blackwell",
+    ),
+    _guessed("attention_flash", 0.55, (0.45, 0.65), "FlashAttention 2: arXiv 2307.08691"),
+    _measured("attention_flash", 0.58, "A100: arXiv 2307.08691, fig. 4 to 6", "Ampere"),
+    _measured("attention_flash", 0.32, "H100: arXiv 2407.08608, fig. 5, 6", "Hopper"),
+    _measured("attention_flash", 0.15, "Azure, GB200", "Blackwell"),
+    _guessed(
+        "attention_flash",
+        0.3,
+        (0.18, 0.35),
+        "AITER's, AOTriton's has half: AMD-AGI/Primus-Turbo, baseline_attention",
+        "CDNA3",
+        "CDNA4",
+    ),
+    _guessed("attention_flex", 0.48, (0.38, 0.55), "0.87 of FlashAttention 2: PyTorch"),
+    _guessed("attention_flex", 0.28, (0.24, 0.32), "0.87 of FlashAttention 2", "Hopper"),
+    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of 0.3, or less", "CDNA3", "CDNA4"),
+    # Memory.
+    _measured("contiguous", 0.88, "BabelStream copy and triad on H100: Azure, ND_H100_v5"),
+    _measured("contiguous", 0.82, "the same on A100: Azure, ND_A100_v4", "Ampere"),
+    _guessed("contiguous", 0.85, (0.75, 0.92), "as on Hopper", "Blackwell"),
+    _measured("contiguous", 0.81, "BabelStream on MI300X: arXiv 2510.27583", "CDNA3", "CDNA4"),
+    _measured(
+        "transposing", 0.6, "casts on H100, a tiled copy 0.75: pytorch/pytorch#133242, #194310"
+    ),
+    _measured("transposing", 0.34, "MI300X: ROCm/TransformerEngine#89", "CDNA3", "CDNA4"),
+    _guessed(
+        "strided", 0.3, (0.2, 0.45), "0.27 to 0.3 of 2.4 TB/s: pytorch/pytorch#149982, #194310"
+    ),
+    _measured("kernel_seconds", 2e-06, "torchao, testing/training/roofline_utils.py"),
+    # Host.
+    _measured("host_seconds_per_kernel", 8e-06, "meta-pytorch/tritonbench#1016, #1017"),
+    _guessed(
+        "host_seconds_per_block",
+        1e-3,
+        (2e-3, 0.5e-3),
+        "FSDP's hooks take at most 1 ms before a module: pytorch/pytorch#173680",
+    ),
+    _measured("host_seconds_per_parameter", 0.29e-3, "43 ms for 150: microsoft/dion#63"),
+    # Collectives. The latencies are NCCL's own model, src/graph/tuning.cc.
+    _measured("link", 0.73, "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047"),
+    _measured("link", 0.68, "GB200: Azure", "Blackwell"),
+    _guessed("network", 0.85, (0.65, 0.94), "0.65 to 0.94: nccl#1229, nccl-tests#290"),
+    _measured("collective_seconds", 6.6e-06, "NCCL; 15 to 30 us in all for 8 H100"),
+    _measured("link_hop_seconds", 1.9e-06, "NCCL, protocol LL128"),
+    _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
+    _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
+    _guessed("slowest_device", 1.04, (1.08, 1.0), "they vary by 8 % on average: arXiv 2208.11035"),
+    _measured("overlap_slowdown", 0.79, "of MI300X: arXiv 2412.14335", "CDNA3", "CDNA4"),
+    _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
+    _guessed(
+        "async_tensor_parallel",
+        0.4,
+        (0.25, 0.65),
+        "from kernels: meta-pytorch/kraken#2, pytorch/pytorch#143160",
+    ),
 )
 
 
 @cache
-def constants_of(architecture: Architecture) -> Mapping[str, Constant]:
-    """Return the constants that hold for `architecture` by their names."""
-    general = {each.name: each for each in CONSTANTS if not each.architectures}
-    own = {each.name: each for each in CONSTANTS if architecture in each.architectures}
-    return general | own
+def constants_of(device: DeviceSpec) -> Mapping[str, Constant]:
+    """Return the constants that hold for `device` by their names."""
+    chosen: dict[str, Constant] = {}
+    for holder in ("", device.architecture, device.name):
+        chosen |= {each.name: each for each in CONSTANTS if holder in (each.of or ("",))}
+    return chosen
 
 
-def rates_of(architecture: Architecture) -> Rates:
-    """Return the rates of `architecture`."""
-    return Rates(**{name: each.value for name, each in constants_of(architecture).items()})
+def rates_of(device: DeviceSpec) -> Rates:
+    """Return the rates of `device`."""
+    return Rates(**{name: each.value for name, each in constants_of(device).items()})
 
 
-def guesses_of(architecture: Architecture) -> Iterator[tuple[Rates, Rates]]:
+def guesses_of(device: DeviceSpec) -> Iterator[tuple[Rates, Rates]]:
     """Return, for each guessed constant, the rates with its slow end and those with its fast."""
-    rates = rates_of(architecture)
-    for name, constant in constants_of(architecture).items():
+    rates = rates_of(device)
+    for name, constant in constants_of(device).items():
         if constant.between:
             slow, fast = constant.between
             yield replace(rates, **{name: slow}), replace(rates, **{name: fast})

@@ -2,9 +2,12 @@
 training and planning alike.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -20,11 +23,12 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
 from .memory import Moment, Rank, reserved_bytes, step_memory
-from .roofline import build_roofline
+from .roofline import Roofline, build_roofline
 from .step import Prediction, StepTime, predict, time_step
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 CHEAPEST_FIRST = ("none", "selective", "full")  # modes of activation checkpointing
+NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,17 @@ class Workload:
         """The linears that train in float8."""
         return [choice for choice in self.choices if choice.converted]
 
-    def predict(self, device: DeviceSpec) -> Prediction:
-        """Predict the time of a step in bf16, and in float8 as converted."""
-        return predict(build_roofline(device, self.job, self.recomputed), self.choices)
+    def roofline(self, device: DeviceSpec, attention_kernel: str = "") -> Roofline:
+        """Return the costs of a microbatch on `device`."""
+        return build_roofline(device, self.job, self.recomputed, attention_kernel)
 
-    def time(self, device: DeviceSpec) -> StepTime:
+    def predict(self, device: DeviceSpec, attention_kernel: str = "") -> Prediction:
+        """Predict the time of a step in bf16, and in float8 as converted."""
+        return predict(self.roofline(device, attention_kernel), self.choices)
+
+    def time(self, device: DeviceSpec, attention_kernel: str = "") -> StepTime:
         """Time a step as converted. Faster than `predict`, which also has the band."""
-        roofline = build_roofline(device, self.job, self.recomputed)
-        return time_step(roofline, self.choices, self.converted)
+        return time_step(self.roofline(device, attention_kernel), self.choices, self.converted)
 
     def moments(self, *, on_cpu: bool = False) -> list[Moment]:
         """Estimate what a rank holds at the moments of a step at which memory can peak."""
@@ -218,3 +225,30 @@ def _kept_by_auto(choices: Sequence[LinearChoice]) -> dict[str, str]:
         for choice in choices
         if choice.kept_because and not choice.kept_because.startswith("filter_fqns")
     }
+
+
+def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
+    """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
+    recomputing more, or by more tensor parallelism."""
+    args, degree = work.job.model_args, work.job.degrees.tp
+    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
+    higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
+    found: list[dict[str, Any]] = []
+    for tp, mode in product((degree, *higher), CHEAPEST_FIRST):
+        gpus = _fewest_gpus(work, mode, tp, device_bytes)
+        if gpus and (not found or gpus < found[-1]["world_size"]):
+            layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
+            found.append({"world_size": gpus} | layout)
+    return found
+
+
+def _fewest_gpus(work: Workload, mode: str, tp: int, device_bytes: int) -> int | None:
+    """Return the number of GPUs from which on the shards are small enough; None if no number is."""
+    job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+    least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
+    for shards in (2**k * least for k in range(12)):
+        tried = replace(job.degrees, dp_shard=shards, tp=tp)
+        moments = replace(work, job=replace(job, degrees=tried)).moments()
+        if reserved_bytes(moments) <= device_bytes:
+            return tried.world_size
+    return None

@@ -4,9 +4,7 @@ Each `_plan_x` computes one section in plain values; docs/plan.md documents ever
 """
 
 import dataclasses
-import math
 from difflib import get_close_matches
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,27 +18,26 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
+from .communication import Network, replicate_ring, shard_ring, tp_ring
+from .constants import constants_of, rates_of
 from .memory import WIDTHS, reserved_bytes
-from .meta_model import CHEAPEST_FIRST, MetaModel, Workload, build_meta_model, resolve_auto
-from .roofline import build_roofline
-from .step import Prediction
+from .meta_model import MetaModel, build_meta_model, find_fitting, resolve_auto
+from .roofline import Roofline
+from .step import Prediction, time_step
 
+RINGS = {"tensor parallelism": tp_ring, "sharding": shard_ring, "replicas": replicate_ring}
+"""Ring of each kind of collective."""
 SECONDS_PER_DAY = 86_400
-NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
-def find_device(
-    name: str | None,
-    metrics: MetricsConfig | None = None,
-    *,
-    bandwidth_tb_s: float | None = None,
-    memory_gib: float | None = None,
-) -> DeviceSpec:
-    """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
-    bandwidth and memory given. One made of them and the peaks in `metrics` describes other GPUs.
+def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
+    """Return the data sheet of the device called `name`, by default of the GPU at hand. The fields
+    of DeviceSpec that are `given`, and not None, replace its own. A data sheet of an unknown device
+    is made of the bf16 peak in `metrics` and of bandwidth_tb_s and memory_gib.
 
     Raises ConfigError for an unknown name without these, and without a name if there is no GPU."""
+    given = {field: value for field, value in given.items() if value is not None}
     if name is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     names = [device.name for device in DEVICES]
@@ -50,8 +47,8 @@ def find_device(
         )
 
     device, bf16_tflops = lookup_device(name), metrics and metrics.peak_tflops_bf16
-    if device is None and bf16_tflops and bandwidth_tb_s and memory_gib:
-        return DeviceSpec(name, bf16_tflops, None, memory_gib, bandwidth_tb_s)
+    if device is None and bf16_tflops and given.keys() >= {"bandwidth_tb_s", "memory_gib"}:
+        return DeviceSpec(name, bf16_tflops, None, **given)
     if device is None:
         near = [each for each in names if name.casefold() in each.casefold()]
         near = near or get_close_matches(name, names) or names
@@ -59,24 +56,26 @@ def find_device(
             f'--device "{name}" is not known; use one of {", ".join(near)}. scripts/plan.py plans '
             "any other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
         )
-    return dataclasses.replace(
-        device,
-        memory_gib=memory_gib or device.memory_gib,
-        bandwidth_tb_s=bandwidth_tb_s or device.bandwidth_tb_s,
-    )
+    return dataclasses.replace(device, **given)
 
 
 def make_plan(
-    config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
+    config: Config,
+    *,
+    world_size: int,
+    device: DeviceSpec,
+    tps: float | None = None,
+    attention_kernel: str = "",
 ) -> dict[str, Any]:
     """Return the plan as plain values for JSON.
 
-    `tps` are tokens per second per device that a run reached; None: predicted. Raises ConfigError
-    if the config does not fit `world_size`, computes in float32, whose matmul rates are not known,
-    or uses float8 or a recipe that the device does not have.
+    `tps` are tokens per second per device that a run reached; None: predicted. `attention_kernel`
+    is one of ATTENTION_KERNELS; "": what PyTorch takes on the device. Raises ConfigError if the
+    config does not fit `world_size`, computes in float32, whose matmul rates are not known, or uses
+    float8 or a recipe that the device does not have.
     """
     device = device.with_given(config.metrics)
-    check_device(config, device)
+    check_planned(config, device, attention_kernel)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     meta = in_float8 = build_meta_model(job)
@@ -88,21 +87,32 @@ def make_plan(
         job = job.choose("float8", enable_float8_linear=True, filter_fqns=filters)
         in_float8 = build_meta_model(job, device=device)
 
+    roofline = meta.roofline(device, attention_kernel)
+    gain = predicted = meta.predict(device, attention_kernel)
+    if in_float8 is not meta:
+        gain = in_float8.predict(device, attention_kernel)
     return {
-        "request": _plan_request(meta, device),
+        "request": _plan_request(roofline),
         "model": _plan_model(meta),
         "flops_per_token": _plan_flops(meta.ledger),
         "linears": _plan_linears(in_float8, device),
         "peaks": _plan_peaks(meta.ledger, device),
-        "prediction": _plan_prediction(in_float8, device),
+        "prediction": _plan_prediction(gain, device),
+        "communication": _plan_communication(meta, device, predicted),
         "memory": _plan_memory(meta, device),
-        "schedule": _plan_schedule(meta, device, tps),
+        "schedule": _plan_schedule(meta, device, predicted, tps),
+        "assumed": _plan_assumed(meta, roofline),
     }
 
 
-def check_device(config: Config, device: DeviceSpec) -> None:
+def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> None:
     """Raise ConfigError for what cannot be planned on `device`."""
     float8, dtype = config.float8, config.training.mixed_precision_param
+    if config.training.document_mask and attention_kernel not in ("", "flex"):
+        raise ConfigError(
+            f"--attention {attention_kernel} has no document mask; plan [training] document_mask = "
+            "true with flex, which it trains with, or set it to false."
+        )
     if dtype != "bfloat16":
         raise ConfigError(
             f'[training] mixed_precision_param = "{dtype}" cannot be planned: only bf16 and fp8 '
@@ -134,12 +144,12 @@ def tokenizer_values(model: ModelConfig) -> TokenizerValues:
         return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
 
 
-def _plan_request(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    job, config = meta.job, meta.job.config
+def _plan_request(roofline: Roofline) -> dict[str, Any]:
+    job, config = roofline.job, roofline.job.config
     return {
         "model": job.model_name,
         "flavor": config.model.flavor,
-        "device": device.name,
+        "device": roofline.device.name,
         "world_size": job.degrees.world_size,
         **dataclasses.asdict(job.degrees),
         **dataclasses.asdict(job.batch),
@@ -149,6 +159,7 @@ def _plan_request(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
         "float8_recipe": config.float8.recipe_name if config.float8.enable_float8_linear else None,
         "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
         "activation_checkpoint": config.activation_checkpoint.mode,
+        "attention_kernel": roofline.runs_attention_in,
         "compile": config.compile.enable,
     }
 
@@ -181,7 +192,7 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 
 def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    roofline = build_roofline(device, meta.job, meta.recomputed)
+    roofline = meta.roofline(device)
     tokens, multiple = roofline.tokens, meta.job.config.float8.recipe.size_multiple
     converted = [choice for choice in meta.choices if choice.converted]
 
@@ -221,6 +232,7 @@ def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
     weighted = sum(count * known.get(name, 0) for name, count in flops.items())
     return {
         "device": device.name,
+        "data_sheet": lookup_device(device.name) is not None,
         "bf16": device.bf16_tflops,
         "fp8": device.fp8_tflops,
         "effective": effective,
@@ -230,13 +242,56 @@ def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _plan_prediction(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    """The gain over bf16 of a model in float8."""
-    if device.fp8_tflops is not None:
-        return dataclasses.asdict(meta.predict(device))
-    keys = [field.name for field in dataclasses.fields(Prediction)]
-    verdict = f"the {device.name} has no float8 matrix units with a known peak."
-    return dict.fromkeys(keys) | {"verdict": verdict, "converted": [], "better_kept": []}
+def _plan_prediction(gain: Prediction, device: DeviceSpec) -> dict[str, Any]:
+    """The gain over bf16 of a model in float8, or its time in bf16 alone."""
+    found = dataclasses.asdict(gain)
+    if device.fp8_tflops is None:
+        in_float8 = ("step_speedup", "speedup_band", "float8_s_band", "float8")
+        verdict = f"the {device.name} has no float8 matrix units with a known peak."
+        found |= dict.fromkeys(in_float8) | {"verdict": verdict}
+    return found
+
+
+def _plan_communication(
+    meta: MetaModel, device: DeviceSpec, predicted: Prediction
+) -> dict[str, Any]:
+    """Collectives of the run as configured."""
+    network, step = Network(device, rates_of(device)), predicted.float8
+    rings = {kind: ring_of(meta.job.degrees) for kind, ring_of in RINGS.items()}
+    return {
+        "link_gb_s": device.link_gb_s,
+        "node_devices": device.node_devices,
+        "network_gb_s": device.network_gb_s,
+        "collectives": [
+            {
+                "kind": kind,
+                "ring_size": ring.size,
+                "crosses_nodes": network.crosses_nodes(ring),
+                "gb_s": network.bandwidth_gb_s(ring),
+                "exposed_s": step.exposed_s[kind],
+                "hidden_s": step.hidden_s[kind],
+            }
+            for kind, ring in rings.items()
+            if ring.size > 1
+        ],
+    }
+
+
+def _plan_assumed(meta: MetaModel, roofline: Roofline) -> list[dict[str, Any]]:
+    """The guessed constants that the step depends on, and how much."""
+    in_float8 = [linear for linear in meta.choices if linear.converted]
+
+    def step_s(**rates: float) -> float:
+        at = dataclasses.replace(roofline, rates=dataclasses.replace(roofline.rates, **rates))
+        return time_step(at, meta.choices, in_float8).step_s
+
+    guesses, predicted_s = [], step_s()
+    for name, constant in constants_of(roofline.device).items():
+        ratios = [step_s(**{name: end}) / predicted_s for end in constant.between or ()]
+        if set(ratios) - {1.0}:
+            guess = {key: getattr(constant, key) for key in ("name", "value", "between", "source")}
+            guesses.append(guess | {"step_ratio": ratios})
+    return guesses
 
 
 def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
@@ -253,40 +308,18 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
-    """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
-    recomputing more, or by more tensor parallelism."""
-    args, degree = work.job.model_args, work.job.degrees.tp
-    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
-    higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
-    found: list[dict[str, Any]] = []
-    for tp, mode in product((degree, *higher), CHEAPEST_FIRST):
-        gpus = _fewest_gpus(work, mode, tp, device_bytes)
-        if gpus and (not found or gpus < found[-1]["world_size"]):
-            layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
-            found.append({"world_size": gpus} | layout)
-    return found
-
-
-def _fewest_gpus(work: Workload, mode: str, tp: int, device_bytes: int) -> int | None:
-    """Return the number of GPUs from which on the shards are small enough; None if no number is."""
-    job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
-    least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
-    for shards in (2**k * least for k in range(12)):
-        tried = dataclasses.replace(job.degrees, dp_shard=shards, tp=tp)
-        moments = dataclasses.replace(work, job=dataclasses.replace(job, degrees=tried)).moments()
-        if reserved_bytes(moments) <= device_bytes:
-            return tried.world_size
-    return None
-
-
-def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> dict[str, Any]:
+def _plan_schedule(
+    meta: MetaModel, device: DeviceSpec, predicted: Prediction, tps: float | None
+) -> dict[str, Any]:
     """Rates at `tps`, or as predicted, and the time that the run takes at them."""
-    job, training, origin = meta.job, meta.job.config.training, "given"
+    job, training = meta.job, meta.job.config.training
     tokens_per_step = job.batch.global_batch_size * training.seq_len
+    origin, step_s_band, tps_band = "given", None, None
     if tps is None:
-        tps, origin = tokens_per_step / meta.predict(device).float8.step_s, "predicted"
-        tps /= job.degrees.world_size
+        tokens = tokens_per_step / job.degrees.world_size
+        origin, step_s_band = "predicted", predicted.float8_s_band
+        fast, slow = step_s_band
+        tps, tps_band = tokens / predicted.float8.step_s, (tokens / slow, tokens / fast)
     at = compute_rates(tps, ledger=meta.ledger, peaks=Peaks(device.name, published_peaks(device)))
     arithmetic_peak = _plan_peaks(meta.ledger, device)["arithmetic"]
 
@@ -301,7 +334,9 @@ def _plan_schedule(meta: MetaModel, device: DeviceSpec, tps: float | None) -> di
         **{name: getattr(at, name) for name in RATES},
         "mfu_arithmetic_peak": arithmetic_peak and 100 * at.tflops / arithmetic_peak,
         "hfu": at.hfu,
+        "tps_band": tps_band,
         "step_s": tokens_per_step / tokens_per_second,
+        "step_s_band": step_s_band,
         "tokens_per_step": tokens_per_step,
         "tokens_per_day": tokens_per_second * SECONDS_PER_DAY,
         "run_tokens": run_tokens,

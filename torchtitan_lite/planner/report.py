@@ -1,6 +1,9 @@
-"""Format a plan as text and tables for a terminal."""
+"""Format a plan as text of 80 columns, for somebody who decides whether to pay for the run."""
 
+import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torchtitan_lite.metrics.flops import MATMULS
@@ -8,49 +11,215 @@ from torchtitan_lite.tables import format_columns
 
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")
+UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60}  # in a day
+UTILISATIONS = {
+    "mfu": ("effective", ", each matmul at its own peak"),
+    "mfu_bf16_peak": ("bf16", ""),
+    "mfu_fp8_peak": ("fp8", ""),
+    "mfu_arithmetic_peak": ("arithmetic", ""),
+    "hfu": ("effective", ", with what is recomputed"),
+}
+"""The peak by which each is divided, and a note."""
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
 
+_wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
+
 
 def format_plan(plan: Plan) -> str:
-    """Format the result of `make_plan`, section by section."""
-    if_on = "" if plan["request"]["float8_recipe"] else ", if it were on"
-    prediction = plan["prediction"]
+    """Format the result of `make_plan`: the answer, then section by section."""
+    prediction, schedule = plan["prediction"], plan["schedule"]
+    if_on = "" if plan["request"]["float8_recipe"] else " if float8 were on"
     sections = {
-        "Run": _run(plan["request"], plan["peaks"]),
+        "Run": _run(plan["request"]),
+        "Time of a step, predicted": _time(prediction, if_on),
+        "Memory of a rank, predicted": _memory(plan["memory"]),
+        f"Cost at the {schedule['origin']} rate": _cost(schedule),
+        f"Linears{if_on}": _linears(plan["linears"], prediction["better_kept"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
-        f"Float8, linear by linear{if_on}": _linears(plan["linears"], prediction["better_kept"]),
-        "Prediction": _prediction(prediction),
-        "Memory of a rank": _memory(plan["memory"]),
-        "What to expect": _schedule(plan["schedule"], plan["peaks"]),
+        f"MFU at the {schedule['origin']} rate": _mfu(schedule, plan["peaks"]),
+        "Assumed": _assumed(plan),
     }
-    return "\n\n".join(f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items())
+    titled = (f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items())
+    return "\n\n".join([format_answer(plan), *titled])
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Align all columns but the first and the last to the right."""
-    return format_columns([header, *rows], right=range(1, len(header) - 1))
+def format_answer(plan: Plan) -> str:
+    """Return in a sentence whether the run fits, its rate, time and cost, and float8's gain."""
+    request, schedule = plan["request"], plan["schedule"]
+    fits, fit = _fit(plan["memory"])
+    rate = f"{_digits(schedule['tps'])} tokens/s per device"
+    before, after = "; given: ", "; predicted: "
+    if schedule["origin"] == "predicted":
+        rate += " ({} to {})".format(*map(_digits, schedule["tps_band"]))
+        before, after = ", " if fits else "; if it did, ", "; "
+
+    durations = {unit: schedule["run_days"] * size for unit, size in UNITS.items()}
+    unit = next((each for each in durations if durations[each] >= 2), "minutes")
+    gain, _, _ = plan["prediction"]["verdict"].rstrip(".").partition(";")
+    hypothetical = plan["prediction"]["float8"] and not request["float8_recipe"]
+    cost = f"{_digits(durations[unit])} {unit} and {_digits(schedule['run_gpu_hours'])} GPU-hours"
+    return _wrap(
+        "{model} on {world_size} x {device}, predicted: ".format_map(request)
+        + f"{fit}{before}{rate}, {_digits(schedule['step_s'])} s a step, {cost} for "
+        f"{request['steps']:,} steps{after}{'if on, ' if hypothetical else ''}{gain}."
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, notes: bool = False) -> str:
+    """Align all columns but the first to the right; the last one not, if it has `notes`."""
+    return format_columns([header, *rows], right=range(1, len(header) - notes))
 
 
 def _number(value: float | None, form: str = ",.2f") -> str:
     return "n/a" if value is None else format(value, form)
 
 
-def _run(request: Plan, peaks: Plan) -> str:
+def _digits(value: float) -> str:
+    """Format with three digits, or with all of those before the point."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _run(request: Plan) -> str:
     recipe, compiled = request["float8_recipe"], "on" if request["compile"] else "off"
     gather = " with float8 all-gather" if recipe and request["float8_all_gather"] else ""
     mask = ", document mask (attention counts as if documents were one)"
-    mask = mask if request["document_mask"] else ""
-    return (
-        "{model} on {world_size} x {device}: dp_replicate {dp_replicate} x dp_shard {dp_shard} x "
-        "tp {tp}, global batch {global_batch_size} x {seq_len:,} tokens\n".format_map(request)
-        + f"float8 {recipe or 'off'}{gather}, "
-        f"activation checkpointing {request['activation_checkpoint']}, compile {compiled}{mask}\n"
-        f"dense peaks in TFLOPS: bf16 {_number(peaks['bf16'], '.4g')}, "
-        f"fp8 {_number(peaks['fp8'], '.4g')}; of this run's mix "
-        f"{_number(peaks['effective'], '.1f')}, a harmonic mean "
-        f"(arithmetic {_number(peaks['arithmetic'], '.1f')})"
+    return _wrap(
+        "dp_replicate {dp_replicate} x dp_shard {dp_shard} x tp {tp}; {global_batch_size} x "
+        "{seq_len:,} tokens a step, {local_batch_size} x {seq_len:,} at a time on each rank; "
+        "".format_map(request)
+        + f"float8 {recipe or 'off'}{gather}, activation "
+        f"checkpointing {request['activation_checkpoint']}, compile {compiled}"
+        f"{mask if request['document_mask'] else ''}"
     )
+
+
+def _time(prediction: Plan, if_on: str) -> str:
+    steps = [prediction[name] for name in ("bf16", "float8") if prediction[name]]
+
+    def row(name: str, seconds: Sequence[float]) -> list[str]:
+        return [name, *(f"{1e3 * each:,.1f}" for each in seconds)]
+
+    def rows(key: str, prefix: str = "") -> list[list[str]]:
+        times = {kind: [step[key][kind] for step in steps] for kind in steps[0][key]}
+        return [row(prefix + kind, seconds) for kind, seconds in times.items() if any(seconds)]
+
+    device_s = [
+        sum(step["device_parts_s"].values()) + sum(step["exposed_s"].values()) for step in steps
+    ]
+    waits = [step["step_s"] - each for step, each in zip(steps, device_s, strict=True)]
+    table = [
+        *rows("device_parts_s"),
+        *rows("exposed_s", "exposed: "),
+        *([row("waits for the host", waits)] if max(waits) > 5e-5 else []),
+        row("step", [step["step_s"] for step in steps]),
+        *rows("hidden_s", "beside it, hidden: "),
+        row("beside it, host", [step["host_s"] for step in steps]),
+    ]
+    header = ("milliseconds", "bf16", f"float8{', if on' if if_on else ''}")[: len(steps) + 1]
+    legend = (
+        "exposed: the device waits for communication, or computes slower beside it; hidden: "
+        "communication during computation; host: it launches the kernels"
+    )
+    return f"{_table(header, table)}\n{_wrap(legend)}"
+
+
+def _fit(memory: Plan) -> tuple[bool, str]:
+    """Whether the peak fits, and how well."""
+    peak, reserved, device = (
+        size / GIB for size in (memory["peak"]["total"], memory["reserved"], memory["device_bytes"])
+    )
+    if memory["fits"]:
+        return True, f"fits ({_digits(reserved)} of {device:g} GiB)"
+    if peak <= device:
+        return True, f"tight ({_digits(peak)} to {_digits(reserved)} of {device:g} GiB)"
+    return False, f"does not fit ({_digits(peak)} of {device:g} GiB)"
+
+
+def _memory(memory: Plan) -> str:
+    peak = memory["peak"]
+    rows = [
+        (name.replace("_", " "), f"{size / GIB:,.2f}", "")
+        for name, size in peak.items()
+        if name not in ("name", "total") and size
+    ]
+    rows.append(("peak", f"{peak['total'] / GIB:,.2f}", f"at: {peak['name']}"))
+    rows.append(("reserved, at most", f"{memory['reserved'] / GIB:,.2f}", _fit(memory)[1]))
+    table = _table(("GiB", "", ""), rows, notes=True)
+    if memory["fits"]:
+        return table
+    layouts = [
+        "{world_size} GPUs with tp {tensor_parallel_degree} and activation checkpointing "
+        "{activation_checkpoint}".format_map(each)
+        for each in memory["would_fit"]
+    ]
+    more = "no number of GPUs, with tp up to 8 either; lower local_batch_size or seq_len"
+    return table + "\n" + _wrap(f"would fit: {', or '.join(layouts) or more}")
+
+
+def _cost(schedule: Plan) -> str:
+    rates = {schedule["origin"]: schedule["tps"]}
+    if schedule["tps_band"]:
+        rates["slow"], rates["fast"] = schedule["tps_band"]
+    speeds = [rate / schedule["tps"] for rate in rates.values()]
+    durations = {
+        "a step, seconds": schedule["step_s"],
+        "this run, hours": 24 * schedule["run_days"],
+        "this run, GPU-hours": schedule["run_gpu_hours"],
+        "10^12 tokens, days": schedule["days_per_trillion_tokens"],
+        "10^12 tokens, GPU-hours": schedule["gpu_hours_per_trillion_tokens"],
+    }
+    rows = [
+        ["tokens/s per device", *(f"{rate:,.0f}" for rate in rates.values())],
+        ["tokens a day", *(f"{schedule['tokens_per_day'] * speed:.3g}" for speed in speeds)],
+        *([name, *(_digits(each / speed) for speed in speeds)] for name, each in durations.items()),
+    ]
+    text = (
+        f"This run trains {schedule['run_tokens']:.3g} tokens. A checkpoint is "
+        f"{schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks: "
+        f"{schedule['checkpoint_s']:,.1f} s where each writes 1 GB/s."
+    )
+    return f"{_table(('', *rates), rows)}\n{_wrap(text)}"
+
+
+def _linears(linears: Sequence[Plan], better_kept: Sequence[str]) -> str:
+    def trained_in(row: Plan) -> str:
+        if not row["converted"]:
+            return "bf16"
+        others = [name for name in MATMULS if row["gemms"][name]["precision"] != "fp8"]
+        return f"float8{', ' if others else ''}{', '.join(others)}{' in bf16' if others else ''}"
+
+    rows = [
+        (
+            _short(row["kind"]),
+            str(row["count"]),
+            "{m} x {n} x {k}".format_map(row["gemms"]["output"]),
+            _number(row["time_ratio"]),
+            trained_in(row),
+        )
+        for row in linears
+    ]
+    header = ("linear", "count", "M x N x K per rank", "fp8/bf16", "trained in")
+    notes = ["fp8/bf16: predicted time of three matmuls and their casts in float8, over bf16"]
+
+    # Why some are kept, and why others are in float8 that seem slower in it.
+    reasons = dict.fromkeys(row["kept_because"] for row in linears if not row["converted"])
+    for reason in reasons:
+        kinds = (_short(row["kind"]) for row in linears if row["kept_because"] == reason)
+        notes.append(f"{', '.join(kinds)} in bf16: {reason}")
+    for row in linears:
+        kind, others = row["kind"], ", ".join(map(_short, row["shares_cast_with"]))
+        kept_is_better = kind in better_kept and row["converted"]
+        better = f"{_short(kind)}: better kept in bf16" if kept_is_better else _short(kind)
+        if others and (kept_is_better or (row["converted"] and (row["time_ratio"] or 0) >= 1)):
+            notes.append(f"{better}: its input's cast is shared with {others}")
+        elif kept_is_better:
+            notes.append(better)
+    return "\n".join([_table(header, rows, notes=True), *map(_wrap, notes)])
+
+
+def _short(kind: str) -> str:
+    return kind.rpartition(".")[2]
 
 
 def _model(model: Plan, flops: Plan) -> str:
@@ -62,97 +231,68 @@ def _model(model: Plan, flops: Plan) -> str:
     without = f"{model['parameters_without_embedding']:,} without the input embedding"
     if model["tie_embeddings"]:
         without = "and the input embedding is the projection to the vocabulary"
-    table = _table(("FLOPs per token", f"{total:,}", "share"), rows)
-    return f"{model['parameters']:,} parameters, {without}\n{table}"
+    text = _wrap(f"{model['parameters']:,} parameters, {without}")
+    return f"{text}\n{_table(('FLOPs per token', f'{total:,}', 'share'), rows)}"
 
 
-def _linears(linears: Sequence[Plan], better_kept: Sequence[str]) -> str:
-    def trained_in(row: Plan) -> str:
-        if not row["converted"]:
-            return f"kept: {row['kept_because']}"
-        kept_is_better, others = row["kind"] in better_kept, ", ".join(row["shares_cast_with"])
-        surprises = others and (kept_is_better or (row["time_ratio"] or 0) >= 1)
-        shared = f": its input's cast is shared with {others}" if surprises else ""
-        return f"float8{', better kept in bf16' if kept_is_better else ''}{shared}"
-
-    header = ("linear", "count", "M x N x K per rank", *MATMULS, "/16", "fp8/bf16", "trained in")
-    rows = [
-        (
-            row["kind"],
-            str(row["count"]),
-            "{m} x {n} x {k}".format_map(row["gemms"]["output"]),
-            *(row["gemms"][name]["precision"] for name in MATMULS),
-            "yes" if row["divisible_by_16"] else "no",
-            _number(row["time_ratio"]),
-            trained_in(row),
-        )
-        for row in linears
-    ]
-    note = "fp8/bf16: predicted time of the three matmuls and their casts in float8, over bf16"
-    return f"{_table(header, rows)}\n{note}"
-
-
-def _prediction(prediction: Plan) -> str:
-    if prediction["step_speedup"] is None:
-        return str(prediction["verdict"])
-    steps = prediction["bf16"], prediction["float8"]
-    times = {
-        part: [step["device_parts_s"][part] for step in steps]
-        for part in steps[0]["device_parts_s"]
-    }
-    times |= {part: [step["exposed_s"][part] for step in steps] for part in steps[0]["exposed_s"]}
-    times["step"] = [step["step_s"] for step in steps]
-    times["the host, meanwhile"] = [step["host_s"] for step in steps]
-    times["communication hidden"] = [step["hidden_s"] for step in steps]
-    rows = [
-        [name, *(f"{1e3 * each:,.2f}" for each in seconds), ""] for name, seconds in times.items()
-    ]
-    return f"{prediction['verdict']}\n" + _table(("milliseconds", "bf16", "float8", ""), rows)
-
-
-def _memory(memory: Plan) -> str:
-    peak, device = memory["peak"], memory["device_bytes"]
-    rows = [
-        (name.replace("_", " "), f"{size / GIB:,.2f}", "")
-        for name, size in peak.items()
-        if name not in ("name", "total") and size
-    ]
-    rows.append(("peak", f"{peak['total'] / GIB:,.2f}", f"at: {peak['name']}"))
-    fits = "fits" if memory["fits"] else "tight" if peak["total"] <= device else "does not fit"
-    note = f"{fits}: the device has {device / GIB:,.2f}"
-    rows.append(("reserved, at most", f"{memory['reserved'] / GIB:,.2f}", note))
-    table = _table(("GiB", "", ""), rows)
-    if memory["fits"]:
-        return table
-    layouts = [
-        "{world_size} GPUs with tp {tensor_parallel_degree} and activation checkpointing "
-        "{activation_checkpoint}".format_map(each)
-        for each in memory["would_fit"]
-    ]
-    more = "no number of GPUs, with tp up to 8 either; lower local_batch_size or seq_len"
-    return f"{table}\nwould fit: {', or '.join(layouts) or more}"
-
-
-def _schedule(schedule: Plan, peaks: Plan) -> str:
+def _mfu(schedule: Plan, peaks: Plan) -> str:
     rows = [
         (name, _number(schedule[name]), f"of {_number(peaks[peak], '.1f')} TFLOPS{note}")
-        for name, peak, note in (
-            ("mfu", "effective", ", each matmul at its own peak"),
-            ("mfu_bf16_peak", "bf16", ""),
-            ("mfu_fp8_peak", "fp8", ""),
-            ("mfu_arithmetic_peak", "arithmetic", ""),
-            ("hfu", "effective", ", with what is recomputed"),
-        )
+        for name, (peak, note) in UTILISATIONS.items()
     ]
-    return (
-        f"tps {schedule['tps']:,.0f} per device ({schedule['origin']}), "
-        f"tflops {schedule['tflops']:,.2f}, step {schedule['step_s']:,.3f} s\n"
-        f"{_table(('percent', '', ''), rows)}\n"
-        f"{schedule['tokens_per_day']:.3g} tokens a day, "
-        f"{schedule['days_per_trillion_tokens']:,.1f} days and "
-        f"{schedule['gpu_hours_per_trillion_tokens']:,.0f} GPU-hours for 10^12; "
-        f"the {schedule['run_tokens']:.3g} of this run take {24 * schedule['run_days']:,.1f} hours "
-        f"and {schedule['run_gpu_hours']:,.1f} GPU-hours\n"
-        f"a checkpoint is {schedule['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks: "
-        f"{schedule['checkpoint_s']:,.1f} s where each writes 1 GB/s"
-    )
+    header = ("percent", "", f"at {schedule['tflops']:,.2f} TFLOPS per device")
+    return _table(header, rows, notes=True)
+
+
+def _assumed(plan: Plan) -> str:
+    communication, request = plan["communication"], plan["request"]
+    parts = []
+    if not plan["peaks"]["data_sheet"]:
+        parts.append(
+            _wrap(
+                f"No data sheet of the {request['device']} is known: its multiprocessors are "
+                "assumed, and its links and nodes unless they are given."
+            )
+        )
+
+    # Links.
+    if communication["collectives"]:
+        rows = [
+            (
+                each["kind"],
+                str(each["ring_size"]),
+                "yes" if each["crosses_nodes"] else "no",
+                f"{each['gb_s']:,.0f}",
+            )
+            for each in communication["collectives"]
+        ]
+        parts.append(_table(("ring", "GPUs", "crosses nodes", "GB/s"), rows))
+        links = (
+            "GB/s: what large collectives reach. Each GPU can send {link_gb_s:,g} within a node of "
+            "{node_devices:,}, and {network_gb_s:,g} between nodes, where a ring uses the network "
+            "of all its GPUs in a node (--link, --node-devices, --network)."
+        )
+        parts.append(_wrap(links.format_map(communication)))
+    parts.append(f"Attention runs in PyTorch's {request['attention_kernel']} kernel (--attention).")
+
+    # Constants.
+    guesses = [
+        (
+            each["name"],
+            *(f"{value:g}" for value in (each["value"], *each["between"])),
+            *(f"{ratio - 1:+.1%}" for ratio in each["step_ratio"]),
+        )
+        for each in plan["assumed"]
+    ]
+    if guesses:
+        header = ("guessed constant", "value", "slow", "fast", "step, slow", "step, fast")
+        parts.append(_table(header, guesses))
+        parts.append(
+            _wrap(
+                "The ranges above come from these alone; docs/plan.md compares predictions with "
+                "published runs. To replace a guess, measure it and edit its row in "
+                "torchtitan_lite/planner/constants.py. --tps replaces the predicted rate by that "
+                "of a short run."
+            )
+        )
+    return "\n".join(parts)

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
+from operator import mul
+from typing import NamedTuple
 
 from torchtitan_lite.float8.recipes import Traffic
 from torchtitan_lite.float8.selection import LinearChoice
@@ -27,8 +29,20 @@ TILES = ((256, 128), (128, 256), (128, 128))
 Multiplication Background User's Guide."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
-GATHERED_WEIGHT = Traffic(), Traffic(2, 1)
+ATTENTION_KERNELS = ("cudnn", "flash", "flex")
+GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=0.6)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
+
+
+class Pointwise(NamedTuple):
+    """A block's kernels other than matmuls, attention and casts, as counted for sm_90."""
+
+    elements: tuple[int, int, int]  # moved per token and unit of dim, of q_dim + kv_dim, of ffn_dim
+    kernels: int
+
+
+COMPILED_POINTWISE = Pointwise((9, 2, 3), 6), Pointwise((19, 2, 5), 8)  # forward and backward
+EAGER_POINTWISE = Pointwise((10, 10, 5), 14), Pointwise((22, 10, 9), 19)
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class Roofline:
     rates: Rates
     job: Job
     recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
-    attention_kernel: str = ""  # cudnn, flash or flex; "": what PyTorch takes on the device
+    attention_kernel: str = ""  # one of ATTENTION_KERNELS; "": what PyTorch takes on the device
 
     @property
     def tokens(self) -> int:
@@ -80,6 +94,13 @@ class Roofline:
     def compiled(self) -> bool:
         """Whether the blocks are compiled, which fuses the casts."""
         return self.job.config.compile.covers("model")
+
+    @property
+    def runs_attention_in(self) -> str:
+        """The kernel given, or the one that PyTorch takes."""
+        default = "cudnn" if self.device.architecture in ("Hopper", "Blackwell") else "flash"
+        masked = self.job.model_args.document_bos_id is not None
+        return self.attention_kernel or ("flex" if masked else default)
 
     def gathers_float8(self, linear: LinearChoice) -> bool:
         """Whether FSDP gathers the linear's weight in float8, if it is converted. The embedding
@@ -109,13 +130,12 @@ class Roofline:
         for (height, width), parts in product(TILES, SPLITS):
             tiles = math.ceil(rows / height) * math.ceil(columns / width) * parts
             waves = math.ceil(tiles / self.device.multiprocessors)
-            tile = 2 * height * width * inner / parts / flops_per_s + self.rates.tile_seconds
+            tile = 2 * height * width * inner / parts / flops_per_s
             added = self.move(8 * parts * rows * columns, 1).seconds if parts > 1 else 0.0
             arithmetic = min(arithmetic, waves * tile + added)
 
         nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
-        kernel = self.rates.kernel_seconds
-        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + kernel, 1)
+        return Cost(max(arithmetic, self.move(nbytes, 0).seconds) + self.rates.matmul_seconds, 1)
 
     # Linears.
 
@@ -133,7 +153,11 @@ class Roofline:
         share = 1 / readers if self.compiled else 1.0
 
         def cast(elements: int, traffic: Traffic) -> Cost:
-            return self.move(elements * traffic.bytes, traffic.kernels)
+            rates = self.rates
+            nbytes = traffic.contiguous
+            nbytes += traffic.transposing * rates.contiguous / rates.transposing
+            nbytes += traffic.strided * rates.contiguous / rates.strided
+            return self.move(elements * nbytes, traffic.kernels)
 
         fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
         forward = cast(m * k, casts.input[0]) * share + cast(n * k, weight[0])
@@ -195,30 +219,28 @@ class Roofline:
     def attention(self) -> Passes:
         """Cost of causal attention, which multiplies half the square: 2 matmuls forward, and 5
         backward, which recomputes the scores."""
-        args, architecture = self.job.model_args, self.device.architecture
+        args, fraction = self.job.model_args, f"attention_{self.runs_attention_in}"
         again = sum(name.endswith(".attention") for name in self.recomputed)
-        default = "cudnn" if architecture in ("Hopper", "Blackwell") else "flash"
-        kernel = self.attention_kernel or ("flex" if args.document_bos_id is not None else default)
-        rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, f"attention_{kernel}")
+        rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
 
         heads = args.q_dim // self.job.degrees.tp
         matmul = Cost(self.tokens * args.max_seq_len * heads / rate, 0.5)
         return Passes(matmul * (2 * args.n_layers), matmul * (5 * args.n_layers + 2 * again))
 
     def pointwise(self) -> Passes:
-        """Cost of norms, rotary embeddings, SwiGLU and residuals, fused and in bf16. Tensor
-        parallelism splits norms and residuals along the sequence."""
+        """Cost of norms, rotary embeddings, SwiGLU and residuals in bf16. Tensor parallelism splits
+        norms and residuals along the sequence."""
         args, tp = self.job.model_args, self.job.degrees.tp
-        rotated, ffn_dim = args.q_dim // tp + args.kv_dim // tp, args.ffn_dim // tp
-        # Other kernels of a block, as Inductor generates them or the profiler counts them eager.
-        kernels = 34 if self.compiled else 130
-        forward = 9 * args.dim / tp + 2 * rotated + 3 * ffn_dim
-        backward = 11 * args.dim / tp + 2 * rotated + 5 * ffn_dim
+        widths = args.dim / tp, args.q_dim // tp + args.kv_dim // tp, args.ffn_dim // tp
 
-        checkpointed = self.job.config.activation_checkpoint.checkpointed_layers(args.n_layers)
-        once = self.move(2 * self.tokens * forward, kernels / 2)
-        twice = self.move(2 * self.tokens * backward, kernels / 2)
-        return Passes(once * args.n_layers, once * len(checkpointed) + twice * args.n_layers)
+        def cost(moved: Pointwise) -> Cost:
+            elements = sum(map(mul, moved.elements, widths))
+            return self.move(2 * self.tokens * elements, moved.kernels)
+
+        forward, backward = map(cost, COMPILED_POINTWISE if self.compiled else EAGER_POINTWISE)
+        ac, n_layers = self.job.config.activation_checkpoint, args.n_layers
+        again = len(ac.checkpointed_layers(n_layers))
+        return Passes(forward * n_layers, backward * n_layers + forward * again)
 
     def loss(self) -> Cost:
         """Cost of the cross-entropy and its gradient, beside the matmuls of the projection."""
@@ -238,6 +260,8 @@ class Roofline:
         return Passes(self.move(gathered, kernels), self.move(gathered + 6 * parameters, kernels))
 
 
-def build_roofline(device: DeviceSpec, job: Job, recomputed: Collection[str] = ()) -> Roofline:
-    """Return the roofline of `job` on `device` by the constants of its architecture."""
-    return Roofline(device, rates_of(device.architecture), job, recomputed)
+def build_roofline(
+    device: DeviceSpec, job: Job, recomputed: Collection[str] = (), attention_kernel: str = ""
+) -> Roofline:
+    """Return the roofline of `job` on `device` by the constants that hold for it."""
+    return Roofline(device, rates_of(device), job, recomputed, attention_kernel)

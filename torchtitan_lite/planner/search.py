@@ -22,8 +22,8 @@ from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
 from .memory import reserved_bytes
-from .meta_model import CHEAPEST_FIRST, Workload, build_workload, name_kept
-from .plan import check_device, find_fitting, tokenizer_values
+from .meta_model import CHEAPEST_FIRST, Workload, build_workload, find_fitting, name_kept
+from .plan import check_planned, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
 GIB = 2**30
@@ -60,6 +60,7 @@ class Space:
     world_size: int
     device: DeviceSpec
     given: Collection[str] = ()
+    attention_kernel: str = ""
 
     @property
     def kept(self) -> Settings:
@@ -143,7 +144,7 @@ def find_candidates(space: Space) -> list[Candidate]:
         tried = _with_settings(config, settings)
         if problems := check_config(tried, world_size=space.world_size):
             raise ConfigError("\n".join(problems))
-        check_device(tried, device)
+        check_planned(tried, device, space.attention_kernel)
         return build_job(tried, world_size=space.world_size, tokenizer=tokenizer)
 
     found: dict[Hashable, Candidate] = {}
@@ -169,7 +170,7 @@ def find_candidates(space: Space) -> list[Candidate]:
 
             reserved = reserved_bytes(work.moments())
             fits = reserved <= device.memory_gib * GIB
-            step_s = work.time(device).step_s if fits else math.inf
+            step_s = work.time(device, space.attention_kernel).step_s if fits else math.inf
             found[same] = Candidate(chosen, work, reserved, step_s)
             if not fits:
                 break
@@ -221,7 +222,8 @@ def _nothing_fits(space: Space, closest: Candidate) -> str:
 
 def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict[str, Any]:
     work, config, settings = candidate.work, candidate.work.job.config, candidate.settings
-    prediction, degrees, batch = work.predict(space.device), work.job.degrees, work.job.batch
+    degrees, batch = work.job.degrees, work.job.batch
+    prediction = work.predict(space.device, space.attention_kernel)
     tokens = batch.global_batch_size * config.training.seq_len / degrees.world_size
     step, (fast, slow) = prediction.float8, prediction.float8_s_band
     gpu_hours = 1e12 / tokens * step.step_s / 3600

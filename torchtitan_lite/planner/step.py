@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import OUTPUT
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
-from .communication import Network, replicate_ring, shard_ring, tp_ring
+from .communication import Network, Ring, replicate_ring, shard_ring, tp_ring
 from .constants import Rates, guesses_of
-from .memory import FLOAT32, Group, Rank
+from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
+BLOCK_PARAMETERS, END_PARAMETERS = len(BLOCK_LINEARS) + 2, 3  # with two norms; embedding to output
 RESOLUTION = 0.05  # a smaller relative difference is reported as none
 
 
@@ -27,8 +28,8 @@ class StepTime:
     step_s: float  # the slower of device and host
     host_s: float
     device_parts_s: Mapping[str, float]
-    exposed_s: Mapping[str, float]  # communication that the device waits for
-    hidden_s: float  # communication beside computation
+    exposed_s: Mapping[str, float]  # communication that the device waits for, by kind
+    hidden_s: Mapping[str, float]  # communication beside computation
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
     # Once by the constants as they are, and with each guess at either end.
     bf16, float8 = times(roofline.rates)
     speedup = bf16.step_s / float8.step_s
-    guesses = [tuple(map(times, ends)) for ends in guesses_of(roofline.device.architecture)]
+    guesses = [tuple(map(times, ends)) for ends in guesses_of(roofline.device)]
     speedup_band = _band(
         speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
     )
@@ -123,43 +124,44 @@ class _Step:
     def time(self) -> StepTime:
         """Time the step: the microbatches that only add up gradients, the last, the optimizer."""
         accum, rates = self.job.batch.grad_accum_steps, self.roofline.rates
-        blocks, head, parallel = self._blocks(), self._head(), self._tensor_parallel()
+        blocks, head = self._blocks(), self._head()
+        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
+        parallel = self._tensor_parallel(asynchronous=asynchronous)
+        parallel_hidden = self._tensor_parallel().both.seconds - parallel.both.seconds
         parameters = sum(group.weights for group in self.rank.groups) // self.job.degrees.dp_shard
         optimizer = self.roofline.optimizer(parameters)
 
-        # Async tensor parallelism hides a part of its collectives behind the matmuls beside them.
-        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
-        waited = 1 - asynchronous * rates.async_tensor_parallel
-
-        # Communication of FSDP that the blocks of each pass can hide.
-        forward, backward = (
-            sum(each, Cost()).seconds
-            for each in (
-                [*(part.forward for part in blocks.values()), parallel.forward * waited],
-                [*(part.backward for part in blocks.values()), parallel.backward * waited],
-            )
-        )
-        first, gathers, gathers_again, reductions, last = self._sharded()
-        hidden = accum * min(gathers, forward)
-        hidden += (accum - 1) * min(gathers_again, backward)
-        hidden += min(gathers_again + reductions, backward)
-        total = accum * (first + gathers + gathers_again) + reductions + last
+        # The blocks hide FSDP's communication, and so does tensor parallelism. Replicas have what
+        # they add.
+        compute = sum(blocks.values(), parallel)
+        exposed, hidden = self._sharded(Ring(1, 1), compute)
+        exposed_with, hidden_with = self._sharded(replicate_ring(self.job.degrees), compute)
 
         # A microbatch runs `accum` times.
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()} | {"optimizer": optimizer}
         device_parts_s = {name: cost.seconds for name, cost in parts.items()}
         exposed_s = {
-            "tensor parallelism": parallel.both.seconds * waited * accum,
-            "sharding and replicas": total - hidden,
-            "slower compute beside": hidden * rates.overlap_slowdown,
+            "tensor parallelism": parallel.both.seconds * accum,
+            "sharding": exposed,
+            "replicas": exposed_with - exposed,
+            "slower compute beside": hidden_with * rates.overlap_slowdown,
         }
+        hidden_s = {
+            "tensor parallelism": parallel_hidden * accum,
+            "sharding": hidden,
+            "replicas": hidden_with - hidden,
+        }
+        alone = self.job.degrees.world_size == 1
+        late = 0.0 if alone else rates.slowest_device - 1
+        exposed_s["slowest device"] = late * sum(device_parts_s.values())
         kernels = sum(cost.kernels for cost in parts.values()) + parallel.both.kernels * accum
         host_s = kernels * rates.host_seconds_per_kernel
-        host_s += accum * self.job.model_args.n_layers * rates.host_seconds_per_block
+        n_layers = self.job.model_args.n_layers
+        host_s += accum * n_layers * rates.host_seconds_per_block
+        host_s += (BLOCK_PARAMETERS * n_layers + END_PARAMETERS) * rates.host_seconds_per_parameter
         device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
-        hidden += parallel.both.seconds * (1 - waited) * accum
-        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden)
+        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden_s)
 
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
@@ -180,11 +182,11 @@ class _Step:
         costs = self.roofline.linears(output, self.in_float8)
         return {"output": sum(costs, Passes()).both, "loss": self.roofline.loss()}
 
-    def _sharded(self) -> tuple[float, float, float, float, float]:
-        """Seconds of FSDP's and HSDP's collectives: the first gather, which nothing hides; the
-        others of the forward pass; those of the backward pass; the reductions; the last one."""
+    def _sharded(self, replicas: Ring, compute: Passes) -> tuple[float, float]:
+        """Seconds of FSDP's collectives, and of the sums over `replicas`, in a step: those that the
+        device waits for, and those that `compute` of a microbatch hides."""
         rank, network, degrees = self.rank, self.network, self.job.degrees
-        shards, replicas = shard_ring(degrees), replicate_ring(degrees)
+        shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
         embedding, *blocks, head = rank.groups
 
         def reduce_s(group: Group) -> float:
@@ -192,51 +194,68 @@ class _Step:
             shard = nbytes / degrees.dp_shard
             return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
 
-        first = network.gather_s(rank.width * embedding.weights, shards)
-        output = network.gather_s(rank.width * head.weights, shards)
         gathers = [network.gather_s(block.gathered, shards) for block in blocks]
-        reductions = [reduce_s(block) for block in blocks]
+        reductions = sum(reduce_s(group) for group in rank.groups)
 
         # The last blocks may stay gathered from the forward to the backward pass.
         reshard = self.job.config.parallelism.fsdp_reshard_after_forward
-        again = gathers[: {"never": 0, "default": -1, "always": None}[reshard]]
-        return (
-            first + gathers[0],
-            sum(gathers[1:]) + output,
-            sum(again),
-            sum(reductions[1:]) + reduce_s(head),
-            reductions[0] + reduce_s(embedding),
-        )
+        again = sum(gathers[: {"never": 0, "default": -1, "always": None}[reshard]])
 
-    def _tensor_parallel(self) -> Passes:
-        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks."""
+        # Nothing hides the first gathers and the last reductions.
+        first = network.gather_s(rank.width * embedding.weights, shards) + gathers[0]
+        ahead = sum(gathers[1:]) + network.gather_s(rank.width * head.weights, shards)
+        last = reduce_s(blocks[0]) + reduce_s(embedding)
+
+        forward, backward = compute.forward.seconds, compute.backward.seconds
+        hidden = accum * min(ahead, forward) + (accum - 1) * min(again, backward)
+        hidden += min(again + reductions - last, backward)
+        return accum * (first + ahead + again) + reductions - hidden, hidden
+
+    def _tensor_parallel(self, *, asynchronous: bool = False) -> Passes:
+        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks, or what
+        `asynchronous` ones leave of them. These hide a part behind the matmul beside them, unless
+        a cast or the rescaling of rows stands between."""
         degrees, rank, args = self.job.degrees, self.rank, self.job.model_args
         if degrees.tp == 1:
             return Passes()
         ring, elements = tp_ring(degrees), rank.tokens * args.dim
+        left = 1 - asynchronous * self.roofline.rates.async_tensor_parallel
 
-        def move(tensor: str, times: float = 1.0) -> Cost:
-            width = 1 if rank.gathers_float8(tensor) else rank.width
-            return Cost(self.network.gather_s(width * elements, ring), 1) * times
+        def gather(tensor: str) -> Cost:
+            in_float8 = rank.gathers_float8(tensor)
+            nbytes = elements * (1 if in_float8 else rank.width)
+            # One sequence is gathered in place; of several the pieces are put together.
+            copied = self.roofline.move(2 * nbytes, 1) * (self.job.batch.local_batch_size > 1)
+            cost = Cost(self.network.gather_s(nbytes, ring), 1) + copied
+            return cost * (left if in_float8 or not self.in_float8 else 1)
+
+        # Sums are scattered in the compute type, from a copy that is ordered by ranks.
+        nbytes = elements * rank.width
+        scatter = Cost(self.network.gather_s(nbytes, ring), 1) + self.roofline.move(2 * nbytes, 1)
+        rescaled = self.in_float8 and not self.job.config.float8.recipe.gathers_float8
+        scatter_back, scatter = scatter * (1 if rescaled else left), scatter * left
 
         # A block gathers the inputs of its column-split linears, and the gradients of its row-split
         # ones; it scatters the sums of the others.
-        inputs = move("attention_norm") + move("ffn_norm")
-        gradients, sums = move("attention") + move("gated"), move("sum", 2)
+        inputs = gather("attention_norm") + gather("ffn_norm")
+        gradients = gather("attention") + gather("gated")
 
         # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
         ac = self.job.config.activation_checkpoint
         checkpointed = len(ac.checkpointed_layers(args.n_layers))
         kept = ac.keeps_by_op and self.roofline.compiled and rank.gathers_float8("ffn_norm")
-        again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else move("sum"))
+        again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else scatter)
 
         # A scale over a split dimension is the maximum of all ranks: a small all-reduce.
-        in_forward, in_backward = (0, 0)
-        if self.in_float8:
-            in_forward, in_backward = self.job.config.float8.recipe.scale_reductions
-        scale = Cost(self.network.all_reduce_s(FLOAT32, ring), 1)
-        ends = move("sum", 2)  # of the embedding, and around the projection
+        scales = self.job.config.float8.recipe.scale_reductions if self.in_float8 else (0, 0, 0, 0)
+        in_forward, in_backward, by_op, whole = scales
+        scale = Cost(self.roofline.rates.small_reduction_seconds, 1)
+        again += scale * (by_op if ac.keeps_by_op else whole)
+
+        forward = inputs + scatter * 2 + scale * in_forward
+        backward = gradients + scatter_back * 2 + scale * in_backward
+        ends = gather("norm") + scatter  # around the projection, and of the embedding
         return Passes(
-            (inputs + sums + scale * in_forward) * args.n_layers + ends,
-            (gradients + sums + scale * in_backward) * args.n_layers + again * checkpointed + ends,
+            forward * args.n_layers + ends,
+            backward * args.n_layers + again * checkpointed + ends,
         )
