@@ -92,9 +92,9 @@ class Rank:
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
     def only_cast(self, tensor: str) -> bool:
-        """Whether all linears of a block that read `tensor` are in float8."""
+        """Whether `tensor` is read by linears of a block, and all of them are in float8."""
         readers = {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
-        return readers <= self.float8_linears
+        return bool(readers) and readers <= self.float8_linears
 
     def gathers_float8(self, tensor: str) -> bool:
         """Whether tensor parallelism gathers `tensor` in float8; its linears then save that."""

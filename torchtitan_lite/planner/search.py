@@ -16,13 +16,13 @@ from torchtitan_lite.config import Config, check_config, resolve_batch, resolve_
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.job import Job, build_job
+from torchtitan_lite.job import Job, TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
 from .memory import reserved_bytes
-from .meta_model import CHEAPEST_FIRST, Workload, build_workload, find_fitting, name_kept
+from .meta_model import Workload, build_workload, find_fitting, name_kept
 from .plan import check_planned, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
@@ -44,6 +44,8 @@ SEARCHED = (
     *(REPLICATE, SHARD, TP, ASYNC_TP, LOCAL),
     *(MODE, OPTION, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
 )
+
+MODES = ({MODE: "none"}, {MODE: "selective", OPTION: "op"}, {MODE: "full"})
 
 Settings = dict[str, Any]
 """Values of keys of a config, by dotted name."""
@@ -87,7 +89,7 @@ class Space:
             overlap = parallelism.enable_async_tensor_parallel and tp > 1
             layout = unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
             microbatches = self._values(LOCAL, max(1, total // dp))
-            for local, mode, recipe in product(microbatches, self._modes(), self._recipes()):
+            for local, mode, recipe in product(microbatches, MODES, self._recipes()):
                 open_batch = training.global_batch_size == -1 and local * dp == total
                 batch = {LOCAL: local, GLOBAL: -1 if open_batch else total}
                 chosen = layout | batch | mode | recipe | self.kept
@@ -98,10 +100,6 @@ class Space:
         if name in self.kept:
             return [self.kept[name]]
         return [each for each in range(1, number + 1) if number % each == 0]
-
-    def _modes(self) -> list[Settings]:
-        modes = [{MODE: mode} for mode in CHEAPEST_FIRST]
-        return [mode | ({OPTION: "op"} if mode[MODE] == "selective" else {}) for mode in modes]
 
     def _recipes(self) -> list[Settings]:
         """Return bf16, and each recipe with the filters of the config, and with "auto" too."""
@@ -140,13 +138,6 @@ def find_candidates(space: Space) -> list[Candidate]:
     with torch.device("meta"):
         model = Transformer(args)
 
-    def accept(settings: Settings) -> Job:
-        tried = _with_settings(config, settings)
-        if problems := check_config(tried, world_size=space.world_size):
-            raise ConfigError("\n".join(problems))
-        check_planned(tried, device, space.attention_kernel)
-        return build_job(tried, world_size=space.world_size, tokenizer=tokenizer)
-
     found: dict[Hashable, Candidate] = {}
     refused: list[ConfigError] = []
     for settings, replicas in space.settings():
@@ -154,7 +145,7 @@ def find_candidates(space: Space) -> list[Candidate]:
         for replicate in replicas:
             chosen = settings | {REPLICATE: replicate}
             try:
-                job = accept(chosen)
+                job = _accept(space, chosen, tokenizer)
                 work = replace(work, job=job) if work else build_workload(model, job, device=device)
             except ConfigError as error:
                 refused.append(error)
@@ -177,6 +168,23 @@ def find_candidates(space: Space) -> list[Candidate]:
     if not found:
         raise refused[0]
     return sorted(found.values(), key=lambda each: (each.step_s, each.reserved))
+
+
+def _accept(space: Space, settings: Settings, tokenizer: TokenizerValues) -> Job:
+    """Return the job of a config with `settings`, or raise ConfigError, as training would."""
+    tables: dict[str, Settings] = {}
+    for name, value in settings.items():
+        table, key = name.split(".")
+        tables.setdefault(table, {})[key] = value
+    sections = {
+        name: getattr(space.config, name).model_copy(update=values)
+        for name, values in tables.items()
+    }
+    config = space.config.model_copy(update=sections)
+    if problems := check_config(config, world_size=space.world_size):
+        raise ConfigError("\n".join(problems))
+    check_planned(config, space.device, space.attention_kernel)
+    return build_job(config, world_size=space.world_size, tokenizer=tokenizer)
 
 
 def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
@@ -254,13 +262,3 @@ def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict
 def _get(config: Config, name: str) -> Any:
     table, key = name.split(".")
     return getattr(getattr(config, table), key)
-
-
-def _with_settings(config: Config, settings: Settings) -> Config:
-    """Return the config with other values, which are valid ones of their keys."""
-    tables: dict[str, Settings] = {}
-    for name, value in settings.items():
-        table, key = name.split(".")
-        tables.setdefault(table, {})[key] = value
-    update = {name: getattr(config, name).model_copy(update=new) for name, new in tables.items()}
-    return config.model_copy(update=update)
