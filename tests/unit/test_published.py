@@ -1,15 +1,48 @@
 """The planner against published runs, none of which set a constant."""
 
+from pathlib import Path
+
 import pytest
-from published_plans import RATE_LIMIT, RATIO_LIMIT, Planned, plan_run
+from published_plans import RATE_LIMIT, RATIO_LIMIT, Planned, format_page, plan_run
 from published_runs import PUBLISHED_RUNS
 
 from torchtitan_lite.planner.step import RESOLUTION
 
-PLANNED = [plan_run(run) for run in PUBLISHED_RUNS]
-for p in PLANNED:
-    r = p.ratios
-    print(
-        f"{p.run.name:36} {p.run.tps:8.0f} {p.tps:8.0f} ({p.band[0]:6.0f}-{p.band[1]:6.0f}) {p.error:+4.0f}% {'*' if p.unknown else ''}"
-        + (f" {r[0]:.2f} {r[1]:.2f} {p.ratio_error:+.0f}%" if r else "")
-    )
+PLANNED = {run.name: plan_run(run) for run in PUBLISHED_RUNS}
+KNOWN = [planned for planned in PLANNED.values() if not planned.unknown]
+RATIOS = [planned for planned in PLANNED.values() if planned.baseline]
+# What is further off, in percent.
+RATE_MISSES = {}
+RATIO_MISSES = {}
+
+
+def name(planned: Planned) -> str:
+    return planned.run.name
+
+
+@pytest.mark.parametrize("planned", KNOWN, ids=name)
+def test_the_rate_is_near_the_published_one(planned: Planned) -> None:
+    limit = RATE_MISSES.get(planned.run.name, RATE_LIMIT)
+    assert abs(planned.error) <= limit
+    assert (abs(planned.error) > RATE_LIMIT) == (planned.run.name in RATE_MISSES)
+
+
+@pytest.mark.parametrize("planned", RATIOS, ids=name)
+def test_the_gain_of_float8_is_near_the_published_one(planned: Planned) -> None:
+    assert planned.ratio_error is not None
+    limit = RATIO_MISSES.get(planned.run.name, RATIO_LIMIT)
+    assert abs(planned.ratio_error) <= limit
+    assert (abs(planned.ratio_error) > RATIO_LIMIT) == (planned.run.name in RATIO_MISSES)
+
+
+@pytest.mark.parametrize("planned", RATIOS, ids=name)
+def test_float8_never_helps_where_it_hurt(planned: Planned) -> None:
+    assert planned.ratios is not None
+    published, predicted = (ratio - 1 for ratio in planned.ratios)
+    if abs(published) > RESOLUTION and abs(predicted) > RESOLUTION:
+        assert (published > 0) == (predicted > 0)
+
+
+def test_the_page_has_these_figures() -> None:
+    page = Path(__file__).parents[2] / "docs" / "published.md"
+    assert page.read_text() == format_page()

@@ -197,9 +197,9 @@ def rates_of(device: DeviceSpec) -> Rates:
     return Rates(**{name: each.value for name, each in constants_of(device).items()})
 
 
-def guesses_of(device: DeviceSpec) -> Iterator[tuple[Rates, Rates]]:
-    """Return, for each guessed constant, the rates with its slow end and those with its fast."""
-    rates = rates_of(device)
+def move_guesses(device: DeviceSpec, rates: Rates) -> Iterator[tuple[Rates, Rates]]:
+    """Yield, for each constant that is a guess for `device`, `rates` with its slow end and with its
+    fast end."""
     for name, constant in constants_of(device).items():
         if constant.between:
             slow, fast = constant.between

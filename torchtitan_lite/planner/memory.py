@@ -92,7 +92,7 @@ class Rank:
         return 2 * FLOAT32 * self.residual // self.width if several else self.residual
 
     def only_cast(self, tensor: str) -> bool:
-        """Whether `tensor` is read by linears of a block, and all of them are in float8."""
+        """Whether linears of a block read `tensor`, and all that do are in float8."""
         readers = {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
         return bool(readers) and readers <= self.float8_linears
 

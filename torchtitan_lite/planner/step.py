@@ -13,7 +13,7 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
 from .communication import Network, Ring, replicate_ring, shard_ring, tp_ring
-from .constants import Rates, guesses_of
+from .constants import Rates, move_guesses
 from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
@@ -61,7 +61,7 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
     # Once by the constants as they are, and with each guess at either end.
     bf16, float8 = times(roofline.rates)
     speedup = bf16.step_s / float8.step_s
-    guesses = [tuple(map(times, ends)) for ends in guesses_of(roofline.device)]
+    guesses = [tuple(map(times, ends)) for ends in move_guesses(roofline.device, roofline.rates)]
     speedup_band = _band(
         speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
     )

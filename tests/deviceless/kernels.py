@@ -1,0 +1,113 @@
+"""The kernels that Inductor generates for a block of Llama 3 8B: `kernels.py RECIPE FILE`, on the
+fake GPU. RECIPE is bf16, a recipe of float8, or "gathered", tensorwise with weights that FSDP has
+gathered in float8. FILE gets, for the forward and the backward pass, the MiB that kernels move by
+kind of access, and their number.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import program  # noqa: F401  # prepares the fake GPU
+import torch
+import torch.distributed as dist
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan_lite.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Float8Config,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.patches import keep_shared_casts
+
+ARGS = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=16, max_seq_len=8192)
+KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\1', '''(.*?)'''", re.DOTALL)
+LAUNCH = re.compile(r"(triton_\w+)\.run\(")
+ACCESS = re.compile(r"tl\.(load|store)\(\w+ \+ \((.*?)\), ")
+AXES = re.compile(r"\b([xyr])\d*_?\d+")
+"""The axes of the tile that an address depends on."""
+NEIGHBOURS = re.compile(r"(?<![\w*])([xyr])\d*_?\d+(?! *[*%/])")
+"""The axis along which it rises by one element: that of a variable without a factor."""
+
+
+def kind_of_access(kernel: str) -> str:
+    """How a Triton kernel accesses tensors, other than those that are the same along an axis."""
+    along: dict[str, set[str]] = {"load": set(), "store": set()}
+    for access, address in ACCESS.findall(kernel):
+        if len(set(AXES.findall(address))) > 1:
+            along[access].update(NEIGHBOURS.findall(address))
+    if len(along["store"]) < 2 and along["store"] <= along["load"]:
+        return "contiguous"
+    return "strided" if "r" in along["load"] | along["store"] else "transposing"
+
+
+def build(recipe: str) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(ARGS)
+    if recipe != "bf16":
+        gathered = recipe == "gathered"
+        float8 = Float8Config(
+            recipe_name="tensorwise" if gathered else recipe,
+            enable_fsdp_float8_all_gather=gathered,
+        )
+        choices = select_linears(
+            model, filter_fqns=(), tp_degree=1, tokens=ARGS.max_seq_len, recipe=float8.recipe
+        )
+        convert_linears(model, choices, float8=float8, emulate=False)
+        keep_shared_casts()
+
+    parallelize(
+        model,
+        init_device_mesh("cuda", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp")),
+        parallelism=ParallelismConfig(),
+        activation_checkpoint=ActivationCheckpointConfig(mode="none"),
+        compile=CompileConfig(enable=True),
+        training=TrainingConfig(),
+    )
+    return model.to_empty(device="cuda")
+
+
+def main(recipe: str, file: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    model = build(recipe)
+    moved: list[list[int]] = []  # bytes of each kernel, in each graph
+    codes: list[str] = []
+
+    def note_bytes(nodes: list[Any]) -> list[Any]:
+        moved.append(
+            [each.get_read_write_buffers_sizes() for each in nodes if not each.is_extern()]
+        )
+        return nodes
+
+    GraphLowering.save_output_code = staticmethod(codes.append)
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with uncached, config.patch(fx_graph_cache=False, _post_fusion_custom_pass=note_bytes):
+        tokens = torch.zeros(1, ARGS.max_seq_len, dtype=torch.long, device="cuda")
+        model(tokens).sum().backward()
+
+    passes = []
+    for code, sizes in zip(codes, moved, strict=True):
+        kinds = {name: kind_of_access(source) for name, source in KERNEL.findall(code)}
+        mib: dict[str, float] = defaultdict(float)
+        for name, size in zip(LAUNCH.findall(code), sizes, strict=True):
+            mib[kinds[name]] += size / 2**20
+        passes.append({"kernels": len(sizes), **mib})
+    Path(file).write_text(json.dumps(passes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

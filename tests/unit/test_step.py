@@ -1,0 +1,505 @@
+"""The time of an optimizer step: bytes of collectives counted by hand, limits, and the band."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sample_plans import DEVICE, H100, RATES, linears_of, roofline_of, scheme_of
+
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
+from torchtitan_lite.planner import step
+from torchtitan_lite.planner.constants import Rates
+from torchtitan_lite.planner.roofline import Roofline
+from torchtitan_lite.planner.step import StepTime, format_verdict, predict, time_step
+
+ARGS = ModelArgs(dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=32000)
+TOKENS = 8192
+HIDDEN = TOKENS * 1024  # elements
+LINEARS = 4 * 1024**2 + 3 * 1024 * 4096  # parameters of a block's linears,
+BLOCK = LINEARS + 2 * 1024  # of a block, with its norms,
+EMBEDDING, HEAD = 32000 * 1024, 32000 * 1024 + 1024
+PARAMETERS = EMBEDDING + 4 * BLOCK + HEAD
+
+# Neither collectives nor kernels have a latency, and memory has no limit: links of 400 GB/s and
+# network adapters of 45 GB/s are what communication waits for.
+FREE_STARTS = replace(
+    RATES,
+    kernel_seconds=0,
+    collective_seconds=0,
+    link_hop_seconds=0,
+    network_hop_seconds=0,
+    small_reduction_seconds=0,
+    slowest_device=1,
+)
+FREE_HOST = {
+    "host_seconds_per_kernel": 0,
+    "host_seconds_per_block": 0,
+    "host_seconds_per_parameter": 0,
+}
+NO_NETWORK = replace(DEVICE, link_gb_s=1e30, network_gb_s=1e30)
+NO_MEMORY = replace(DEVICE, bandwidth_tb_s=1e30)
+TP, SHARDING, BESIDE, SLOWEST = (
+    "tensor parallelism",
+    "sharding and replicas",
+    "slower compute beside",
+    "slowest device",
+)
+BF16, TENSORWISE, ROWWISE = None, scheme_of("tensorwise"), scheme_of("rowwise")
+GATHERED = scheme_of("tensorwise", gathered=True)
+
+
+def roofline(scheme: Any = BF16, args: ModelArgs = ARGS, **settings: Any) -> Roofline:
+    return roofline_of(TOKENS, scheme, args, **{"rates": FREE_STARTS} | settings)
+
+
+def time(scheme: Any = BF16, args: ModelArgs = ARGS, **settings: Any) -> StepTime:
+    """Time a step in which all linears of the blocks train in float8 if there is a scheme."""
+    at = roofline(scheme, args, **settings)
+    linears = linears_of(args, tp=at.job.degrees.tp, output=True)
+    return time_step(at, linears, linears[:7] if scheme else [])
+
+
+def sharded_s(step: StepTime, rates: Rates = FREE_STARTS) -> float:
+    """Seconds of all collectives of FSDP and HSDP, hidden or not, of a step without TP."""
+    assert step.exposed_s[BESIDE] == pytest.approx(step.hidden_s * rates.overlap_slowdown)
+    return step.hidden_s + step.exposed_s[SHARDING]
+
+
+# The sum.
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 8, 1), (2, 8, 4)])
+def test_a_step_is_the_sum_of_its_parts(degrees: tuple[int, int, int]) -> None:
+    step = time(TENSORWISE, degrees=degrees, rates=replace(RATES, **FREE_HOST))
+    parts = *step.device_parts_s.values(), *step.exposed_s.values()
+    assert step.step_s == pytest.approx(math.fsum(parts)) and step.host_s == 0
+    assert step.device_parts_s.keys() == {
+        "linears",
+        "attention",
+        "pointwise",
+        "fsdp copies",
+        "output",
+        "loss",
+        "optimizer",
+    }
+    assert all(seconds > 0 for seconds in step.device_parts_s.values())
+
+
+def test_a_step_waits_for_the_slower_of_host_and_device() -> None:
+    step, busy = (
+        time(rates=replace(RATES, host_seconds_per_block=seconds)) for seconds in (1e-3, 1)
+    )
+    assert busy.step_s == busy.host_s > 4
+    assert busy.device_parts_s == step.device_parts_s
+    assert busy.host_s - step.host_s == pytest.approx(4 * (1 - 1e-3))
+
+
+def test_the_host_issues_each_kernel_of_each_microbatch() -> None:
+    at = replace(RATES, **FREE_HOST | {"host_seconds_per_kernel": 1})
+    once, thrice = (
+        time(rates=at, training={"local_batch_size": 1, "global_batch_size": n}).host_s
+        for n in (1, 3)
+    )
+    optimizer = roofline().optimizer(1).kernels
+    assert thrice - optimizer == pytest.approx(3 * (once - optimizer))
+    in_float8 = time(TENSORWISE, rates=at).host_s
+    assert in_float8 > once  # for the casts
+    with_tp = time(degrees=(1, 1, 2), rates=at).host_s
+    assert with_tp > once  # for the collectives
+
+
+def test_linears_attention_and_output_are_those_of_the_roofline() -> None:
+    at = roofline(TENSORWISE)
+    linears = linears_of(ARGS, output=True)
+    parts = time_step(at, linears, linears[:7]).device_parts_s
+    in_blocks = at.linears(linears[:7], linears[:7])
+    assert parts["linears"] == pytest.approx(sum(each.both.seconds for each in in_blocks))
+    assert parts["output"] == pytest.approx(at.bf16(linears[7]).both.seconds)
+    assert parts["attention"] == pytest.approx(at.attention().both.seconds)
+    assert parts["loss"] == pytest.approx(at.loss().seconds)
+    assert parts["optimizer"] == pytest.approx(at.optimizer(PARAMETERS).seconds)
+
+
+def test_the_optimizer_updates_a_shard() -> None:
+    whole, sharded, with_tp = (
+        time(degrees=degrees).device_parts_s["optimizer"]
+        for degrees in ((1, 1, 1), (4, 8, 1), (1, 1, 2))
+    )
+    assert sharded == pytest.approx(whole / 8)
+    assert whole / 2 < with_tp < whole / 2 * 1.001  # the norms are whole
+
+
+def test_a_bf16_step_does_not_depend_on_the_recipe() -> None:
+    for degrees in ((1, 8, 1), (1, 2, 4)):
+        linears = linears_of(ARGS, tp=degrees[2], output=True)
+        steps = [
+            time_step(roofline(scheme, degrees=degrees), linears, [])
+            for scheme in (BF16, ROWWISE, GATHERED)
+        ]
+        assert steps[0] == steps[1] == steps[2]
+
+
+def test_the_slowest_of_several_devices_holds_up_the_others() -> None:
+    late = replace(FREE_STARTS, slowest_device=1.25)
+    alone, two = (time(degrees=(1, n, 1), rates=late) for n in (1, 2))
+    assert alone.exposed_s[SLOWEST] == 0
+    assert two.exposed_s[SLOWEST] == pytest.approx(0.25 * sum(two.device_parts_s.values()))
+
+
+# FSDP and replicas.
+
+
+def test_one_rank_communicates_nothing() -> None:
+    step = time(GATHERED, rates=RATES)
+    assert (set(step.exposed_s.values()), step.hidden_s) == ({0}, 0)
+
+
+@pytest.mark.parametrize("degrees", [(1, 8, 1), (2, 4, 1), (1, 16, 8), (2, 1, 1)])
+def test_links_without_limits_expose_nothing(degrees: tuple[int, int, int]) -> None:
+    device = replace(NO_NETWORK, bandwidth_tb_s=1e30)  # for the copies of tensor parallelism
+    free = time(TENSORWISE, degrees=degrees, device=device)
+    assert sum(free.exposed_s.values()) + free.hidden_s < 1e-12
+    limited = time(TENSORWISE, degrees=degrees, device=NO_MEMORY)
+    assert sum(limited.exposed_s.values()) > 1e-3
+    assert free.device_parts_s == limited.device_parts_s
+
+
+RESHARDED = {"never": 0, "default": 3, "always": 4}  # blocks that are gathered again
+
+
+@pytest.mark.parametrize("reshard", RESHARDED)
+@pytest.mark.parametrize(
+    ("scheme", "block"),
+    [
+        (BF16, 2 * BLOCK),
+        (TENSORWISE, 2 * BLOCK),
+        (GATHERED, LINEARS + 2 * (BLOCK - LINEARS)),
+    ],
+)
+def test_fsdp_gathers_weights_twice_and_reduces_gradients_once(
+    scheme: Any, block: int, reshard: str
+) -> None:
+    gathered = 2 * (EMBEDDING + HEAD) + (4 + RESHARDED[reshard]) * block
+    reduced = 4 * PARAMETERS  # in float32
+    step = time(scheme, degrees=(1, 8, 1), parallelism={"fsdp_reshard_after_forward": reshard})
+    assert sharded_s(step) == pytest.approx((gathered + reduced) * 7 / 8 / 400e9)
+
+
+def test_only_linears_in_float8_are_gathered_in_float8() -> None:
+    at = roofline(GATHERED, degrees=(1, 8, 1))
+    linears = linears_of(ARGS, output=True)
+    some = time_step(at, linears, [each for each in linears if each.kind.endswith("w2")])
+    all_bf16 = time_step(at, linears, [])
+    saved = 7 * 1024 * 4096  # a byte an element of w2, of 4 blocks and then 3 again
+    assert sharded_s(all_bf16) - sharded_s(some) == pytest.approx(saved * 7 / 8 / 400e9)
+
+
+def test_gradients_may_be_reduced_in_bf16() -> None:
+    in_float32, in_bf16 = (
+        time(degrees=(1, 8, 1), training={"mixed_precision_reduce": dtype})
+        for dtype in ("float32", "bfloat16")
+    )
+    difference = sharded_s(in_float32) - sharded_s(in_bf16)
+    assert difference == pytest.approx(2 * PARAMETERS * 7 / 8 / 400e9)
+
+
+def test_replicas_only_sum_gradients() -> None:
+    step = time(GATHERED, degrees=(2, 1, 1))
+    assert sharded_s(step) == pytest.approx(2 * 4 * PARAMETERS / 2 / 400e9)
+
+
+def test_replicas_sum_shards_between_nodes() -> None:
+    sharded, both = (time(degrees=(replicas, 8, 1)) for replicas in (1, 4))
+    summed = 2 * (4 * PARAMETERS / 8) * 3 / 4 / 45e9  # one rank of each node, so one adapter
+    assert sharded_s(both) - sharded_s(sharded) == pytest.approx(summed)
+
+
+def test_tied_embeddings_are_gathered_and_reduced_once() -> None:
+    tied = time(args=replace(ARGS, tie_embeddings=True), degrees=(1, 8, 1))
+    parameters = EMBEDDING + 1024 + 4 * BLOCK
+    moved = 2 * (parameters + 3 * BLOCK) + 4 * parameters
+    assert sharded_s(tied) == pytest.approx(moved * 7 / 8 / 400e9)
+
+
+def test_what_computation_does_not_hide_is_exposed_and_grows_with_the_bytes() -> None:
+    # The first gather waits for nothing, and nothing waits for the last reduction.
+    first = 2 * (EMBEDDING + BLOCK) * 7 / 8
+    last = 4 * (EMBEDDING + BLOCK) * 7 / 8
+    fast = time(degrees=(1, 8, 1), device=replace(DEVICE, link_gb_s=5e4))
+    assert fast.exposed_s[SHARDING] == pytest.approx((first + last) / 4e13)
+
+    # On slow links computation hides as much as it takes, however long communication takes.
+    slow, slower, slowest = (
+        time(degrees=(1, 8, 1), device=replace(DEVICE, link_gb_s=1 / n)) for n in (1, 2, 3)
+    )
+    in_blocks = ("linears", "attention", "pointwise", "fsdp copies")
+    hides = sum(slow.device_parts_s[part] for part in in_blocks)
+    assert slow.hidden_s == slower.hidden_s == slowest.hidden_s == pytest.approx(hides)
+    more = slower.exposed_s[SHARDING] - slow.exposed_s[SHARDING]
+    assert slowest.exposed_s[SHARDING] - slower.exposed_s[SHARDING] == pytest.approx(more)
+    assert more == pytest.approx(sharded_s(slow))
+
+
+def test_accumulation_repeats_everything_but_reductions_and_the_optimizer() -> None:
+    once, thrice = (
+        time(degrees=(2, 8, 1), training={"local_batch_size": 1, "global_batch_size": 16 * n})
+        for n in (1, 3)
+    )
+    for part, seconds in once.device_parts_s.items():
+        times = 1 if part == "optimizer" else 3
+        assert thrice.device_parts_s[part] == pytest.approx(times * seconds)
+    gathered = (2 * (EMBEDDING + HEAD) + 7 * 2 * BLOCK) * 7 / 8 / 400e9
+    assert sharded_s(thrice) - sharded_s(once) == pytest.approx(2 * gathered)
+
+
+# Tensor parallelism.
+
+LARGE = {
+    # Bytes an element of what a block gathers and scatters in each pass, beside recomputation, and
+    # of what it recomputes; all counted in what torchao and FSDP run in a process group of 8.
+    ("bf16", "none"): (2 * 2 + 2 * 2, 2 * 2 + 2 * 2, 0),
+    ("bf16", "selective"): (8, 8, 2 * 2),
+    ("bf16", "full"): (8, 8, 2 * 2 + 2),
+    ("rowwise", "selective"): (8, 8, 2 * 2),
+    ("tensorwise", "none"): (2 * 1 + 2 * 2, 2 * 1 + 2 * 2, 0),
+    ("tensorwise", "selective"): (6, 6, 0),  # the compiler keeps the gathered inputs
+    ("tensorwise", "full"): (6, 6, 2 * 1 + 2),
+}
+ENDS = 4 * 2  # of the embedding and around the projection to the vocabulary, in both passes
+SCHEMES = {"bf16": BF16, "rowwise": ROWWISE, "tensorwise": TENSORWISE}
+
+
+@pytest.mark.parametrize(("recipe", "mode"), LARGE)
+@pytest.mark.parametrize("tp", [2, 8])
+def test_tensor_parallelism_moves_what_was_counted(recipe: str, mode: str, tp: int) -> None:
+    step = time(
+        SCHEMES[recipe],
+        degrees=(1, 1, tp),
+        device=NO_MEMORY,
+        activation_checkpoint={"mode": mode},
+    )
+    nbytes = HIDDEN * (4 * sum(LARGE[recipe, mode]) + ENDS)
+    assert step.exposed_s[TP] == pytest.approx(nbytes * (tp - 1) / tp / 400e9)
+    assert step.exposed_s[SHARDING] == step.hidden_s == 0
+
+
+def test_eager_checkpointing_gathers_float8_inputs_again() -> None:
+    compiled, eager = (
+        time(
+            TENSORWISE,
+            degrees=(1, 1, 2),
+            device=NO_MEMORY,
+            compiled=compiled,
+            activation_checkpoint={"mode": "selective"},
+        ).exposed_s[TP]
+        for compiled in (True, False)
+    )
+    assert eager - compiled == pytest.approx(4 * HIDDEN * 2 * 1 / 2 / 400e9)
+
+
+def test_an_input_is_gathered_in_float8_if_all_its_linears_are() -> None:
+    at = roofline(TENSORWISE, degrees=(1, 1, 2), device=NO_MEMORY)
+    linears = linears_of(ARGS, tp=2, output=True)
+
+    def in_float8(*kept: str) -> float:
+        chosen = [each for each in linears[:7] if each.kind.split(".")[1] not in kept]
+        return time_step(at, linears, chosen).exposed_s[TP]
+
+    byte = 4 * HIDDEN / 2 / 400e9  # of one gather in each of 4 blocks
+    assert in_float8("w3") - in_float8() == pytest.approx(byte)
+    assert in_float8("w1", "w3") - in_float8() == pytest.approx(byte)
+    assert in_float8("wv", "wo") - in_float8() == pytest.approx(2 * byte)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mode", "reductions"),
+    [
+        (BF16, "full", 0),
+        (TENSORWISE, "none", 11 + 7),
+        (TENSORWISE, "selective", 11 + 15),
+        (TENSORWISE, "full", 11 + 18),
+        (ROWWISE, "none", 9 + 7),
+        (ROWWISE, "selective", 9 + 10),
+        (ROWWISE, "full", 9 + 12),
+    ],
+)
+def test_scales_are_reduced_over_the_ranks(scheme: Any, mode: str, reductions: int) -> None:
+    rates = replace(FREE_STARTS, small_reduction_seconds=1)
+    step = time(
+        scheme,
+        degrees=(1, 1, 4),
+        device=replace(NO_NETWORK, bandwidth_tb_s=1e30),
+        rates=rates,
+        activation_checkpoint={"mode": mode},
+    )
+    assert step.exposed_s[TP] == pytest.approx(4 * reductions)
+
+
+@pytest.mark.parametrize(("sequences", "copies"), [(1, 4), (2, 8)])
+def test_pieces_of_several_sequences_are_put_together(sequences: int, copies: int) -> None:
+    # What is scattered is always copied, 2 bytes read and 2 written of each element: 4 times a
+    # block and twice around them. What is gathered, only if it has several sequences.
+    training = {"seq_len": TOKENS // sequences, "local_batch_size": sequences}
+    step = time(degrees=(1, 1, 2), device=NO_NETWORK, training=training)
+    ends = 2 * sequences
+    assert step.exposed_s[TP] == pytest.approx(HIDDEN * 4 * (4 * copies + ends) / 2e12)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values())
+def test_async_tensor_parallelism_hides_its_share(scheme: Any) -> None:
+    waited, overlapped = (
+        time(
+            scheme,
+            degrees=(1, 1, 8),
+            compile={"enable": True},
+            parallelism={"enable_async_tensor_parallel": each},
+        )
+        for each in (False, True)
+    )
+    assert overlapped.exposed_s[TP] == pytest.approx(0.75 * waited.exposed_s[TP])
+    assert overlapped.hidden_s == pytest.approx(0.25 * waited.exposed_s[TP])
+    assert waited.hidden_s == 0
+
+
+def test_fsdp_hides_behind_tensor_parallelism_that_is_waited_for() -> None:
+    slow = replace(DEVICE, network_gb_s=0.1)
+    steps = [
+        time(
+            degrees=(1, 8, 8),
+            device=slow,
+            parallelism={"enable_async_tensor_parallel": asynchronous},
+        )
+        for asynchronous in (False, True)
+    ]
+    # It hides as much as the blocks take, with the collectives that they wait for; async tensor
+    # parallelism adds what it hides of them itself.
+    in_blocks = ("linears", "attention", "pointwise", "fsdp copies")
+    for each, waited in zip(steps, (1, 0.75), strict=True):
+        hides = sum(each.device_parts_s[part] for part in in_blocks) + each.exposed_s[TP]
+        own = (1 - waited) / waited * each.exposed_s[TP]
+        assert each.hidden_s == pytest.approx(hides + own)
+
+
+# Predictions.
+
+
+def ends_of(**moves: tuple[float, float]) -> Any:
+    def guesses_of(_: Any) -> Any:
+        for name, (slow, fast) in moves.items():
+            yield replace(RATES, **{name: slow}), replace(RATES, **{name: fast})
+
+    return guesses_of
+
+
+def predicted(moves: Any, monkeypatch: pytest.MonkeyPatch) -> step.Prediction:
+    monkeypatch.setattr(step, "guesses_of", moves)
+    at = roofline(TENSORWISE, FLAVORS["8B"], degrees=(1, 8, 1), rates=RATES)
+    return predict(at, linears_of(FLAVORS["8B"], output=True))
+
+
+def test_a_guess_that_does_not_matter_does_not_widen_the_band(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for moves in (ends_of(), ends_of(async_tensor_parallel=(0.1, 0.9), attention_flex=(0.1, 0.9))):
+        found = predicted(moves, monkeypatch)
+        assert found.speedup_band == (found.step_speedup,) * 2
+        assert found.float8_s_band == (found.float8.step_s,) * 2
+
+
+def test_the_moves_of_guesses_add_up_as_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, attention = {"fp8_matmul": (0.3, 0.5)}, {"attention_cudnn": (0.4, 0.7)}
+    one, other, both = (
+        predicted(ends_of(**moves), monkeypatch) for moves in (fp8, attention, fp8 | attention)
+    )
+    value = both.float8.step_s
+    for i in (0, 1):
+        moved = (one.float8_s_band[i] - value, other.float8_s_band[i] - value)
+        assert both.float8_s_band[i] - value == pytest.approx(
+            math.copysign(math.hypot(*moved), i - 0.5)
+        )
+    low, high = one.float8_s_band
+    assert low < value < high
+
+    # By hand: the fp8 rate moves the speedup as it moves the step in float8, and not that in bf16.
+    assert one.speedup_band == pytest.approx((one.bf16.step_s / high, one.bf16.step_s / low))
+    # Attention takes as long in both, so that more of it makes the speedup smaller.
+    assert other.speedup_band[0] < other.step_speedup < other.speedup_band[1]
+
+
+def test_ends_on_one_side_move_the_band_to_that_side_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = predicted(ends_of(fp8_matmul=(0.3, 0.35)), monkeypatch)
+    assert found.float8_s_band[0] == found.float8.step_s < found.float8_s_band[1]
+    assert found.speedup_band[0] < found.step_speedup == found.speedup_band[1]
+
+
+def test_a_band_contains_its_value() -> None:
+    found = predict(
+        roofline_of(TOKENS, ROWWISE, device=H100, degrees=(1, 8, 1)),
+        linears_of(FLAVORS["8B"], output=True),
+    )
+    for value, (low, high) in (
+        (found.step_speedup, found.speedup_band),
+        (found.float8.step_s, found.float8_s_band),
+    ):
+        assert 0.5 * value < low < value < high < 2 * value
+    assert found.step_speedup == found.bf16.step_s / found.float8.step_s
+
+
+def test_a_prediction_names_what_had_better_be_kept() -> None:
+    # At the rates of thin matmuls float8 casts cost more than they save.
+    linears = linears_of(FLAVORS["8B"], tp=8)
+    at = roofline_of(TOKENS, ROWWISE, degrees=(1, 1, 8))
+    found = predict(at, linears)
+    kept = set(BLOCK_LINEARS) - {each.kind for each in at.choose(linears)}
+    assert kept and set(found.better_kept) == kept
+    assert found.converted == list(BLOCK_LINEARS)
+
+    without = predict(at, linears_of(FLAVORS["8B"], tp=8, kept=kept))
+    assert without.better_kept == [] and set(without.converted) == set(BLOCK_LINEARS) - kept
+    assert without.step_speedup > found.step_speedup
+
+
+def test_the_projection_is_timed_in_float8_if_it_is_converted() -> None:
+    at = roofline(TENSORWISE)
+    linears = linears_of(ARGS, output=True)
+    output = replace(linears[7], kept_because="")
+    assert output.kind == OUTPUT
+    converted = predict(at, [*linears[:7], output]).float8.device_parts_s
+    kept = predict(at, linears).float8.device_parts_s
+    assert converted["output"] == pytest.approx(at.float8(output).both.seconds)
+    assert converted["output"] < kept["output"]
+    assert converted["linears"] == kept["linears"]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "converted", "better_kept", "verdict"),
+    [
+        (
+            1.25,
+            ["wq"],
+            [],
+            "float8 helps: a step runs at 1.25x the speed of bf16 (0.90 to 1.30); "
+            "no linear is better kept in bf16.",
+        ),
+        (
+            1.0,
+            ["wq", "wk"],
+            ["wk"],
+            "float8 is neutral: a step runs at 1.00x the speed of bf16 (0.90 to 1.30); "
+            "keep wk in bf16.",
+        ),
+        (
+            0.5,
+            ["wk", "wv"],
+            ["wk", "wv"],
+            "float8 hurts: a step runs at 0.50x the speed of bf16 (0.90 to 1.30); "
+            "keep wk, wv in bf16.",
+        ),
+        (1.0, [], [], "float8 gains nothing: no linear would be faster in it."),
+    ],
+)
+def test_verdicts(
+    speedup: float, converted: list[str], better_kept: list[str], verdict: str
+) -> None:
+    assert format_verdict(speedup, (0.9, 1.3), converted, better_kept) == verdict
