@@ -232,9 +232,9 @@ def test_recipes_are_those_of_the_device(device: str, recipes: set[str]) -> None
 
 def test_cost_and_gpu_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 s for 8 sequences of 8,192 tokens on 8 devices: 4,096 tokens/s on each."""
-    step = StepTime(2.0, 1.0, {}, {"tensor parallelism": 0.1, "sharding and replicas": 0.4}, 0.3)
+    step = StepTime(2.0, 1.0, {}, {"tensor parallelism": 0.1, "sharding and replicas": 0.4}, {})
     prediction = Prediction(1.5, (1.2, 1.6), (1.6, 4.0), "", ["attention.wq"], [], step, step)
-    monkeypatch.setattr(Workload, "predict", lambda self, device: prediction)
+    monkeypatch.setattr(Workload, "predict", lambda self, device, attention_kernel: prediction)
     layout = search("llama3_8b", *SMALL, "--gpu-hour", "2.5")["layouts"][0]
     assert layout["tps"] == 4096
     assert layout["tps_band"] == [2048, 5120]
@@ -299,3 +299,22 @@ def test_a_huge_number_of_processes_is_searched() -> None:
     found = search("debug_model", world_size=999_983)  # a prime number
     assert {layout["tp"] for layout in found["layouts"]} == {1}
     assert {layout["dp_replicate"] * layout["dp_shard"] for layout in found["layouts"]} == {999_983}
+
+
+def test_the_documented_search_prints_what_is_documented() -> None:
+    section = (ROOT / "docs/plan.md").read_text().partition("\n## Search for a layout\n")[2]
+    command = re.search(r"^python scripts/plan\.py --search (.*)$", section, flags=re.MULTILINE)
+    shown = re.search(r"^```console\n(.*?)\n```$", section, flags=re.MULTILINE | re.DOTALL)
+    assert command and shown
+    assert (
+        shown[1]
+        == run(*shlex.split(command[1].replace("train_configs", f"{ROOT}/train_configs"))).strip()
+    )
+
+
+def test_every_key_of_the_json_is_documented() -> None:
+    section = (ROOT / "docs/plan.md").read_text().partition("\n## Search for a layout\n")[2]
+    found = search("llama3_8b", *SMALL, world_size=2)
+    names = {*found["request"], *(name for layout in found["layouts"] for name in layout)}
+    section = section.partition("\n## ")[0]
+    assert [name for name in names if not re.search(rf"\b{name}\b", section)] == []
