@@ -118,8 +118,8 @@ def _time(prediction: Plan, if_on: str) -> str:
     ]
     header = ("milliseconds", "bf16", f"float8{', if on' if if_on else ''}")[: len(steps) + 1]
     legend = (
-        "exposed: the device waits for communication, or computes slower beside it; hidden: "
-        "communication during computation; host: it launches the kernels"
+        "exposed: the device waits for communication, or is slowed by it; hidden: communication "
+        "during computation; host: it launches the kernels"
     )
     return f"{_table(header, table)}\n{_wrap(legend)}"
 
@@ -171,7 +171,7 @@ def _cost(schedule: Plan) -> str:
     }
     rows = [
         ["tokens/s per device", *(f"{rate:,.0f}" for rate in rates.values())],
-        ["tokens a day", *(f"{schedule['tokens_per_day'] * speed:.3g}" for speed in speeds)],
+        ["tokens a day", *(f"{schedule['tokens_per_day'] * speed:.2e}" for speed in speeds)],
         *([name, *(_digits(each / speed) for speed in speeds)] for name, each in durations.items()),
     ]
     text = (
