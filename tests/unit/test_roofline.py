@@ -525,13 +525,22 @@ def test_tensor_parallelism_splits_everything_beside_the_linears() -> None:
     assert split.loss().seconds == pytest.approx(alone.loss().seconds / 4)
 
 
-def test_fsdp_copies_half_as_much_of_what_it_gathers_in_float8() -> None:
-    free = replace(roofline_of(8192, args=SMALL), rates=replace(RATES, kernel_seconds=0))
-    bf16, float8 = (free.fsdp_copies(10**9, in_float8) for in_float8 in (0, 10**9))
-    # 2 bytes are read and written of a gathered bf16 weight, and 1 of a float8 one, in each pass.
-    assert bf16.forward.seconds == pytest.approx(4e9 / 2e12)
-    assert float8.forward.seconds == pytest.approx(2e9 / 2e12)
-    assert bf16.backward.seconds - float8.backward.seconds == pytest.approx(2e9 / 2e12)
+@pytest.mark.parametrize("reshard", ["default", "never"])
+def test_fsdp_copies_what_it_gathers_and_casts_what_it_reduces(reshard: str) -> None:
+    at = roofline_of(
+        8192,
+        args=SMALL,
+        rates=replace(RATES, kernel_seconds=0),
+        degrees=(1, 10, 1),
+        parallelism={"fsdp_reshard_after_forward": reshard},
+    )
+    # A gathered weight is read and written, of 2 bytes or of 1; beside it 10 bytes of the shard, or
+    # 23 with its cast. A gradient is read in 2 bytes and written in 4.
+    for in_float8, gathered in ((0, 4 + 1), (10**9, 2 + 2.3)):
+        copies = at.fsdp_copies(10**9, in_float8)
+        again = 0 if reshard == "never" else gathered
+        assert copies.forward.seconds == pytest.approx(gathered * 1e9 / 2e12)
+        assert copies.backward.seconds == pytest.approx((again + 6) * 1e9 / 2e12)
 
 
 @pytest.mark.parametrize("part", ["loss", "attention", "pointwise"])
