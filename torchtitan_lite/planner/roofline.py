@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations
 from operator import mul
 from typing import NamedTuple
 
@@ -25,9 +25,9 @@ from torchtitan_lite.models.flavors import OUTPUT
 from .constants import Rates, rates_of
 from .memory import WIDTHS
 
-TILES = ((256, 128), (128, 256), (128, 128))
+TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
-Multiplication Background User's Guide."""
+Multiplication Background User's Guide. A larger tile, at the same rate, is never faster."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
 ATTENTION_KERNELS = ("cudnn", "flash", "flex")
@@ -128,10 +128,10 @@ class Roofline:
         # Multiprocessors compute a wave of tiles at a time, and the last wave leaves some idle. A
         # split sum needs another pass over its parts, in float32.
         arithmetic = math.inf
-        for (height, width), parts in product(TILES, SPLITS):
-            tiles = math.ceil(rows / height) * math.ceil(columns / width) * parts
-            waves = math.ceil(tiles / self.device.multiprocessors)
-            tile = 2 * height * width * inner / parts / flops_per_s
+        tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
+        for parts in SPLITS:
+            waves = math.ceil(tiles * parts / self.device.multiprocessors)
+            tile = 2 * TILE**2 * inner / parts / flops_per_s
             added = self.move(8 * parts * rows * columns, 1).seconds if parts > 1 else 0.0
             arithmetic = min(arithmetic, waves * tile + added)
 
