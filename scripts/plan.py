@@ -1,8 +1,9 @@
-"""Predict what a run will cost and gain: FLOPs, float8's effect, memory, rates and time.
+"""Predict what a run will cost and gain: FLOPs, float8's effect, memory, rates and time. Or
+search for the layout that trains fastest.
 
 python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"]
 [--bandwidth X] [--memory X] [--link X] [--network X] [--node-devices N]
-[--attention KERNEL] [--tps X] [--json] [overrides]
+[--attention KERNEL] [--tps X | --search [--gpu-hour PRICE]] [--json] [overrides]
 
   --world-size N      number of processes, one per GPU (default: 8)
   --device NAME       GPU to plan for (default: the GPU of this machine)
@@ -14,8 +15,12 @@ python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100
   --attention KERNEL  cudnn, flash or flex (default: what PyTorch takes there)
   --tps X             tokens per second per device that a run reached (default:
                       predicted)
+  --search            print the five fastest layouts, microbatches, activation
+                      checkpointings and recipes that fit, and the overrides that
+                      choose the first
+  --gpu-hour PRICE    of one GPU, for the cost of each layout
   --json              print every number; docs/plan.md documents the keys
-  overrides           any key of the config, as in training
+  overrides           any key of the config, as in training; a search keeps those
 """
 
 import argparse
@@ -23,12 +28,14 @@ import json
 import signal
 import sys
 
-from torchtitan_lite.config import asks_for_help, load_config
+from torchtitan_lite.config import asks_for_help, given_keys, load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
 from torchtitan_lite.planner.roofline import ATTENTION_KERNELS
+from torchtitan_lite.planner.search import Space, make_search
+from torchtitan_lite.planner.search_report import format_search
 
 DEVICE_FIELDS = {
     "bandwidth": "bandwidth_tb_s",
@@ -38,16 +45,48 @@ DEVICE_FIELDS = {
     "node_devices": "node_devices",
 }
 """Field of the data sheet that each option replaces."""
-POSITIVE = ("tps", "bandwidth", "memory", "link", "network")
+POSITIVE = ("tps", "bandwidth", "memory", "link", "network", "gpu-hour")
 COUNTS = ("world-size", "node-devices")
 MOST_DEVICES = 10**6
 
 
 def main(argv: list[str]) -> None:
-    """Print the plan for the options in `argv`. Raises RunError."""
+    """Print the plan, or the answer of a search, for the options in `argv`. Raises RunError."""
     if asks_for_help(argv):
         print(__doc__)
         return
+    options, words = read_options(argv)
+    config = load_config(words, world_size=options.world_size)
+    given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
+    device = find_device(options.device, config.metrics, **given)
+
+    if options.search:
+        space = Space(
+            config,
+            options.world_size,
+            device.with_given(config.metrics),
+            given=given_keys(words),
+            attention_kernel=options.attention,
+        )
+        answer = make_search(space, gpu_hour=options.gpu_hour)
+        text = format_search(answer)
+    else:
+        answer = make_plan(
+            config,
+            world_size=options.world_size,
+            device=device,
+            tps=options.tps,
+            attention_kernel=options.attention,
+        )
+        text = format_plan(answer)
+    print(json.dumps(answer, indent=2) if options.json else text)
+
+
+def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of this script, and the words that are left for the config.
+
+    Raises ConfigError for a value that nothing can be computed with, and for two options that
+    exclude each other."""
     parser = argparse.ArgumentParser(
         prog="scripts/plan.py", usage=__doc__, add_help=False, allow_abbrev=False
     )
@@ -55,35 +94,29 @@ def main(argv: list[str]) -> None:
         parser.add_argument(f"--{name}", type=int)
     for name in POSITIVE:
         parser.add_argument(f"--{name}", type=float)
+    for name in ("search", "json"):
+        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device")
     parser.add_argument("--attention", default="")
-    parser.add_argument("--json", action="store_true")
     parser.set_defaults(world_size=8)
     options, words = parser.parse_known_args(argv)
 
-    # Numbers that the planner can compute with.
     for name in COUNTS:
         value = getattr(options, name.replace("-", "_"))
         if value is not None and not 1 <= value <= MOST_DEVICES:
             raise ConfigError(f"--{name} {value} must be 1 to {MOST_DEVICES}")
     for name in POSITIVE:
-        value = getattr(options, name)
+        value = getattr(options, name.replace("-", "_"))
         if value is not None and not 1e-6 <= value <= 1e9:
             raise ConfigError(f"--{name} {value} must be a positive number, 1e-06 to 1e+09")
     if options.attention not in ("", *ATTENTION_KERNELS):
         kernels = ", ".join(ATTENTION_KERNELS)
         raise ConfigError(f"--attention {options.attention} is not a kernel; use one of {kernels}")
-
-    config = load_config(words, world_size=options.world_size)
-    given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
-    plan = make_plan(
-        config,
-        world_size=options.world_size,
-        device=find_device(options.device, config.metrics, **given),
-        tps=options.tps,
-        attention_kernel=options.attention,
-    )
-    print(json.dumps(plan, indent=2) if options.json else format_plan(plan))
+    if options.search and options.tps is not None:
+        raise ConfigError(f"--tps {options.tps} is of one layout, and --search compares; drop one")
+    if options.gpu_hour is not None and not options.search:
+        raise ConfigError(f"--gpu-hour {options.gpu_hour} is for --search; add that, or drop it")
+    return options, words
 
 
 if __name__ == "__main__":

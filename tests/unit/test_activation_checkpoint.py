@@ -153,13 +153,20 @@ MODES = [
 def recompute_of(model: Transformer, ac: ActivationCheckpointConfig) -> int:
     """FLOPs per token that the ledger counts as recomputed on meta, where attention is no fused
     operator."""
+    in_float8 = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear
+    }
     ledger = count_flops(
         model,
         ARGS,
         seq_len=32,
         high_precision="fp32",
         float8_matmuls={},
-        recomputed=recomputed_modules(model, ac, compiled=False, fused_attention=False),
+        recomputed=recomputed_modules(
+            model, ac, compiled=False, fused_attention=False, in_float8=in_float8
+        ),
     )
     return sum(ledger.recompute.values())
 

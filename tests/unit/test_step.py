@@ -161,7 +161,7 @@ def test_links_without_limits_expose_nothing(degrees: tuple[int, int, int]) -> N
     free = time(TENSORWISE, degrees=degrees, device=device)
     assert sum(free.exposed_s.values()) + free.hidden_s < 1e-12
     limited = time(TENSORWISE, degrees=degrees, device=NO_MEMORY)
-    assert sum(limited.exposed_s.values()) > 1e-3
+    assert sum(limited.exposed_s.values()) > 1e-4
     assert free.device_parts_s == limited.device_parts_s
 
 

@@ -136,6 +136,13 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
     return Path(path), layer, problems
 
 
+def given_keys(argv: Sequence[str]) -> set[str]:
+    """Return the keys that a command line sets, by dotted name, but not those that it leaves to
+    choose by "auto" or -1."""
+    _, layer, _ = read_command_line(argv)
+    return {current_name(name) for name, each in layer.items() if each.value not in ("auto", -1)}
+
+
 def _parse(text: str, key: Key | None) -> object:
     """Parse a word as TOML, but allow unquoted strings.
 

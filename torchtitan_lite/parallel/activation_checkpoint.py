@@ -1,6 +1,7 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -45,21 +46,26 @@ def _op_contexts() -> Any:
 
 
 def recomputed_modules(
-    model: nn.Module, ac: ActivationCheckpointConfig, *, compiled: bool, fused_attention: bool
+    model: nn.Module,
+    ac: ActivationCheckpointConfig,
+    *,
+    compiled: bool,
+    fused_attention: bool,
+    in_float8: Collection[str] = (),
 ) -> frozenset[str]:
     """Return the names of the linears and `attention` modules whose forward runs again in backward.
 
     `model` is not checkpointed yet. A block is recomputed up to the last tensor that its backward
-    pass needs, the input of w2. Eager, w2 runs again without early_stop, or as a float8 linear,
-    which saves its input after its matmul. Attention that is not fused has no operator whose output
-    can be kept."""
+    pass needs, the input of w2. Eager, w2 runs again without early_stop, or if it is among the
+    linears `in_float8`, which save their input after their matmul. Attention that is not fused has
+    no operator whose output can be kept."""
     layers, linears = model.get_submodule("layers"), list(BLOCK_LINEARS)
     names = []
     for i in ac.checkpointed_layers(len(list(layers.children()))):
         if ac.keeps_by_op:
             parts = [*linears[1::2], *([] if fused_attention else ["attention"])]
         else:
-            w2_in_float8 = type(layers.get_submodule(f"{i}.{linears[-1]}")) is not nn.Linear
+            w2_in_float8 = f"layers.{i}.{linears[-1]}" in in_float8
             stops_before_w2 = ac.early_stop and not w2_in_float8
             kept = linears[-1:] if compiled or stops_before_w2 else []
             parts = [*(linear for linear in linears if linear not in kept), "attention"]

@@ -5,6 +5,7 @@ training and planning alike.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,7 +24,7 @@ from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
 from .memory import Moment, Rank, reserved_bytes, step_memory
 from .roofline import Roofline, build_roofline
-from .step import Prediction, predict
+from .step import Prediction, StepTime, predict, time_step
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 CHEAPEST_FIRST = ("none", "selective", "full")  # modes of activation checkpointing
@@ -31,19 +32,17 @@ NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 
 
 @dataclass(frozen=True)
-class MetaModel:
-    """A model on meta, converted to float8 as configured and not yet sharded."""
+class Workload:
+    """What decides the time and the memory of a job's step, apart from the device."""
 
     job: Job
-    model: Transformer
     choices: list[LinearChoice]  # the decision for every linear
-    ledger: FlopsLedger
     recomputed: frozenset[str]  # modules whose forward the backward pass runs again
 
     @property
-    def parameters(self) -> int:
-        """Number of parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def converted(self) -> list[LinearChoice]:
+        """The linears that train in float8."""
+        return [choice for choice in self.choices if choice.converted]
 
     def roofline(self, device: DeviceSpec, attention_kernel: str = "") -> Roofline:
         """Return the costs of a microbatch on `device`."""
@@ -53,10 +52,60 @@ class MetaModel:
         """Predict the time of a step in bf16, and in float8 as converted."""
         return predict(self.roofline(device, attention_kernel), self.choices)
 
+    def time(self, device: DeviceSpec, attention_kernel: str = "") -> StepTime:
+        """Time a step as converted. Faster than `predict`, which also has the band."""
+        return time_step(self.roofline(device, attention_kernel), self.choices, self.converted)
+
     def moments(self, *, on_cpu: bool = False) -> list[Moment]:
         """Estimate what a rank holds at the moments of a step at which memory can peak."""
-        float8 = {choice.kind for choice in self.choices if choice.converted}
-        return step_memory(Rank(self.job, float8, on_cpu=on_cpu))
+        return step_memory(Rank(self.job, {each.kind for each in self.converted}, on_cpu=on_cpu))
+
+
+@dataclass(frozen=True)
+class MetaModel(Workload):
+    """A model on meta, converted to float8 as configured and not yet sharded."""
+
+    model: Transformer
+    ledger: FlopsLedger
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def build_workload(
+    model: Transformer,
+    job: Job,
+    *,
+    fused_attention: bool = True,
+    device: DeviceSpec | None = None,
+) -> Workload:
+    """Decide which linears of `model`, not yet converted, train in float8, and what is recomputed.
+
+    The device need not be present. Only [float8] filter_fqns = ["auto"] needs its data sheet.
+    """
+    config, float8 = job.config, job.config.float8
+    repeated = partial(
+        recomputed_modules,
+        model,
+        config.activation_checkpoint,
+        compiled=config.compile.covers("model"),
+    )
+    in_bf16 = repeated(fused_attention=True)
+    any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
+    choices = select_linears(
+        model,
+        filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
+        tp_degree=job.degrees.tp,
+        tokens=None if any_tokens else config.training.microbatch_tokens,
+        convert_output=float8.convert_output,
+        recipe=float8.recipe,
+        slower=lambda linears: _slower_linears(linears, job, in_bf16, device),
+    )
+    converted = {name for choice in choices if choice.converted for name in choice.names}
+    recomputed = repeated(fused_attention=fused_attention, in_float8=converted)
+    return Workload(job, choices, recomputed)
 
 
 def build_meta_model(
@@ -66,35 +115,18 @@ def build_meta_model(
     fused_attention: bool = True,
     device: DeviceSpec | None = None,
 ) -> MetaModel:
-    """Build the model of `job` on meta, and decide which linears train in float8.
-
-    The device need not be present. Only [float8] filter_fqns = ["auto"] needs its data sheet.
-    """
+    """Build the model of `job` on meta, and convert it to float8 as `build_workload` decides."""
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
         model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
-    ac, compiled = config.activation_checkpoint, config.compile.covers("model")
-
-    # Which linears train in float8.
-    recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=True)
-    any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
-    choices = select_linears(
-        model,
-        filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
-        tp_degree=job.degrees.tp,
-        tokens=None if any_tokens else config.training.microbatch_tokens,
-        convert_output=float8.convert_output,
-        recipe=float8.recipe,
-        slower=lambda linears: _slower_linears(linears, job, recomputed, device),
-    )
+    work = build_workload(model, job, fused_attention=fused_attention, device=device)
     if float8.enable_float8_linear:
-        convert_linears(model, choices, float8=float8, emulate=emulate)
+        convert_linears(model, work.choices, float8=float8, emulate=emulate)
         model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding
-    recomputed = recomputed_modules(model, ac, compiled=compiled, fused_attention=fused_attention)
 
     # The FLOPs of each precision.
     high_precision = HIGH_PRECISION[config.training.mixed_precision_param]
-    converted = [name for choice in choices if choice.converted for name in choice.names]
+    converted = [name for choice in work.converted for name in choice.names]
     emulated = emulate and bool(converted)
     ledger = count_flops(
         model,
@@ -104,11 +136,11 @@ def build_meta_model(
         float8_matmuls=dict.fromkeys(converted, float8.recipe.matmuls),
         fp8_runs_in=(float8.recipe.emulated_in or high_precision) if emulated else "fp8",
         convention=config.metrics.flops_convention,
-        recomputed=recomputed,
+        recomputed=work.recomputed,
         # Under a memory budget the compiler decides what to recompute.
-        recompute_is_known=ac.mode != "memory_budget",
+        recompute_is_known=config.activation_checkpoint.mode != "memory_budget",
     )
-    return MetaModel(job, model, choices, ledger, recomputed)
+    return MetaModel(job, work.choices, work.recomputed, model, ledger)
 
 
 def _slower_linears(
@@ -167,15 +199,16 @@ def resolve_auto(
     if not chooses_linears:
         return job
 
-    # The linears that float8 would make slower, by name in place of "auto".
     choices = build_meta_model(job, device=device).choices
-    kept = {
-        choice.kind: choice.kept_because
-        for choice in choices
-        if choice.kept_because and not choice.kept_because.startswith("filter_fqns")
-    }
-    reasons = ", ".join(f"{kind} ({reason})" for kind, reason in kept.items())
+    reasons = ", ".join(f"{kind} ({reason})" for kind, reason in _kept_by_auto(choices).items())
     logger.info(f'[float8] filter_fqns = ["auto"] keeps in high precision: {reasons or "nothing"}')
+    return name_kept(job, choices)
+
+
+def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:
+    """Replace "auto" in [float8] filter_fqns by the names of the linears that it keeps in bf16,
+    and switch float8 off if no linear is left."""
+    float8, kept = job.config.float8, _kept_by_auto(choices)
     patterns = [pattern for pattern in float8.filter_fqns if pattern != AUTO]
     return job.choose(
         "float8",
@@ -185,28 +218,37 @@ def resolve_auto(
     )
 
 
-def find_fitting(meta: MetaModel, device_bytes: int) -> list[dict[str, Any]]:
+def _kept_by_auto(choices: Sequence[LinearChoice]) -> dict[str, str]:
+    """Return the kinds that no other filter keeps in high precision, each with the reason."""
+    return {
+        choice.kind: choice.kept_because
+        for choice in choices
+        if choice.kept_because and not choice.kept_because.startswith("filter_fqns")
+    }
+
+
+def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
     recomputing more, or by more tensor parallelism."""
-    args, degree = meta.job.model_args, meta.job.degrees.tp
+    args, degree = work.job.model_args, work.job.degrees.tp
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []
     for tp, mode in product((degree, *higher), CHEAPEST_FIRST):
-        gpus = _fewest_gpus(meta, mode, tp, device_bytes)
+        gpus = _fewest_gpus(work, mode, tp, device_bytes)
         if gpus and (not found or gpus < found[-1]["world_size"]):
             layout = {"activation_checkpoint": mode, "tensor_parallel_degree": tp}
             found.append({"world_size": gpus} | layout)
     return found
 
 
-def _fewest_gpus(meta: MetaModel, mode: str, tp: int, device_bytes: int) -> int | None:
+def _fewest_gpus(work: Workload, mode: str, tp: int, device_bytes: int) -> int | None:
     """Return the number of GPUs from which on the shards are small enough; None if no number is."""
-    job = meta.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
+    job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option="op")
     least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
     for shards in (2**k * least for k in range(12)):
         tried = replace(job.degrees, dp_shard=shards, tp=tp)
-        moments = replace(meta, job=replace(job, degrees=tried)).moments()
+        moments = replace(work, job=replace(job, degrees=tried)).moments()
         if reserved_bytes(moments) <= device_bytes:
             return tried.world_size
     return None

@@ -75,8 +75,8 @@ def make_plan(
     float8 or a recipe that the device does not have.
     """
     device = device.with_given(config.metrics)
-    _check(config, device, attention_kernel)
-    job = build_job(config, world_size=world_size, tokenizer=_tokenizer_values(config.model))
+    check_planned(config, device, attention_kernel)
+    job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     meta = in_float8 = build_meta_model(job)
 
@@ -105,7 +105,7 @@ def make_plan(
     }
 
 
-def _check(config: Config, device: DeviceSpec, attention_kernel: str) -> None:
+def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> None:
     """Raise ConfigError for what cannot be planned on `device`."""
     float8, dtype = config.float8, config.training.mixed_precision_param
     if config.training.document_mask and attention_kernel not in ("", "flex"):
@@ -132,7 +132,7 @@ def _check(config: Config, device: DeviceSpec, attention_kernel: str) -> None:
         )
 
 
-def _tokenizer_values(model: ModelConfig) -> TokenizerValues:
+def tokenizer_values(model: ModelConfig) -> TokenizerValues:
     """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
     vocabulary."""
     try:

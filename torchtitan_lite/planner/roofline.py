@@ -23,6 +23,7 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates, rates_of
+from .memory import WIDTHS
 
 TILES = ((256, 128), (128, 256), (128, 128))
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
@@ -245,19 +246,27 @@ class Roofline:
     def loss(self) -> Cost:
         """Cost of the cross-entropy and its gradient, beside the matmuls of the projection."""
         logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
-        return self.move(8 * logits, 6)
+        compiled = self.job.config.compile.covers("loss")
+        return self.move(8 * logits, 1) if compiled else self.move(42 * logits, 11)
 
     def optimizer(self, parameters: int) -> Cost:
-        """Cost of clipping and AdamW on a rank's `parameters`: weight, gradient and two moments
-        are read in float32, three of them are written, and clipping takes another 12 bytes."""
-        return self.move(40 * parameters, 8)
+        """Cost of clipping and AdamW on a rank's `parameters`: a weight is read and written, its
+        gradient read three times and written once, and each moment read and written."""
+        weight = WIDTHS[self.job.config.training.dtype]
+        moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
+        return self.move((6 * weight + 4 * moment) * parameters, 37)
 
     def fsdp_copies(self, parameters: int, in_float8: int) -> Passes:
-        """Cost of copying gathered weights into place in each pass, and of casting gradients to
-        float32, for `parameters` of which FSDP gathers some `in_float8`."""
-        kernels = 10 / 2 * self.job.model_args.n_layers
-        gathered = 4 * parameters - 2 * in_float8
-        return Passes(self.move(gathered, kernels), self.move(gathered + 6 * parameters, kernels))
+        """Cost of FSDP's copies for `parameters`, of which it gathers some `in_float8`: around each
+        gather, bytes of the whole and of a shard, and gradients that are cast to be reduced."""
+        degrees, n_layers = self.job.degrees, self.job.model_args.n_layers
+        whole = 4 * parameters - 2 * in_float8
+        shard = (10 * parameters + 13 * in_float8) / degrees.dp_shard
+        gather = self.move(whole + shard, (6 + 21 * bool(in_float8)) * n_layers)
+        reduction = self.move(6 * parameters, 2 * n_layers)
+
+        never = self.job.config.parallelism.fsdp_reshard_after_forward == "never"
+        return Passes(gather, reduction if never else gather + reduction)
 
 
 def build_roofline(

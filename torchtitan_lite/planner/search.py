@@ -1,0 +1,264 @@
+"""Search for the fastest config of a model on a number of devices, among those that fit.
+
+Every candidate is a config that training accepts and that does the same training in a step: the
+global batch stays. Memory is estimated before time, and a band only for what is shown.
+"""
+
+import math
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from torchtitan_lite.config import Config, check_config, resolve_batch, resolve_degrees
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8.recipes import RECIPES
+from torchtitan_lite.float8.selection import AUTO
+from torchtitan_lite.job import Job, TokenizerValues, build_job
+from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.models.flavors import OUTPUT
+from torchtitan_lite.models.llama3 import Transformer
+
+from .memory import reserved_bytes
+from .meta_model import Workload, build_workload, find_fitting, name_kept
+from .plan import check_planned, tokenizer_values
+
+SHOWN = 5  # layouts in the answer
+GIB = 2**30
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
+TP = "parallelism.tensor_parallel_degree"
+ASYNC_TP = "parallelism.enable_async_tensor_parallel"
+LOCAL = "training.local_batch_size"
+GLOBAL = "training.global_batch_size"
+MODE = "activation_checkpoint.mode"
+OPTION = "activation_checkpoint.selective_ac_option"
+FLOAT8 = "float8.enable_float8_linear"
+RECIPE = "float8.recipe_name"
+GATHER = "float8.enable_fsdp_float8_all_gather"
+PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
+FILTERS = "float8.filter_fqns"
+SEARCHED = (
+    *(REPLICATE, SHARD, TP, ASYNC_TP, LOCAL),
+    *(MODE, OPTION, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
+)
+
+MODES = ({MODE: "none"}, {MODE: "selective", OPTION: "op"}, {MODE: "full"})
+
+Settings = dict[str, Any]
+"""Values of keys of a config, by dotted name."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The configs to try: `config` with other values of the keys in SEARCHED that are not `given`.
+
+    The config must be possible for `world_size` itself: its layout decides the global batch, unless
+    that is set."""
+
+    config: Config
+    world_size: int
+    device: DeviceSpec
+    given: Collection[str] = ()
+    attention_kernel: str = ""
+
+    @property
+    def kept(self) -> Settings:
+        """Settings that are the same in all configs because they are given."""
+        return {name: _get(self.config, name) for name in SEARCHED if name in self.given}
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step of the config, and so of all."""
+        degrees = resolve_degrees(self.config.parallelism, world_size=self.world_size)
+        return resolve_batch(self.config.training, dp_degree=degrees.dp).global_batch_size
+
+    def settings(self) -> Iterator[tuple[Settings, list[int]]]:
+        """Yield all settings but the number of replicas, and the numbers to try with them.
+
+        Tensor parallelism stays within a node. The microbatch is a divisor of a rank's part of the
+        global batch."""
+        parallelism, training = self.config.parallelism, self.config.training
+        unchanged = {name: _get(self.config, name) for name in (*SEARCHED, GLOBAL)}
+        total = self.global_batch_size
+        for tp in self._values(TP, math.gcd(self.world_size, self.device.node_devices)):
+            dp = self.world_size // tp
+            replicas = self._values(REPLICATE, dp)
+            overlap = parallelism.enable_async_tensor_parallel and tp > 1
+            layout = unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
+            microbatches = self._values(LOCAL, max(1, total // dp))
+            for local, mode, recipe in product(microbatches, MODES, self._recipes()):
+                open_batch = training.global_batch_size == -1 and local * dp == total
+                batch = {LOCAL: local, GLOBAL: -1 if open_batch else total}
+                chosen = layout | batch | mode | recipe | self.kept
+                yield chosen, replicas
+
+    def _values(self, name: str, number: int) -> list[int]:
+        """Return the divisors of `number`, or the given value of the key."""
+        if name in self.kept:
+            return [self.kept[name]]
+        return [each for each in range(1, number + 1) if number % each == 0]
+
+    def _recipes(self) -> list[Settings]:
+        """Return bf16, and each recipe with the filters of the config, and with "auto" too."""
+        filters, offload = self.config.float8.filter_fqns, self.config.training.enable_cpu_offload
+        return [{FLOAT8: False}] + [
+            {
+                FLOAT8: True,
+                RECIPE: name,
+                GATHER: recipe.gathers_float8,
+                PRECOMPUTE: recipe.gathers_float8 and not offload,
+                FILTERS: kept_in_bf16,
+            }
+            for name, recipe in RECIPES.items()
+            for kept_in_bf16 in ([filters] if AUTO in filters else [filters, (*filters, AUTO)])
+        ]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The settings of a config, and what follows from them."""
+
+    settings: Settings
+    work: Workload
+    reserved: float  # bytes
+    step_s: float  # infinite if the memory does not fit, which then is not timed
+
+
+def find_candidates(space: Space) -> list[Candidate]:
+    """Return the configs of `space` that training accepts, the fastest first, without more replicas
+    of those that do not fit: their shards are larger.
+
+    Raises ConfigError if it accepts none, with the reason for the first."""
+    config, device = space.config, space.device
+    tokenizer = tokenizer_values(config.model)
+    args = build_job(config, world_size=space.world_size, tokenizer=tokenizer).model_args
+    with torch.device("meta"):
+        model = Transformer(args)
+
+    found: dict[Hashable, Candidate] = {}
+    refused: list[ConfigError] = []
+    for settings, replicas in space.settings():
+        work = None
+        for replicate in replicas:
+            chosen = settings | {REPLICATE: replicate}
+            try:
+                job = _accept(space, chosen, tokenizer)
+                work = replace(work, job=job) if work else build_workload(model, job, device=device)
+            except ConfigError as error:
+                refused.append(error)
+                continue
+
+            # "auto" can choose what another candidate has already.
+            if chosen[FLOAT8] and AUTO in chosen[FILTERS]:
+                work = replace(work, job=name_kept(job, work.choices))
+            trained_in = (chosen[RECIPE], *work.converted) if work.converted else "bf16"
+            same = job.degrees, job.batch, chosen[MODE], chosen[OPTION], trained_in
+            if same in found:
+                continue
+
+            reserved = reserved_bytes(work.moments())
+            fits = reserved <= device.memory_gib * GIB
+            step_s = work.time(device, space.attention_kernel).step_s if fits else math.inf
+            found[same] = Candidate(chosen, work, reserved, step_s)
+            if not fits:
+                break
+    if not found:
+        raise refused[0]
+    return sorted(found.values(), key=lambda each: (each.step_s, each.reserved))
+
+
+def _accept(space: Space, settings: Settings, tokenizer: TokenizerValues) -> Job:
+    """Return the job of a config with `settings`, or raise ConfigError, as training would."""
+    tables: dict[str, Settings] = {}
+    for name, value in settings.items():
+        table, key = name.split(".")
+        tables.setdefault(table, {})[key] = value
+    sections = {
+        name: getattr(space.config, name).model_copy(update=values)
+        for name, values in tables.items()
+    }
+    config = space.config.model_copy(update=sections)
+    if problems := check_config(config, world_size=space.world_size):
+        raise ConfigError("\n".join(problems))
+    check_planned(config, space.device, space.attention_kernel)
+    return build_job(config, world_size=space.world_size, tokenizer=tokenizer)
+
+
+def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
+    """Return the fastest layouts as plain values for JSON. `gpu_hour` is the price of a GPU-hour.
+
+    Raises ConfigError if training accepts no config of `space`, or the memory of none fits."""
+    candidates = find_candidates(space)
+    fitting = [each for each in candidates if each.step_s < math.inf]
+    if not fitting:
+        raise ConfigError(_nothing_fits(space, min(candidates, key=lambda each: each.reserved)))
+    job, training = fitting[0].work.job, space.config.training
+    return {
+        "request": {
+            "model": job.model_name,
+            "device": space.device.name,
+            "world_size": space.world_size,
+            "memory_gib": space.device.memory_gib,
+            "seq_len": training.seq_len,
+            "global_batch_size": job.batch.global_batch_size,
+            "global_batch_size_given": training.global_batch_size != -1,
+            "kept": list(space.kept),
+            "fitting": len(fitting),
+        },
+        "layouts": [_figures(each, space, gpu_hour) for each in fitting[:SHOWN]],
+    }
+
+
+def _nothing_fits(space: Space, closest: Candidate) -> str:
+    job, device = closest.work.job, space.device
+    would_fit = [
+        "{world_size} GPUs with tensor_parallel_degree {tensor_parallel_degree} and activation "
+        "checkpointing {activation_checkpoint}".format_map(each)
+        for each in find_fitting(closest.work, round(device.memory_gib * GIB))
+    ]
+    return (
+        f"nothing fits: {job.model_name} on --world-size {space.world_size} reserves at least "
+        f"{closest.reserved / GIB:,.1f} GiB, with tensor_parallel_degree {job.degrees.tp} and "
+        f"activation checkpointing {closest.settings[MODE]}, of the {device.memory_gib:g} of "
+        f"the {device.name}; "
+        f"would fit: {', or '.join(would_fit) or 'no number of GPUs; lower [training] seq_len'}"
+    )
+
+
+def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict[str, Any]:
+    work, config, settings = candidate.work, candidate.work.job.config, candidate.settings
+    degrees, batch = work.job.degrees, work.job.batch
+    prediction = work.predict(space.device, space.attention_kernel)
+    tokens = batch.global_batch_size * config.training.seq_len / degrees.world_size
+    step, (fast, slow) = prediction.float8, prediction.float8_s_band
+    gpu_hours = 1e12 / tokens * step.step_s / 3600
+    in_float8 = {OUTPUT, *prediction.converted}
+    return {
+        "dp_replicate": degrees.dp_replicate,
+        "dp_shard": degrees.dp_shard,
+        "tp": degrees.tp,
+        "local_batch_size": batch.local_batch_size,
+        "grad_accum_steps": batch.grad_accum_steps,
+        "activation_checkpoint": settings[MODE],
+        "float8_recipe": config.float8.recipe_name if work.converted else None,
+        "filter_fqns": list(settings[FILTERS]) if work.converted else [],
+        "kept_in_bf16": [each.kind for each in work.choices if each.kind not in in_float8],
+        "tps": tokens / step.step_s,
+        "tps_band": [tokens / slow, tokens / fast],
+        "step_s": step.step_s,
+        "exposed_pct": 100 * sum(step.exposed_s.values()) / step.step_s,
+        "reserved_gib": candidate.reserved / GIB,
+        "gpu_hours_per_trillion_tokens": gpu_hours,
+        "cost_per_trillion_tokens": gpu_hour and gpu_hour * gpu_hours,
+        "changes": {
+            name: value for name, value in settings.items() if value != _get(space.config, name)
+        },
+    }
+
+
+def _get(config: Config, name: str) -> Any:
+    table, key = name.split(".")
+    return getattr(getattr(config, table), key)

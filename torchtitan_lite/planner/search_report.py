@@ -1,0 +1,110 @@
+"""Format the answer of a search as text for a terminal of 80 columns."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from textwrap import fill, wrap
+from typing import Any
+
+from torchtitan_lite.float8.selection import AUTO
+from torchtitan_lite.tables import format_columns
+
+Layout = Mapping[str, Any]
+"""One of the layouts that `make_search` returns."""
+
+
+def format_search(search: Mapping[str, Any]) -> str:
+    """Format the result of `make_search`: the fastest layout in a sentence, the table, what holds
+    for all, and the options that choose the first."""
+    request, layouts = search["request"], search["layouts"]
+    return "\n\n".join(
+        [
+            "\n".join(fill(line, 80) for line in _answer(request, layouts[0])),
+            _settings(layouts),
+            _figures(layouts),
+            fill(_notes(request), 80),
+            _options(layouts[0]["changes"]),
+        ]
+    )
+
+
+def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
+    """Return the figure and the layout of the fastest in a line each."""
+    where = "{model} on {world_size} x {device}".format_map(request)
+    layout = "replicate {dp_replicate} x shard {dp_shard} x TP {tp}".format_map(best)
+    passes = best["grad_accum_steps"]
+    microbatch = f"microbatch {best['local_batch_size']}{f' x {passes} passes' * (passes > 1)}"
+    kept = " ".join(kind.rpartition(".")[2] for kind in best["kept_in_bf16"])
+    if kept and best["float8_recipe"]:
+        microbatch += f", {kept} in bf16"
+    return (
+        f"{where}: {best['tps']:,.0f} tokens/s per device with {_recipe(best)},",
+        f"{layout}, {microbatch}, activation checkpointing {best['activation_checkpoint']}.",
+    )
+
+
+def _settings(layouts: Sequence[Layout]) -> str:
+    rows = [("", "replicate x shard x TP", "passes x batch", "recompute", "recipe")]
+    rows += [
+        (
+            str(number),
+            "{dp_replicate} x {dp_shard} x {tp}".format_map(layout),
+            "{grad_accum_steps} x {local_batch_size}".format_map(layout),
+            layout["activation_checkpoint"],
+            _recipe(layout),
+        )
+        for number, layout in enumerate(layouts, 1)
+    ]
+    return format_columns(rows)
+
+
+def _recipe(layout: Layout) -> str:
+    """Name the recipe, and what chooses its linears if that is the planner."""
+    if layout["float8_recipe"] is None:
+        return "bf16"
+    return layout["float8_recipe"] + ", auto" * (AUTO in layout["filter_fqns"])
+
+
+def _figures(layouts: Sequence[Layout]) -> str:
+    rows = [("", "tokens/s", "between", "GiB", "exposed", "GPU-hours", "cost")]
+    for number, layout in enumerate(layouts, 1):
+        slow, fast = layout["tps_band"]
+        cost = layout["cost_per_trillion_tokens"]
+        rows.append(
+            (
+                str(number),
+                f"{layout['tps']:,.0f}",
+                f"{slow:,.0f} to {fast:,.0f}",
+                f"{layout['reserved_gib']:,.1f}",
+                f"{layout['exposed_pct']:.0f} %",
+                f"{layout['gpu_hours_per_trillion_tokens']:,.0f}",
+                "" if cost is None else f"{cost:,.0f}",
+            )
+        )
+    shown = rows if cost is not None else [row[:-1] for row in rows]
+    return format_columns(shown, right=range(1, len(rows[0])))
+
+
+def _notes(request: Mapping[str, Any]) -> str:
+    batch = "{global_batch_size:,} sequences of {seq_len:,} tokens in a step".format_map(request)
+    if not request["global_batch_size_given"]:
+        batch += ", as the config does; --training.global_batch_size sets another number"
+    kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
+    return (
+        "{fitting:,} configs fit in {memory_gib:g} GiB. ".format_map(request)
+        + f"All train on {batch}. Between: what the guessed constants leave open. Exposed: the "
+        f"part of the step in which the device waits for communication. GPU-hours and cost: for "
+        f"10^12 tokens.{kept}"
+    )
+
+
+def _options(changes: Mapping[str, Any]) -> str:
+    """Format settings as options of training and planning, to be pasted into a shell."""
+    if not changes:
+        return "The config is the first of them."
+    words = []
+    for name, value in changes.items():
+        text = ",".join(value) if isinstance(value, tuple | list) else value
+        words += [f"--{name}", shlex.quote(text) if isinstance(text, str) else json.dumps(text)]
+    lines = wrap(" ".join(words), 78, break_long_words=False, break_on_hyphens=False)
+    return "The first of them, as options:\n" + " \\\n".join(lines)
