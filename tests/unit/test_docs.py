@@ -1,6 +1,7 @@
 """The pages about figures and the planner say what the code computes now."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -84,6 +85,13 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     )
     assert too_large["memory"]["would_fit"]
     assert explained == {*key_paths(plan("debug_model")), *key_paths(too_large)}
+
+
+def test_every_option_of_the_command_is_explained() -> None:
+    usage = runpy.run_path(str(ROOT / "scripts/plan.py"))["__doc__"]
+    options = re.findall(r"^  (--[\w-]+)", usage, flags=re.MULTILINE)
+    assert len(options) >= 10
+    assert [option for option in options if f"`{option}" not in PLAN] == []
 
 
 def test_the_documented_command_prints_the_documented_report() -> None:
