@@ -114,7 +114,7 @@ def print_plan(options: argparse.Namespace) -> None:
         else:
             planned.append(dataclasses.asdict(row) | predictions)
     print(f"plan for {device.name}\n\n{format_rows(planned, PREDICTIONS)}\n", *refused, sep="\n")
-    print("predicted_tps: upper bound, without communication, of which one device has none")
+    print("predicted_tps: modelled by the planner from rates of kernels, not measured")
 
 
 def main(argv: list[str]) -> None:

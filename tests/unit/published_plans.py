@@ -237,25 +237,26 @@ what is doubtful about it.
 
 No constant of the planner is set from these runs: they come from data sheets and from measurements
 of single kernels and collectives (`torchtitan_lite/planner/constants.py`). They were committed
-before the first comparison. It showed what the model lacked, and then were added, each from a
+before the first comparison. It showed what the model lacked. These were added then, each from a
 source of its own: copies around tensor parallelism's collectives, bytes of eager kernels, the
 slowest device, the host's time by parameter, scales reduced under tensor parallelism, casts by kind
-of access, and, for AMD, matmuls measured in 2026 and the time that communication takes from compute.
+of access and what they reach of the bandwidth, and for AMD matmuls, attention, and the time that
+communication takes from computation.
 
 The planner predicts this project's kernels. For runs of torchtitan the prediction adds the bytes
 that its code moved on top: rotary embeddings in float32, repeated key-value heads, an unfused loss.
 
-**Tokens per second**: {rates} runs within 20 %, median error {rate_median} %. **Float8 over bf16**:
-{ratios} ratios within 12 %, median error {ratio_median} %. No prediction helps where the published
-run was slower by more than 5 %, or the reverse. Where a prediction is off, it is mostly too fast.
+**Tokens per second per device**: {rates} runs within 20 %, median error {rate_median} %. **Float8
+over bf16**: {ratios} ratios within 12 %, median error {ratio_median} %. Float8 is never said to
+help where it cost a published run more than 5 %, or the reverse. Predictions are mostly too fast.
 
-| run | devices | published tokens/s per device | predicted | error | published ratio | predicted | error |
+| run | devices | tokens/s published | predicted | error | ratio published | predicted | error |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 {known}
 
 Runs whose conditions are not published, so that their rates say little:
 
-| run | devices | published tokens/s per device | predicted | error | published ratio | predicted | error | not known |
+| run | devices | tokens/s | predicted | error | ratio | predicted | error | not known |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |
 {unknown}
 

@@ -55,7 +55,7 @@ RATES = Rates(
     network_hop_seconds=5e-6,
     small_reduction_seconds=20e-6,
     slowest_device=1.125,
-    overlap_slowdown=0.1,
+    overlap_slowdown=0.125,
     async_tensor_parallel=0.25,
 )
 H100, B200 = find_device("H100 SXM"), find_device("B200")

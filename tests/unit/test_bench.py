@@ -341,7 +341,7 @@ def test_the_plan_lists_rows_with_predictions_and_refused_rows_with_the_reason(
     script(["--dry-run", "--device", "H100 SXM", "--only", "op compiled b1"])
     head, _, *lines, last = capsys.readouterr().out.splitlines()
     assert head == "plan for H100 SXM"
-    assert last.startswith("predicted_tps: upper bound, without communication")
+    assert last.startswith("predicted_tps: modelled by the planner")
     assert [line.split()[:1] for line in lines[1:5]] == [["8B"]] * 4
     assert re.search(
         r"mxfp8: not run: .*torchao has no kernels of it for the H100", "\n".join(lines)

@@ -14,7 +14,7 @@ from torchtitan_lite.planner.constants import (
     Constant,
     Rates,
     constants_of,
-    guesses_of,
+    move_guesses,
     rates_of,
 )
 
@@ -100,9 +100,10 @@ def test_a_device_goes_before_its_architecture_and_that_before_all(
 def test_a_guess_is_moved_to_its_slow_and_its_fast_end_and_nothing_else_moves(
     device: DeviceSpec,
 ) -> None:
-    rates = asdict(rates_of(device))
+    others = dict.fromkeys(NAMES, -1.0)
     moves = [
-        [dict(asdict(end).items() - rates.items()) for end in ends] for ends in guesses_of(device)
+        [dict(asdict(end).items() - others.items()) for end in ends]
+        for ends in move_guesses(device, Rates(**others))
     ]
     assert moves == [
         [{name: each.between[0]}, {name: each.between[1]}]

@@ -108,6 +108,54 @@ def test_memory(name, memory_gib, bandwidth_tb_s):
     assert (device.memory_gib, device.bandwidth_tb_s) == (memory_gib, bandwidth_tb_s)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture", "multiprocessors", "link_gb_s", "node_devices", "network_gb_s"),
+    [
+        ("A100 SXM 40GB", "Ampere", 108, 300, 8, 25),
+        ("A100 SXM 80GB", "Ampere", 108, 300, 8, 25),
+        ("A100 PCIe 40GB", "Ampere", 108, 32, 8, 25),
+        ("A100 PCIe 80GB", "Ampere", 108, 32, 8, 25),
+        ("H100 SXM", "Hopper", 132, 450, 8, 50),
+        ("H100 500W", "Hopper", 132, 450, 8, 50),
+        ("H100 PCIe", "Hopper", 114, 64, 8, 50),
+        ("H100 NVL", "Hopper", 132, 64, 8, 50),
+        ("H200", "Hopper", 132, 450, 8, 50),
+        ("H20", "Hopper", 78, 450, 8, 50),
+        ("B200", "Blackwell", 148, 900, 8, 50),
+        ("B300", "Blackwell", 148, 900, 8, 100),
+        ("GB200", "Blackwell", 152, 900, 72, 50),  # NVL72
+        ("GB300", "Blackwell", 152, 900, 72, 100),
+        ("MI300X", "CDNA3", 304, 448, 8, 50),  # 7 links of 64 GB/s
+        ("MI325X", "CDNA3", 304, 448, 8, 50),
+        ("MI350X", "CDNA4", 256, 537.6, 8, 50),  # 7 links of 76.8 GB/s
+        ("MI355X", "CDNA4", 256, 537.6, 8, 50),
+        ("L40S", "Ada", 142, 32, 8, 25),
+        ("L40", "Ada", 142, 32, 8, 25),
+        ("L4", "Ada", 58, 32, 8, 12.5),
+        ("RTX 4090", "Ada", 128, 32, 8, 12.5),
+        ("RTX 5090", "unknown", 170, 64, 8, 12.5),
+    ],
+)
+def test_architecture_and_links(
+    name, architecture, multiprocessors, link_gb_s, node_devices, network_gb_s
+):
+    device = lookup_device(name)
+    assert (device.architecture, device.multiprocessors) == (architecture, multiprocessors)
+    links = device.link_gb_s, device.node_devices, device.network_gb_s
+    assert links == (link_gb_s, node_devices, network_gb_s)
+
+
+def test_every_row_is_complete():
+    # torchao has no MXFP8 for the RTX 5090, compute capability 12.0, so that it is no "Blackwell".
+    assert [each.name for each in DEVICES if each.architecture == "unknown"] == ["RTX 5090"]
+    assert {each.name for each in DEVICES if each.mxfp8} == {"B200", "B300", "GB200", "GB300"}
+    for device in DEVICES:
+        has_float8 = device.architecture != "Ampere"
+        assert (device.fp8_tflops is not None) == has_float8
+        if has_float8:  # twice as fast, but for rounding
+            assert device.fp8_tflops == pytest.approx(2 * device.bf16_tflops, rel=0.02)
+
+
 def test_given_peaks_come_before_the_data_sheets():
     h100 = lookup_device("H100 SXM")
     assert h100.with_given(MetricsConfig()) == h100

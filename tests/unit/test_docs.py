@@ -1,6 +1,7 @@
 """The pages about figures and the planner say what the code computes now."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -14,22 +15,14 @@ import matrix_page
 import pytest
 from test_memory import PUBLISHED, build_rank, torchtitan_peak
 from test_recipes import FLOORS, RECIPES
-from test_roofline import (
-    DEBUG_RUN,
-    GATHERED,
-    H100,
-    H100_500W,
-    LLAMA_8B,
-    PUBLISHED_STEPS,
-    TENSORWISE,
-)
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.keys import KEYS, show
 from torchtitan_lite.config.torchtitan import ALIASES, FOREIGN, current_name
 from torchtitan_lite.metrics import figures
+from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.planner import roofline
+from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +59,7 @@ def key_paths(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from key_paths(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from key_paths(item, f"{path}[]")
     else:
@@ -92,6 +85,13 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     )
     assert too_large["memory"]["would_fit"]
     assert explained == {*key_paths(plan("debug_model")), *key_paths(too_large)}
+
+
+def test_every_option_of_the_command_is_explained() -> None:
+    usage = runpy.run_path(str(ROOT / "scripts/plan.py"))["__doc__"]
+    options = re.findall(r"^  (--[\w-]+)", usage, flags=re.MULTILINE)
+    assert len(options) >= 10
+    assert [option for option in options if f"`{option}" not in PLAN] == []
 
 
 def test_the_documented_command_prints_the_documented_report() -> None:
@@ -125,25 +125,16 @@ def test_long_sequences() -> None:
     assert_said(PLAN, said.replace("%", " %"))
 
 
-def test_the_rooflines_constants() -> None:
-    constants = dict(re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", PLAN, flags=re.MULTILINE))
-    values = {name: value for name, value in vars(roofline).items() if isinstance(value, float)}
-    assert constants == {name: f"{value:g}" for name, value in values.items()}
+def test_the_mfu_at_the_published_rate(float8: dict[str, Any]) -> None:
+    assert_said(PLAN, f"`mfu` is {float8['schedule']['mfu']:.2f} %")
 
 
-def test_predictions_beside_measurements(float8: dict[str, Any]) -> None:
-    for _, _, _, bf16_tps, float8_tps, predicted, error in PUBLISHED_STEPS:
-        measured = f"{bf16_tps:,g} to {float8_tps:,g} | {float8_tps / bf16_tps:.2f}"
-        assert_said(PLAN, f"| {measured} | {predicted:.2f} | +{error} % |")
-    eager = DEBUG_RUN.predict(H100_500W, TENSORWISE, compiled=False)
-    step = LLAMA_8B.step(H100_500W, GATHERED, float8=False)
+def test_the_links_of_an_unknown_gpu() -> None:
+    unknown = DeviceSpec("unknown", 1, None, 1, 1)
     assert_said(
         PLAN,
-        f"since eager it would be {eager.step_speedup:.2f}",
-        f"a step of 8B is predicted at {step.microbatch_s:.2f} s",
-        f"the planner predicts {float8['prediction']['step_speedup']:.2f} for the first row",
-        f"{float8['schedule']['mfu']:.2f} % here",
-        f"which is an upper bound: {plan('llama3_8b_float8')['schedule']['tps']:,.0f} here",
+        f"are {unknown.link_gb_s:g} GB/s within a node of {unknown.node_devices}, and "
+        f"{unknown.network_gb_s:g} GB/s between nodes",
     )
 
 
@@ -208,15 +199,12 @@ def test_the_floors_of_each_recipe() -> None:
 
 def test_the_cost_of_padding() -> None:
     tokens, k, n = 8192, 4096, 14336
-    traffic = 3 * tokens * (k + n) / (H100.bandwidth_tb_s * 1e12 * roofline.BANDWIDTH_FRACTION)
-    matmul = (
-        2
-        * tokens
-        * k
-        * n
-        / (H100.fp8_tflops * 1e12 * roofline.GEMM_FRACTION)
-        * roofline.SLOW_ACCUMULATION
-    )
+    h100 = find_device("H100 SXM")
+    rates = rates_of(h100)
+    assert h100.fp8_tflops
+    traffic = 3 * tokens * (k + n) / (h100.bandwidth_tb_s * 1e12 * rates.contiguous)
+    fp8_flops_per_s = h100.fp8_tflops * 1e12 * rates.fp8_matmul / rates.slow_accumulation
+    matmul = 2 * tokens * k * n / fp8_flops_per_s
     assert traffic / matmul == pytest.approx(1 / 5, rel=0.1)
     assert_said(
         FLOAT8,

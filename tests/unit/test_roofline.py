@@ -53,28 +53,28 @@ def test_kernels_that_move_data_take_their_bytes_and_their_launches() -> None:
     assert KERNELS.move(4e9, 3) == Cost(pytest.approx(2e-3 + 3 * 2e-6), 3)  # 2 TB/s
 
 
-def tiles(height: int, width: int, inner: int) -> float:
-    """Seconds of one wave of bf16 tiles, at 5 TFLOPS in a multiprocessor."""
-    return 2 * height * width * inner / 5e12
+def waves(count: int, inner: float) -> float:
+    """Seconds of some waves of bf16 tiles of 128 x 128, at 5 TFLOPS in a multiprocessor."""
+    return count * 2 * 128 * 128 * inner / 5e12
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "inner", "expected"),
     [
-        # 10 x 10 tiles of 256 x 128 are one wave on 100 multiprocessors.
-        (2560, 1280, 4096, tiles(256, 128, 4096)),
-        (1280, 2560, 4096, tiles(128, 256, 4096)),
-        # One row more, and 11 x 10 such tiles would be two waves: 21 x 10 smaller ones are three.
-        (2561, 1280, 4096, 3 * tiles(128, 128, 4096)),
-        (2560, 1281, 4096, 3 * tiles(128, 128, 4096)),
-        # A tile for each multiprocessor.
-        (1280, 1280, 4096, tiles(128, 128, 4096)),
+        # 10 x 10 tiles are one wave on 100 multiprocessors; one row or column more are two.
+        (1280, 1280, 4096, waves(1, 4096)),
+        (1281, 1280, 512, waves(2, 512)),
+        (1280, 1281, 512, waves(2, 512)),
+        (12800, 12800, 512, waves(100, 512)),
+        (12800, 12801, 512, waves(101, 512)),
         # One tile: 8 multiprocessors share its sum, and add their parts of 128 x 128 in float32.
-        (128, 128, 65536, tiles(128, 128, 65536 / 8) + 8 * 8 * 128 * 128 / 2e12 + 2e-6),
-        (1, 128, 65536, tiles(128, 128, 65536 / 8) + 8 * 8 * 128 / 2e12 + 2e-6),
+        (128, 128, 65536, waves(1, 65536 / 8) + 8 * 8 * 128 * 128 / 2e12 + 2e-6),
+        (1, 128, 65536, waves(1, 65536 / 8) + 8 * 8 * 128 / 2e12 + 2e-6),
+        # 110 tiles would be two waves; in halves, they are three of half the length.
+        (1408, 1280, 8192, waves(3, 8192 / 2) + 8 * 2 * 1408 * 1280 / 2e12 + 2e-6),
         # Reading and writing 2 bytes an element takes longer than to compute.
         (8192, 8192, 16, 2 * (2 * 8192 * 16 + 8192 * 8192) / 2e12),
-        (1, 1, 1, tiles(128, 128, 1)),
+        (1, 1, 1, waves(1, 1)),
         (0, 0, 0, 0.0),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_huge_matmul_reaches_the_fraction_of_the_peak(fp8: bool, tflops: float
 
 def test_a_slowdown_lengthens_the_arithmetic_only() -> None:
     once, slow = (KERNELS.gemm(2560, 1280, 4096, slowdown=by).seconds for by in (1, 1.5))
-    assert slow - once == pytest.approx(0.5 * tiles(256, 128, 4096))
+    assert slow - once == pytest.approx(0.5 * waves(2, 4096))
     assert KERNELS.gemm(8192, 8192, 16, slowdown=1.5) == KERNELS.gemm(8192, 8192, 16)
 
 
@@ -313,7 +313,7 @@ def test_nothing_of_the_debug_model_is_chosen(recipe: Any, seq_len: int) -> None
     assert roofline.choose(linears_of(DEBUG)) == []
 
 
-@pytest.mark.parametrize("scheme", [TENSORWISE, ROWWISE, GATHERED])
+@pytest.mark.parametrize("scheme", [TENSORWISE, GATHERED])
 def test_the_large_linears_of_8b_are_chosen_under_fsdp_alone(scheme: Float8Config) -> None:
     linears = linears_of(FLAVORS["8B"])
     chosen = roofline_of(8192, scheme, device=H100).choose(linears)
@@ -337,7 +337,7 @@ def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway
 
 # Linears beside measurements of single ones: pytorch/ao#2185, compiled, on an H100 of 500 W with
 # M, K, N, the milliseconds in bf16 and the speedup. Its gradient is the constant 1 of a sum, whose
-# cast the compiler folds. Then two examples of torchao's float8 README.
+# cast the compiler folds. Then an example of torchao's float8 README.
 H100_500W = find_device("H100 500W")
 PUBLISHED_LINEARS = (
     (16384, 8192, 1280, "rowwise", 1.954, 1.11),
@@ -345,7 +345,6 @@ PUBLISHED_LINEARS = (
     (16384, 8192, 7168, "rowwise", 9.871, 1.73),
     (16384, 3584, 8192, "rowwise", 5.192, 1.71),
     (4096, 8192, 16384, "tensorwise", None, 1.39),
-    (1024, 2048, 1024, "tensorwise", None, 0.80),
 )
 
 
@@ -364,10 +363,15 @@ def test_linears_beside_published_ones(
         monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], compiled_casts=casts))
     linear, roofline = one_linear(n, k), roofline_of(m, scheme_of(recipe), device=H100_500W)
     predicted = 1 / roofline.ratio(linear, [linear])
-    assert (predicted > 1) == (speedup > 1)
+    assert predicted == pytest.approx(speedup, rel=0.2)
     if bf16_ms is not None:
         assert roofline.bf16(linear).both.seconds * 1e3 == pytest.approx(bf16_ms, rel=0.2)
-        assert predicted == pytest.approx(speedup, rel=0.2)
+
+
+def test_a_small_linear_is_slower_in_float8() -> None:
+    # torchao's float8 README has 0.80 for 1024 x 2048 x 1024.
+    linear, roofline = one_linear(1024, 2048), roofline_of(1024, TENSORWISE, device=H100_500W)
+    assert 0.5 < 1 / roofline.ratio(linear, [linear]) < 1
 
 
 # About 1.4 (pytorch/ao#2410): wk and wv on an H100 under rowwise and tensor parallelism, 8B with
@@ -521,13 +525,22 @@ def test_tensor_parallelism_splits_everything_beside_the_linears() -> None:
     assert split.loss().seconds == pytest.approx(alone.loss().seconds / 4)
 
 
-def test_fsdp_copies_half_as_much_of_what_it_gathers_in_float8() -> None:
-    free = replace(roofline_of(8192, args=SMALL), rates=replace(RATES, kernel_seconds=0))
-    bf16, float8 = (free.fsdp_copies(10**9, in_float8) for in_float8 in (0, 10**9))
-    # 2 bytes are read and written of a gathered bf16 weight, and 1 of a float8 one, in each pass.
-    assert bf16.forward.seconds == pytest.approx(4e9 / 2e12)
-    assert float8.forward.seconds == pytest.approx(2e9 / 2e12)
-    assert bf16.backward.seconds - float8.backward.seconds == pytest.approx(2e9 / 2e12)
+@pytest.mark.parametrize("reshard", ["default", "never"])
+def test_fsdp_copies_what_it_gathers_and_casts_what_it_reduces(reshard: str) -> None:
+    at = roofline_of(
+        8192,
+        args=SMALL,
+        rates=replace(RATES, kernel_seconds=0),
+        degrees=(1, 10, 1),
+        parallelism={"fsdp_reshard_after_forward": reshard},
+    )
+    # A gathered weight is read and written, of 2 bytes or of 1; beside it 10 bytes of the shard, or
+    # 23 with its cast. A gradient is read in 2 bytes and written in 4.
+    for in_float8, gathered in ((0, 4 + 1), (10**9, 2 + 2.3)):
+        copies = at.fsdp_copies(10**9, in_float8)
+        again = 0 if reshard == "never" else gathered
+        assert copies.forward.seconds == pytest.approx(gathered * 1e9 / 2e12)
+        assert copies.backward.seconds == pytest.approx((again + 6) * 1e9 / 2e12)
 
 
 @pytest.mark.parametrize("part", ["loss", "attention", "pointwise"])

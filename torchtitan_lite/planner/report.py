@@ -20,6 +20,20 @@ UTILISATIONS = {
     "hfu": ("effective", ", with what is recomputed"),
 }
 """The peak by which each is divided, and a note."""
+UNKNOWN_DEVICE = (
+    "No data sheet of the {device} is known: its multiprocessors are assumed, and its links and "
+    "nodes unless they are given."
+)
+LINKS = (
+    "GB/s: what large collectives reach. Each GPU can send {link_gb_s:,g} within a node of "
+    "{node_devices:,}, and {network_gb_s:,g} between nodes, where a ring uses the network of all "
+    "its GPUs in a node (--link, --node-devices, --network)."
+)
+GUESSES = (
+    "The ranges above come from these alone; docs/plan.md compares predictions with published "
+    "runs. To replace a guess, measure it and edit its row in torchtitan_lite/planner/constants.py."
+    " --tps replaces the predicted rate by that of a short run."
+)
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
 
@@ -48,16 +62,20 @@ def format_answer(plan: Plan) -> str:
     """Return in a sentence whether the run fits, its rate, time and cost, and float8's gain."""
     request, schedule = plan["request"], plan["schedule"]
     fits, fit = _fit(plan["memory"])
+
+    # Say at each change what is predicted and what is given.
     rate = f"{_digits(schedule['tps'])} tokens/s per device"
     before, after = "; given: ", "; predicted: "
     if schedule["origin"] == "predicted":
         rate += " ({} to {})".format(*map(_digits, schedule["tps_band"]))
         before, after = ", " if fits else "; if it did, ", "; "
 
+    # The largest unit that is not a fraction, and the verdict without its advice.
     durations = {unit: schedule["run_days"] * size for unit, size in UNITS.items()}
     unit = next((each for each in durations if durations[each] >= 2), "minutes")
     gain, _, _ = plan["prediction"]["verdict"].rstrip(".").partition(";")
     hypothetical = plan["prediction"]["float8"] and not request["float8_recipe"]
+
     cost = f"{_digits(durations[unit])} {unit} and {_digits(schedule['run_gpu_hours'])} GPU-hours"
     return _wrap(
         "{model} on {world_size} x {device}, predicted: ".format_map(request)
@@ -118,8 +136,8 @@ def _time(prediction: Plan, if_on: str) -> str:
     ]
     header = ("milliseconds", "bf16", f"float8{', if on' if if_on else ''}")[: len(steps) + 1]
     legend = (
-        "exposed: the device waits for communication, or computes slower beside it; hidden: "
-        "communication during computation; host: it launches the kernels"
+        "exposed: the device waits for communication, or is slowed by it; hidden: communication "
+        "during computation; host: it launches the kernels"
     )
     return f"{_table(header, table)}\n{_wrap(legend)}"
 
@@ -171,7 +189,7 @@ def _cost(schedule: Plan) -> str:
     }
     rows = [
         ["tokens/s per device", *(f"{rate:,.0f}" for rate in rates.values())],
-        ["tokens a day", *(f"{schedule['tokens_per_day'] * speed:.3g}" for speed in speeds)],
+        ["tokens a day", *(f"{schedule['tokens_per_day'] * speed:.2e}" for speed in speeds)],
         *([name, *(_digits(each / speed) for speed in speeds)] for name, each in durations.items()),
     ]
     text = (
@@ -207,14 +225,13 @@ def _linears(linears: Sequence[Plan], better_kept: Sequence[str]) -> str:
     for reason in reasons:
         kinds = (_short(row["kind"]) for row in linears if row["kept_because"] == reason)
         notes.append(f"{', '.join(kinds)} in bf16: {reason}")
-    for row in linears:
-        kind, others = row["kind"], ", ".join(map(_short, row["shares_cast_with"]))
-        kept_is_better = kind in better_kept and row["converted"]
-        better = f"{_short(kind)}: better kept in bf16" if kept_is_better else _short(kind)
-        if others and (kept_is_better or (row["converted"] and (row["time_ratio"] or 0) >= 1)):
-            notes.append(f"{better}: its input's cast is shared with {others}")
-        elif kept_is_better:
-            notes.append(better)
+    for row in (row for row in linears if row["converted"]):
+        said = ["better kept in bf16"] if row["kind"] in better_kept else []
+        others = ", ".join(map(_short, row["shares_cast_with"]))
+        if others and (said or row["time_ratio"] >= 1):
+            said.append(f"its input's cast is shared with {others}")
+        if said:
+            notes.append(": ".join([_short(row["kind"]), *said]))
     return "\n".join([_table(header, rows, notes=True), *map(_wrap, notes)])
 
 
@@ -246,33 +263,21 @@ def _mfu(schedule: Plan, peaks: Plan) -> str:
 
 def _assumed(plan: Plan) -> str:
     communication, request = plan["communication"], plan["request"]
-    parts = []
-    if not plan["peaks"]["data_sheet"]:
-        parts.append(
-            _wrap(
-                f"No data sheet of the {request['device']} is known: its multiprocessors are "
-                "assumed, and its links and nodes unless they are given."
-            )
-        )
+    parts = [] if plan["peaks"]["data_sheet"] else [_wrap(UNKNOWN_DEVICE.format_map(request))]
 
-    # Links.
+    # Links, of several devices.
     if communication["collectives"]:
         rows = [
             (
                 each["kind"],
                 str(each["ring_size"]),
                 "yes" if each["crosses_nodes"] else "no",
-                f"{each['gb_s']:,.0f}",
+                _digits(each["gb_s"]),
             )
             for each in communication["collectives"]
         ]
         parts.append(_table(("ring", "GPUs", "crosses nodes", "GB/s"), rows))
-        links = (
-            "GB/s: what large collectives reach. Each GPU can send {link_gb_s:,g} within a node of "
-            "{node_devices:,}, and {network_gb_s:,g} between nodes, where a ring uses the network "
-            "of all its GPUs in a node (--link, --node-devices, --network)."
-        )
-        parts.append(_wrap(links.format_map(communication)))
+        parts.append(_wrap(LINKS.format_map(communication)))
     parts.append(f"Attention runs in PyTorch's {request['attention_kernel']} kernel (--attention).")
 
     # Constants.
@@ -286,13 +291,5 @@ def _assumed(plan: Plan) -> str:
     ]
     if guesses:
         header = ("guessed constant", "value", "slow", "fast", "step, slow", "step, fast")
-        parts.append(_table(header, guesses))
-        parts.append(
-            _wrap(
-                "The ranges above come from these alone; docs/plan.md compares predictions with "
-                "published runs. To replace a guess, measure it and edit its row in "
-                "torchtitan_lite/planner/constants.py. --tps replaces the predicted rate by that "
-                "of a short run."
-            )
-        )
+        parts += [_table(header, guesses), _wrap(GUESSES)]
     return "\n".join(parts)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations
 from operator import mul
 from typing import NamedTuple
 
@@ -23,10 +23,11 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates, rates_of
+from .memory import WIDTHS
 
-TILES = ((256, 128), (128, 256), (128, 128))
+TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
-Multiplication Background User's Guide."""
+Multiplication Background User's Guide. A larger tile, at the same rate, is never faster."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
 ATTENTION_KERNELS = ("cudnn", "flash", "flex")
@@ -127,10 +128,10 @@ class Roofline:
         # Multiprocessors compute a wave of tiles at a time, and the last wave leaves some idle. A
         # split sum needs another pass over its parts, in float32.
         arithmetic = math.inf
-        for (height, width), parts in product(TILES, SPLITS):
-            tiles = math.ceil(rows / height) * math.ceil(columns / width) * parts
-            waves = math.ceil(tiles / self.device.multiprocessors)
-            tile = 2 * height * width * inner / parts / flops_per_s
+        tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
+        for parts in SPLITS:
+            waves = math.ceil(tiles * parts / self.device.multiprocessors)
+            tile = 2 * TILE**2 * inner / parts / flops_per_s
             added = self.move(8 * parts * rows * columns, 1).seconds if parts > 1 else 0.0
             arithmetic = min(arithmetic, waves * tile + added)
 
@@ -245,19 +246,27 @@ class Roofline:
     def loss(self) -> Cost:
         """Cost of the cross-entropy and its gradient, beside the matmuls of the projection."""
         logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
-        return self.move(8 * logits, 6)
+        compiled = self.job.config.compile.covers("loss")
+        return self.move(8 * logits, 1) if compiled else self.move(42 * logits, 11)
 
     def optimizer(self, parameters: int) -> Cost:
-        """Cost of clipping and AdamW on a rank's `parameters`: weight, gradient and two moments
-        are read in float32, three of them are written, and clipping takes another 12 bytes."""
-        return self.move(40 * parameters, 8)
+        """Cost of clipping and AdamW on a rank's `parameters`: a weight is read and written, its
+        gradient read three times and written once, and each moment read and written."""
+        weight = WIDTHS[self.job.config.training.dtype]
+        moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
+        return self.move((6 * weight + 4 * moment) * parameters, 37)
 
     def fsdp_copies(self, parameters: int, in_float8: int) -> Passes:
-        """Cost of copying gathered weights into place in each pass, and of casting gradients to
-        float32, for `parameters` of which FSDP gathers some `in_float8`."""
-        kernels = 10 / 2 * self.job.model_args.n_layers
-        gathered = 4 * parameters - 2 * in_float8
-        return Passes(self.move(gathered, kernels), self.move(gathered + 6 * parameters, kernels))
+        """Cost of FSDP's copies for `parameters`, of which it gathers some `in_float8`: around each
+        gather, bytes of the whole and of a shard, and gradients that are cast to be reduced."""
+        degrees, n_layers = self.job.degrees, self.job.model_args.n_layers
+        whole = 4 * parameters - 2 * in_float8
+        shard = (10 * parameters + 13 * in_float8) / degrees.dp_shard
+        gather = self.move(whole + shard, (6 + 21 * bool(in_float8)) * n_layers)
+        reduction = self.move(6 * parameters, 2 * n_layers)
+
+        never = self.job.config.parallelism.fsdp_reshard_after_forward == "never"
+        return Passes(gather, reduction if never else gather + reduction)
 
 
 def build_roofline(

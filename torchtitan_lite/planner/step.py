@@ -122,46 +122,58 @@ class _Step:
         self.network = Network(roofline.device, roofline.rates)
 
     def time(self) -> StepTime:
-        """Time the step: the microbatches that only add up gradients, the last, the optimizer."""
-        accum, rates = self.job.batch.grad_accum_steps, self.roofline.rates
+        """Time the step."""
+        accum, rates, degrees = (
+            self.job.batch.grad_accum_steps,
+            self.roofline.rates,
+            self.job.degrees,
+        )
+
+        # Computation: all but the optimizer runs once in each microbatch.
         blocks, head = self._blocks(), self._head()
+        parameters = sum(group.weights for group in self.rank.groups) // degrees.dp_shard
+        parts = {name: part.both * accum for name, part in blocks.items()}
+        parts |= {name: cost * accum for name, cost in head.items()}
+        parts["optimizer"] = self.roofline.optimizer(parameters)
+        device_parts_s = {name: cost.seconds for name, cost in parts.items()}
+
+        # Tensor parallelism, and what of it asynchronous collectives hide.
         asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
         parallel = self._tensor_parallel(asynchronous=asynchronous)
-        parallel_hidden = self._tensor_parallel().both.seconds - parallel.both.seconds
-        parameters = sum(group.weights for group in self.rank.groups) // self.job.degrees.dp_shard
-        optimizer = self.roofline.optimizer(parameters)
+        waited = parallel.both * accum
+        hidden_by_matmuls = self._tensor_parallel().both.seconds * accum - waited.seconds
 
-        # The blocks hide FSDP's communication, and so does tensor parallelism. Replicas have what
-        # they add.
+        # The blocks and tensor parallelism hide FSDP. Replicas have what they add to it.
         compute = sum(blocks.values(), parallel)
         exposed, hidden = self._sharded(Ring(1, 1), compute)
-        exposed_with, hidden_with = self._sharded(replicate_ring(self.job.degrees), compute)
-
-        # A microbatch runs `accum` times.
-        parts = {name: part.both * accum for name, part in blocks.items()}
-        parts |= {name: cost * accum for name, cost in head.items()} | {"optimizer": optimizer}
-        device_parts_s = {name: cost.seconds for name, cost in parts.items()}
+        exposed_with, hidden_with = self._sharded(replicate_ring(degrees), compute)
+        late = rates.slowest_device - 1 if degrees.world_size > 1 else 0.0
         exposed_s = {
-            "tensor parallelism": parallel.both.seconds * accum,
+            "tensor parallelism": waited.seconds,
             "sharding": exposed,
             "replicas": exposed_with - exposed,
             "slower compute beside": hidden_with * rates.overlap_slowdown,
+            "slowest device": late * sum(device_parts_s.values()),
         }
         hidden_s = {
-            "tensor parallelism": parallel_hidden * accum,
+            "tensor parallelism": hidden_by_matmuls,
             "sharding": hidden,
             "replicas": hidden_with - hidden,
         }
-        alone = self.job.degrees.world_size == 1
-        late = 0.0 if alone else rates.slowest_device - 1
-        exposed_s["slowest device"] = late * sum(device_parts_s.values())
-        kernels = sum(cost.kernels for cost in parts.values()) + parallel.both.kernels * accum
-        host_s = kernels * rates.host_seconds_per_kernel
-        n_layers = self.job.model_args.n_layers
-        host_s += accum * n_layers * rates.host_seconds_per_block
-        host_s += (BLOCK_PARAMETERS * n_layers + END_PARAMETERS) * rates.host_seconds_per_parameter
+
+        host_s = self._host_s(sum(cost.kernels for cost in [*parts.values(), waited]))
         device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
         return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden_s)
+
+    def _host_s(self, kernels: float) -> float:
+        """Seconds in which the host launches that many kernels and runs the blocks' hooks."""
+        rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
+        tensors = BLOCK_PARAMETERS * n_layers + END_PARAMETERS
+        return (
+            kernels * rates.host_seconds_per_kernel
+            + self.job.batch.grad_accum_steps * n_layers * rates.host_seconds_per_block
+            + tensors * rates.host_seconds_per_parameter
+        )
 
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
