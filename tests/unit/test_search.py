@@ -22,6 +22,8 @@ from torchtitan_lite.planner.step import Prediction, StepTime
 ROOT = Path(__file__).parents[2]
 MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
 SMALL = ("--model.n_layers", "2")
+ODD = (*SMALL, "--model.ffn_dim=14344", "--model.vocab_size=128264", "--float8.convert_output")
+"""A model of which float8 can multiply wq, wk, wv and wo alone: the other sizes are odd eights."""
 TWO = (*SMALL, "--training.global_batch_size", "2")
 
 
@@ -116,6 +118,7 @@ def test_a_space_of_which_a_part_fits_leaves_the_rest_out() -> None:
             ("--float8.enable_float8_linear", "--float8.recipe_name=rowwise", *SMALL),
         ),
         ("llama3_70b", 12, "B200", ("--parallelism.tensor_parallel_degree", "4", *SMALL)),
+        ("llama3_8b", 1, "H100 SXM", ODD),
         ("debug_model", 7, "H100 SXM", ()),  # a prime number
         ("debug_model", 1, "H100 SXM", ()),
     ],
@@ -145,7 +148,31 @@ def test_the_printed_options_plan_to_the_figures_that_are_printed(
         assert request[key] == best[key]
     assert request["activation_checkpoint"] == best["activation_checkpoint"]
     assert request["float8_recipe"] == best["float8_recipe"]
-    assert f"{best['tps']:,.0f} tokens/s per device" in text.splitlines()[0]
+    assert f"{best['tps']:,.0f} tokens/s per device" in " ".join(text.split("\n\n")[0].split())
+
+
+def test_auto_keeps_what_float8_cannot_multiply() -> None:
+    best = search("llama3_8b", *ODD, world_size=1)["layouts"][0]
+    assert best["filter_fqns"] == ["auto"]
+    assert best["kept_in_bf16"] == ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+    text = run(*words_of("llama3_8b", *ODD), "--device", "H100 SXM", "--world-size", "1")
+    assert f"{best['float8_recipe']}, auto\n" in text
+    assert "w1 w2 w3 in bf16" in " ".join(text.split())
+
+
+def test_scales_are_not_computed_ahead_of_weights_on_the_cpu() -> None:
+    given = ("--training.enable_cpu_offload", "--float8.recipe_name=tensorwise")
+    best = search("llama3_8b", *SMALL, *given, "--float8.enable_float8_linear")["layouts"][0]
+    assert best["changes"]["float8.enable_fsdp_float8_all_gather"]
+    assert "float8.precompute_float8_dynamic_scale_for_fsdp" not in best["changes"]
+
+
+def test_a_slower_attention_kernel_is_slower_in_a_search() -> None:
+    cudnn, flash = (
+        search("llama3_8b", *SMALL, "--attention", kernel)["layouts"][0]["tps"]
+        for kernel in ("cudnn", "flash")
+    )
+    assert flash < cudnn
 
 
 def test_the_global_batch_stays_as_it_is() -> None:

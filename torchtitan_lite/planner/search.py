@@ -154,8 +154,8 @@ def find_candidates(space: Space) -> list[Candidate]:
             # "auto" can choose what another candidate has already.
             if chosen[FLOAT8] and AUTO in chosen[FILTERS]:
                 work = replace(work, job=name_kept(job, work.choices))
-            trained_in = (chosen[RECIPE], *work.converted) if work.converted else "bf16"
-            same = job.degrees, job.batch, chosen[MODE], chosen[OPTION], trained_in
+            float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
+            same = job.degrees, job.batch, chosen[MODE], chosen[OPTION], float8
             if same in found:
                 continue
 

@@ -93,8 +93,8 @@ def _notes(request: Mapping[str, Any]) -> str:
     return (
         "{fitting:,} configs fit in {memory_gib:g} GiB. ".format_map(request)
         + f"All train on {batch}. Between: what the guessed constants leave open. Exposed: the "
-        f"part of the step in which the device waits for communication. GPU-hours and cost: for "
-        f"10^12 tokens.{kept}"
+        "part of the step in which the device waits for others, or computes slower beside "
+        f"communication. GPU-hours and cost: for 10^12 tokens.{kept}"
     )
 
 
