@@ -18,8 +18,8 @@ SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
     "llama3_1b": (1, "1B", 1),
     "llama3_350m": (1, "350M", 1),
     "llama3_150m": (1, "150M", 1),
-    "llama3_70b": (256, "70B", 8),
-    "llama3_405b": (512, "405B", 8),
+    "llama3_70b": (256, "70B", 1),
+    "llama3_405b": (512, "405B", 4),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name: str) -> No
             ["--training.seq_len=131072", "--parallelism.tensor_parallel_degree=8"],
         ),
         ("llama3_70b", 32, "H100 SXM", []),
-        ("llama3_405b", 256, "H100 SXM", []),
+        ("llama3_405b", 128, "H100 SXM", []),
     ],
 )
 def test_a_shipped_config_fits_the_devices_that_it_names(

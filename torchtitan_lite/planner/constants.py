@@ -1,9 +1,10 @@
 """The rates and latencies that the planner assumes, each with its source.
 
-They come from measurements of single kernels and collectives; none is fitted to a training run.
-Where none was found, or they differ, the value is a guess between two ends: a plan moves each guess
-to both ends and prints the band that results. Data sheets are in metrics/devices.py, and the bytes
-that kernels move are counted in float8/recipes.py and roofline.py.
+They come from measurements of single kernels and collectives; none is fitted to a training run. A
+guess is a value for which no measurement was found. Guesses, and values that sources measured
+differently, have two ends: a plan moves each to both, and prints the band that results. Data sheets
+are in metrics/devices.py, and the bytes that kernels move are counted in float8/recipes.py and
+roofline.py.
 
 A name with # is a GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and
 "nccl-tests" are NVIDIA's.
@@ -24,7 +25,8 @@ class Constant:
     value: float
     source: str
     of: tuple[str, ...] = ()  # names of architectures or devices; (): every other one
-    between: tuple[float, float] | None = None  # of a guess: where it makes a step slow, and fast
+    between: tuple[float, float] | None = None  # the ends that make a step slow, and fast
+    guessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,30 +59,52 @@ class Rates:
     async_tensor_parallel: float  # part of tensor parallelism's communication that async TP hides
 
 
-def _measured(name: str, value: float, source: str, *of: str) -> Constant:
-    return Constant(name, value, source, of)
+def _measured(
+    name: str, value: float, source: str, *of: str, between: tuple[float, float] | None = None
+) -> Constant:
+    return Constant(name, value, source, of, between)
 
 
 def _guessed(
     name: str, value: float, between: tuple[float, float], source: str, *of: str
 ) -> Constant:
-    return Constant(name, value, source, of, between)
+    return Constant(name, value, source, of, between, guessed=True)
 
 
 # The row of a device replaces that of its architecture, which replaces the one for all.
 CONSTANTS = (
     # Matmuls, thermally settled and on random data: power limits what they reach.
     _guessed("bf16_matmul", 0.7, (0.5, 0.9), "between the architectures below"),
-    _measured("bf16_matmul", 0.82, "Azure, ND_A100_v4", "Ampere"),
+    _measured("bf16_matmul", 0.82, "Azure, ND_A100_v4", "Ampere", between=(0.78, 0.87)),
     _measured(
-        "bf16_matmul", 0.77, "0.73 to 0.80 with the last wave: pytorch/FBGEMM#2766", "Hopper"
+        "bf16_matmul",
+        0.77,
+        "0.73 to 0.80 with the last wave: pytorch/FBGEMM#2766",
+        "Hopper",
+        between=(0.73, 0.81),
     ),
-    _measured("bf16_matmul", 0.61, "0.59 with the last wave: pytorch/FBGEMM#2546", "H100 500W"),
+    _measured(
+        "bf16_matmul",
+        0.61,
+        "0.59 with the last wave: pytorch/FBGEMM#2546",
+        "H100 500W",
+        between=(0.57, 0.63),
+    ),
     _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
     _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
-    _measured("bf16_matmul", 0.66, "0.63 to 0.67: pytorch/ao#2427, vllm#19566", "Blackwell"),
     _measured(
-        "bf16_matmul", 0.46, "0.44 to 0.50: AMD-AGI/Primus-Turbo, agent_docs/MI300X", "CDNA3"
+        "bf16_matmul",
+        0.66,
+        "0.63 to 0.67: pytorch/ao#2427, vllm#19566",
+        "Blackwell",
+        between=(0.62, 0.7),
+    ),
+    _measured(
+        "bf16_matmul",
+        0.46,
+        "0.44 to 0.50: AMD-AGI/Primus-Turbo, agent_docs/MI300X",
+        "CDNA3",
+        between=(0.42, 0.5),
     ),
     _guessed(
         "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
@@ -91,8 +115,15 @@ CONSTANTS = (
         0.68,
         "0.62 to 0.70 with the last wave: Azure, ND_H100_v5; pytorch/pytorch#143465",
         "Hopper",
+        between=(0.63, 0.72),
     ),
-    _measured("fp8_matmul", 0.59, "0.57 with the last wave: pytorch/FBGEMM#2546", "H100 500W"),
+    _measured(
+        "fp8_matmul",
+        0.59,
+        "0.57 with the last wave: pytorch/FBGEMM#2546",
+        "H100 500W",
+        between=(0.56, 0.62),
+    ),
     _guessed("fp8_matmul", 0.5, (0.42, 0.58), "as in bf16, limited by power", "H100 PCIe"),
     _guessed("fp8_matmul", 0.85, (0.7, 0.95), "as in bf16", "H20"),
     _measured(
@@ -100,9 +131,14 @@ CONSTANTS = (
         0.59,
         "0.57 with the last wave: Azure, ND_GB200_v6; vllm#19566; triton#9044",
         "Blackwell",
+        between=(0.56, 0.65),
     ),
     _measured(
-        "fp8_matmul", 0.4, "0.36 to 0.43: AMD-AGI/Primus-Turbo, gemm_fp8_tensorwise", "CDNA3"
+        "fp8_matmul",
+        0.4,
+        "0.36 to 0.43: AMD-AGI/Primus-Turbo, gemm_fp8_tensorwise",
+        "CDNA3",
+        between=(0.36, 0.44),
     ),
     _guessed(
         "fp8_matmul",
@@ -112,12 +148,24 @@ CONSTANTS = (
         "CDNA4",
     ),
     _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
-    _measured("slow_accumulation", 1.15, "1.1 to 1.2: pytorch/ao#2377", "Hopper"),
-    _measured("row_scales", 1.04, "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200"),
+    _measured(
+        "slow_accumulation", 1.15, "1.1 to 1.2: pytorch/ao#2377", "Hopper", between=(1.2, 1.1)
+    ),
+    _measured(
+        "row_scales",
+        1.04,
+        "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200",
+        between=(1.1, 1.0),
+    ),
     _measured("row_scales", 1.0, "fp8_matmul is of row scales there", "H100 500W"),
     _measured("matmul_seconds", 4e-06, "squares of 1,024 and 2,048: Azure, pytorch/ao#2427"),
     # Causal attention, forward and backward together.
-    _measured("attention_cudnn", 0.5, "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6"),
+    _measured(
+        "attention_cudnn",
+        0.5,
+        "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6",
+        between=(0.46, 0.53),
+    ),
     _measured("attention_cudnn", 0.45, "0.9 of 700 W: tritonbench#141", "H100 500W"),
     _guessed(
         "attention_cudnn",
@@ -128,7 +176,13 @@ CONSTANTS = (
     ),
     _guessed("attention_flash", 0.55, (0.45, 0.65), "FlashAttention 2: arXiv 2307.08691"),
     _measured("attention_flash", 0.58, "A100: arXiv 2307.08691, fig. 4 to 6", "Ampere"),
-    _measured("attention_flash", 0.32, "H100: arXiv 2407.08608, fig. 5, 6", "Hopper"),
+    _measured(
+        "attention_flash",
+        0.32,
+        "H100: arXiv 2407.08608, fig. 5, 6",
+        "Hopper",
+        between=(0.29, 0.335),
+    ),
     _measured("attention_flash", 0.15, "Azure, GB200", "Blackwell"),
     _guessed(
         "attention_flash",
@@ -142,14 +196,36 @@ CONSTANTS = (
     _guessed("attention_flex", 0.28, (0.24, 0.32), "0.87 of FlashAttention 2", "Hopper"),
     _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of 0.3, or less", "CDNA3", "CDNA4"),
     # Memory.
-    _measured("contiguous", 0.88, "BabelStream copy and triad on H100: Azure, ND_H100_v5"),
+    _measured(
+        "contiguous",
+        0.88,
+        "BabelStream copy and triad on H100: Azure, ND_H100_v5",
+        between=(0.83, 0.92),
+    ),
     _measured("contiguous", 0.82, "the same on A100: Azure, ND_A100_v4", "Ampere"),
     _guessed("contiguous", 0.85, (0.75, 0.92), "as on Hopper", "Blackwell"),
-    _measured("contiguous", 0.81, "BabelStream on MI300X: arXiv 2510.27583", "CDNA3", "CDNA4"),
     _measured(
-        "transposing", 0.6, "casts on H100, a tiled copy 0.75: pytorch/pytorch#133242, #194310"
+        "contiguous",
+        0.81,
+        "BabelStream on MI300X: arXiv 2510.27583",
+        "CDNA3",
+        "CDNA4",
+        between=(0.73, 0.84),
     ),
-    _measured("transposing", 0.34, "MI300X: ROCm/TransformerEngine#89", "CDNA3", "CDNA4"),
+    _measured(
+        "transposing",
+        0.6,
+        "casts on H100, a tiled copy 0.75: pytorch/pytorch#133242, #194310",
+        between=(0.5, 0.75),
+    ),
+    _measured(
+        "transposing",
+        0.34,
+        "MI300X: ROCm/TransformerEngine#89",
+        "CDNA3",
+        "CDNA4",
+        between=(0.32, 0.45),
+    ),
     _guessed(
         "strided", 0.3, (0.2, 0.45), "0.27 to 0.3 of 2.4 TB/s: pytorch/pytorch#149982, #194310"
     ),
@@ -164,15 +240,27 @@ CONSTANTS = (
     ),
     _measured("host_seconds_per_parameter", 0.29e-3, "43 ms for 150: microsoft/dion#63"),
     # Collectives. The latencies are NCCL's own model, src/graph/tuning.cc.
-    _measured("link", 0.73, "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047"),
-    _measured("link", 0.68, "GB200: Azure", "Blackwell"),
+    _measured(
+        "link",
+        0.73,
+        "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047",
+        between=(0.66, 0.8),
+    ),
+    _measured("link", 0.68, "GB200: Azure", "Blackwell", between=(0.6, 0.72)),
     _guessed("network", 0.85, (0.65, 0.94), "0.65 to 0.94: nccl#1229, nccl-tests#290"),
     _measured("collective_seconds", 6.6e-06, "NCCL; 15 to 30 us in all for 8 H100"),
     _measured("link_hop_seconds", 1.9e-06, "NCCL, protocol LL128"),
     _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
     _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
     _guessed("slowest_device", 1.04, (1.08, 1.0), "they vary by 8 % on average: arXiv 2208.11035"),
-    _measured("overlap_slowdown", 0.79, "of MI300X: arXiv 2412.14335", "CDNA3", "CDNA4"),
+    _measured(
+        "overlap_slowdown",
+        0.79,
+        "of MI300X: arXiv 2412.14335",
+        "CDNA3",
+        "CDNA4",
+        between=(0.9, 0.5),
+    ),
     _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
     _guessed(
         "async_tensor_parallel",
@@ -197,9 +285,8 @@ def rates_of(device: DeviceSpec) -> Rates:
     return Rates(**{name: each.value for name, each in constants_of(device).items()})
 
 
-def move_guesses(device: DeviceSpec, rates: Rates) -> Iterator[tuple[Rates, Rates]]:
-    """Yield, for each constant that is a guess for `device`, `rates` with its slow end and with its
-    fast end."""
+def move_constants(device: DeviceSpec, rates: Rates) -> Iterator[tuple[Rates, Rates]]:
+    """Yield `rates` with the slow end and with the fast end of each constant that has them."""
     for name, constant in constants_of(device).items():
         if constant.between:
             slow, fast = constant.between

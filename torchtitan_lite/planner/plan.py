@@ -278,20 +278,20 @@ def _plan_communication(
 
 
 def _plan_assumed(meta: MetaModel, roofline: Roofline) -> list[dict[str, Any]]:
-    """The guessed constants that the step depends on, and how much."""
+    """The uncertain constants that the step depends on, and how much."""
     in_float8 = [linear for linear in meta.choices if linear.converted]
 
     def step_s(**rates: float) -> float:
         at = dataclasses.replace(roofline, rates=dataclasses.replace(roofline.rates, **rates))
         return time_step(at, meta.choices, in_float8).step_s
 
-    guesses, predicted_s = [], step_s()
+    assumed, predicted_s = [], step_s()
+    keys = ("name", "value", "between", "guessed", "source")
     for name, constant in constants_of(roofline.device).items():
         ratios = [step_s(**{name: end}) / predicted_s for end in constant.between or ()]
         if set(ratios) - {1.0}:
-            guess = {key: getattr(constant, key) for key in ("name", "value", "between", "source")}
-            guesses.append(guess | {"step_ratio": ratios})
-    return guesses
+            assumed.append({key: getattr(constant, key) for key in keys} | {"step_ratio": ratios})
+    return assumed
 
 
 def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:

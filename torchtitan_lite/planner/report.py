@@ -29,9 +29,9 @@ LINKS = (
     "{node_devices:,}, and {network_gb_s:,g} between nodes, where a ring uses the network of all "
     "its GPUs in a node (--link, --node-devices, --network)."
 )
-GUESSES = (
+UNCERTAIN = (
     "The ranges above come from these alone; docs/published.md has the errors of predictions "
-    "beside published runs. To replace a guess, measure it and edit its row in "
+    "beside published runs. To replace a value, measure it and edit its row in "
     "torchtitan_lite/planner/constants.py. --tps replaces the predicted rate by that of a short "
     "run."
 )
@@ -282,15 +282,16 @@ def _assumed(plan: Plan) -> str:
     parts.append(f"Attention runs in PyTorch's {request['attention_kernel']} kernel (--attention).")
 
     # Constants.
-    guesses = [
+    rows = [
         (
             each["name"],
             *(f"{value:g}" for value in (each["value"], *each["between"])),
             *(f"{ratio - 1:+.1%}" for ratio in each["step_ratio"]),
+            "guess" if each["guessed"] else "measured",
         )
         for each in plan["assumed"]
     ]
-    if guesses:
-        header = ("guessed constant", "value", "slow", "fast", "step, slow", "step, fast")
-        parts += [_table(header, guesses), _wrap(GUESSES)]
+    if rows:
+        header = ("uncertain", "value", "slow", "fast", "step, slow", "step, fast", "")
+        parts += [_table(header, rows, notes=True), _wrap(UNCERTAIN)]
     return "\n".join(parts)

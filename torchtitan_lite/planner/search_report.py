@@ -92,7 +92,7 @@ def _notes(request: Mapping[str, Any]) -> str:
     kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
     return (
         "{fitting:,} configs fit in {memory_gib:g} GiB. ".format_map(request)
-        + f"All train on {batch}. Between: what the guessed constants leave open. Exposed: the "
+        + f"All train on {batch}. Between: what uncertain constants leave open. Exposed: the "
         "part of the step in which the device waits for others, or computes slower beside "
         f"communication. GPU-hours and cost: for 10^12 tokens.{kept}"
     )

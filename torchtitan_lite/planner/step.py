@@ -13,7 +13,7 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
 from .communication import Network, Ring, replicate_ring, shard_ring, tp_ring
-from .constants import Rates, move_guesses
+from .constants import Rates, move_constants
 from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
@@ -34,8 +34,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What float8 gains over bf16. A band is as wide as the guessed constants are uncertain: each
-    of them moves the prediction by itself, and the moves add up as squares."""
+    """What float8 gains over bf16. A band is as wide as the constants are uncertain: each moves the
+    prediction by itself, and the moves, as ratios, add up as squares."""
 
     step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
     speedup_band: tuple[float, float]
@@ -58,10 +58,10 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
         at = replace(roofline, rates=rates)
         return time_step(at, linears, []), time_step(at, linears, in_float8)
 
-    # Once by the constants as they are, and with each guess at either end.
+    # Once by the constants as they are, and with each uncertain one at either end.
     bf16, float8 = times(roofline.rates)
     speedup = bf16.step_s / float8.step_s
-    guesses = [tuple(map(times, ends)) for ends in move_guesses(roofline.device, roofline.rates)]
+    guesses = [tuple(map(times, ends)) for ends in move_constants(roofline.device, roofline.rates)]
     speedup_band = _band(
         speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
     )
@@ -78,10 +78,10 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
 
 
 def _band(value: float, moved: Iterable[Sequence[float]]) -> tuple[float, float]:
-    """Return the lower and the upper end around `value`, which each guess moves to a few others."""
-    moved = [[each - value for each in ends] for ends in moved]
-    down, up = (math.hypot(*(pick((0.0, *ends)) for ends in moved)) for pick in (min, max))
-    return value - down, value + up
+    """Return the ends around `value`, which each uncertain constant moves to two others."""
+    moves = [[math.log(each / value) for each in ends] for ends in moved]
+    down, up = (math.hypot(*(pick((0.0, *ends)) for ends in moves)) for pick in (min, max))
+    return value * math.exp(-down), value * math.exp(up)
 
 
 def format_verdict(
@@ -95,6 +95,8 @@ def format_verdict(
         return "float8 gains nothing: no linear would be faster in it."
     gain = step_speedup - 1
     effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
+    if effect != "is neutral" and band[0] < 1 < band[1]:
+        effect = f"may {effect.removesuffix('s')}"
     keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
     speed = f"a step runs at {step_speedup:.2f}x the speed of bf16"
     return f"float8 {effect}: {speed} ({band[0]:.2f} to {band[1]:.2f}); {keep} in bf16."
