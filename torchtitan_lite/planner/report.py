@@ -30,9 +30,10 @@ LINKS = (
     "its GPUs in a node (--link, --node-devices, --network)."
 )
 GUESSES = (
-    "The ranges above come from these alone; docs/plan.md compares predictions with published "
-    "runs. To replace a guess, measure it and edit its row in torchtitan_lite/planner/constants.py."
-    " --tps replaces the predicted rate by that of a short run."
+    "The ranges above come from these alone; docs/published.md has the errors of predictions "
+    "beside published runs. To replace a guess, measure it and edit its row in "
+    "torchtitan_lite/planner/constants.py. --tps replaces the predicted rate by that of a short "
+    "run."
 )
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
