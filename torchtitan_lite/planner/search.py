@@ -1,7 +1,6 @@
 """Search for the fastest config of a model on a number of devices, among those that fit.
 
-Every candidate is a config that training accepts and that does the same training in a step: the
-global batch stays. Memory is estimated before time, and a band only for what is shown.
+Every candidate is a config that training accepts, with the same global batch. Memory is estimated before time, and a band only for what is shown.
 """
 
 import math
@@ -224,7 +223,8 @@ def _nothing_fits(space: Space, closest: Candidate) -> str:
         f"{closest.reserved / GIB:,.1f} GiB, with tensor_parallel_degree {job.degrees.tp} and "
         f"activation checkpointing {closest.settings[MODE]}, of the {device.memory_gib:g} of "
         f"the {device.name}; "
-        f"would fit: {', or '.join(would_fit) or 'no number of GPUs; lower [training] seq_len'}"
+        f"would fit: {', or '.join(would_fit) or 'no number of GPUs'}, or a lower [training] "
+        "seq_len, or global_batch_size if it accumulates gradients, which are not sharded then"
     )
 
 

@@ -22,7 +22,7 @@ def format_search(search: Mapping[str, Any]) -> str:
             "\n".join(fill(line, 80) for line in _answer(request, layouts[0])),
             _settings(layouts),
             _figures(layouts),
-            fill(_notes(request), 80),
+            fill(_notes(request), 80, break_on_hyphens=False),
             _options(layouts[0]["changes"]),
         ]
     )
