@@ -1,6 +1,7 @@
 """Search for the fastest config of a model on a number of devices, among those that fit.
 
-Every candidate is a config that training accepts, with the same global batch. Memory is estimated before time, and a band only for what is shown.
+Every candidate is a config that training accepts, with the same global batch. Memory is estimated
+before time, and a band only for what is shown.
 """
 
 import math
