@@ -14,7 +14,7 @@ from torchtitan_lite.planner.constants import (
     Constant,
     Rates,
     constants_of,
-    move_guesses,
+    move_constants,
     rates_of,
 )
 
@@ -48,7 +48,7 @@ def test_a_constant_is_a_rate_of_known_devices_with_a_source(constant: Constant)
 
 
 @by_constant
-def test_a_guess_is_between_its_slow_and_its_fast_end(constant: Constant) -> None:
+def test_a_constant_is_between_its_slow_and_its_fast_end(constant: Constant) -> None:
     if constant.between:
         slow, fast = constant.between
         more_is_slower = constant.name in SECONDS | SLOWDOWNS
@@ -97,13 +97,13 @@ def test_a_device_goes_before_its_architecture_and_that_before_all(
 
 
 @by_device
-def test_a_guess_is_moved_to_its_slow_and_its_fast_end_and_nothing_else_moves(
+def test_a_constant_is_moved_to_its_slow_and_its_fast_end_and_nothing_else_moves(
     device: DeviceSpec,
 ) -> None:
     others = dict.fromkeys(NAMES, -1.0)
     moves = [
         [dict(asdict(end).items() - others.items()) for end in ends]
-        for ends in move_guesses(device, Rates(**others))
+        for ends in move_constants(device, Rates(**others))
     ]
     assert moves == [
         [{name: each.between[0]}, {name: each.between[1]}]

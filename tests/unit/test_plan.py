@@ -4,6 +4,7 @@ refusals."""
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import runpy
@@ -301,9 +302,9 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round(float8_8
 def test_the_rate_of_what_does_not_fit_is_conditional():
     found = plan("llama3_8b", "--world-size", "1")
     assert re.search(r"does not fit \([\d.]+ of 80 GiB\); if it did, [\d,]+ tokens", answer(found))
-    tight = plan("llama3_8b_float8", "--memory", "35")
+    tight = plan("llama3_8b_float8", "--memory", "20")
     peak, reserved = (tight["memory"][key] for key in ("peak", "reserved"))
-    assert f"tight ({peak['total'] / 2**30:.1f} to {reserved / 2**30:.1f} of 35 GiB)" in answer(
+    assert f"tight ({peak['total'] / 2**30:.1f} to {reserved / 2**30:.1f} of 20 GiB)" in answer(
         tight
     )
 
@@ -318,6 +319,7 @@ LAYOUTS = {
     ],
     "async": [
         *("llama3_70b", "--world-size=64", "--parallelism.enable_async_tensor_parallel"),
+        "--parallelism.tensor_parallel_degree=8",
         "--training.global_batch_size=64",
     ],
     "host": ["debug_model"],
@@ -451,7 +453,7 @@ def test_links_and_the_attention_kernel_can_be_given():
     )
 
 
-def test_the_guesses_that_move_the_step_are_listed_and_no_other():
+def test_the_constants_that_move_the_step_are_listed_and_no_other():
     found = plan("llama3_8b_float8", device="H20")
     listed = {each["name"]: each for each in found["assumed"]}
     # A ring within a node uses no network, and sdpa no flex attention.
@@ -463,17 +465,19 @@ def test_the_guesses_that_move_the_step_are_listed_and_no_other():
         assert (each["value"], tuple(each["between"])) == (constant.value, constant.between)
         slow, fast = each["step_ratio"]
         assert slow > 1 > fast
-        squares = [squares[0] + (1 - fast) ** 2, squares[1] + (slow - 1) ** 2]
+        squares = [squares[0] + math.log(fast) ** 2, squares[1] + math.log(slow) ** 2]
     # Together they are the band.
     step_s = found["schedule"]["step_s"]
-    band = [step_s * (1 - squares[0] ** 0.5), step_s * (1 + squares[1] ** 0.5)]
+    band = [step_s * math.exp(-(squares[0] ** 0.5)), step_s * math.exp(squares[1] ** 0.5)]
     assert found["schedule"]["step_s_band"] == pytest.approx(band)
 
     lines = section(found, "Assumed")
     for name, each in listed.items():
         (line,) = (line for line in lines if line.startswith(f"{name} "))
         percent = [f"{ratio - 1:+.1%}" for ratio in each["step_ratio"]]
-        assert line.split()[1:] == [f"{v:g}" for v in (each["value"], *each["between"])] + percent
+        values = [f"{value:g}" for value in (each["value"], *each["between"])]
+        basis = "guess" if each["guessed"] else "measured"
+        assert line.split()[1:] == [*values, *percent, basis]
     across = plan("llama3_8b_float8", "--world-size", "64")["assumed"]
     assert "network" in {each["name"] for each in across}
 

@@ -347,3 +347,14 @@ def test_every_key_of_the_json_is_documented() -> None:
     names = {*found["request"], *(name for layout in found["layouts"] for name in layout)}
     section = section.partition("\n## ")[0]
     assert [name for name in names if not re.search(rf"\b{name}\b", section)] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "gpus"),
+    [("8B, 8", "llama3_8b", 8), ("70B, 64", "llama3_70b", 64), ("405B, 512", "llama3_405b", 512)],
+)
+def test_the_first_choices_are_those_documented(row: str, config: str, gpus: int) -> None:
+    first = search(config, world_size=gpus)["layouts"][0]
+    layout = f"{first['dp_replicate']} x {first['dp_shard']} x {first['tp']}"
+    choice = f"{layout}, {first['activation_checkpoint']}, {first['float8_recipe']}"
+    assert f"| {row} | {choice} | {first['tps']:,.0f} |" in (ROOT / "docs/plan.md").read_text()

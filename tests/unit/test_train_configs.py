@@ -72,5 +72,5 @@ def test_a_shipped_config_fits_the_devices_that_it_names(
 
 
 def test_the_wrong_number_of_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="world size, 1; run 8 or 16 processes"):
-        load_config(["--job.config_file", f"{FOLDER}/llama3_70b.toml"], world_size=1)
+    with pytest.raises(ConfigError, match="world size, 1; run 4 or 8 processes"):
+        load_config(["--job.config_file", f"{FOLDER}/llama3_405b.toml"], world_size=1)
