@@ -544,10 +544,10 @@ _MEGATRON = PublishedRun(
 _ARCHIVE = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md @ 0a25f91, "
 _RELEASES = {
     "25.09": _ARCHIVE + "25.09",
-    "25.11 draft": "a draft of that of 25.11 (stored file 33752608522), replaced in the release",
+    "25.11 draft": "a draft of that of 25.11, replaced in the release",
     "25.11": _ARCHIVE + "25.11",
     "26.02": _ARCHIVE + "26.02",
-    "26.04": "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md (stored file 51905015924)",
+    "26.04": "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md",
 }
 _FP8: dict[str, dict[str, Any]] = {
     "CS": {"recipe": "tensorwise", "published_recipe": "FP8-CS, per-tensor current scaling"},
@@ -654,7 +654,7 @@ def _nemo(
 def _long(seq_len: int, tps: float, tflops: float, gpus: int, **layout: Any) -> PublishedRun:
     """Return a row of NeMo's table of long sequences: Llama 2 7B, 4 Mi tokens per step."""
     run = _nemo("2-7B", tps, tflops, gpus, 2**22 // seq_len, seq_len, **layout)
-    source = "NVIDIA/NeMo docs/source/performance (stored file 28718048417), long sequences"
+    source = "NVIDIA/NeMo docs/source/performance, long sequences"
     name = f"NeMo 24.03 H100 2-7B {seq_len // 1024}K"
     return replace(run, name=name, source=source, framework="NeMo 24.03.01")
 
@@ -965,7 +965,7 @@ RATIOS = (
     ),
     PublishedRatio(
         "user's 8B pair",
-        "not found in any stored copy",
+        "not found",
         "8B",
         "H100 SXM",
         "FSDP 8",

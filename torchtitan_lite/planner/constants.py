@@ -109,6 +109,14 @@ CONSTANTS = (
     _guessed(
         "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
     ),
+    _measured(
+        "bf16_matmul",
+        0.95,
+        "xzwgit/gpu-flops-bench, pytorch/pytorch#181718",
+        "RTX 4090",
+        "RTX 5090",
+        between=(0.85, 1.05),
+    ),
     _guessed("fp8_matmul", 0.6, (0.4, 0.8), "between the architectures below"),
     _measured(
         "fp8_matmul",
@@ -146,6 +154,14 @@ CONSTANTS = (
         (0.35, 0.55),
         "AMD-AGI/Primus-Turbo#274 has 0.23 to 0.40 in MXFP8",
         "CDNA4",
+    ),
+    _measured(
+        "fp8_matmul",
+        0.95,
+        "xzwgit/gpu-flops-bench, pytorch/pytorch#155991",
+        "RTX 4090",
+        "RTX 5090",
+        between=(0.85, 1.05),
     ),
     _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
     _measured(
