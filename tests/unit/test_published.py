@@ -11,8 +11,8 @@ from torchtitan_lite.planner.step import RESOLUTION
 PLANNED = {run.name: plan_run(run) for run in PUBLISHED_RUNS}
 KNOWN = [planned for planned in PLANNED.values() if not planned.unknown]
 RATIOS = [planned for planned in PLANNED.values() if planned.baseline]
-# What is further off, in percent: AMD's runs, and float8 beside a run in bf16 whose batch or compile
-# is not published.
+# What is further off, in percent: AMD's runs, and ratios to a run in bf16 of which the batch or
+# whether it was compiled is not published.
 RATE_MISSES = {
     "AO MI300X bf16": 26,
     "AO MI300X tensorwise": 40,

@@ -29,6 +29,7 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.metrics.devices import Architecture, DeviceSpec
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
+from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.roofline import Cost, Passes
 
@@ -333,6 +334,34 @@ def test_mxfp8_pays_also_where_casts_are_not_compiled_as_they_are_kernels_anyway
     )
     assert {W1, W3, W2} <= {linear.kind for linear in eager}
     assert eager <= compiled  # what is not compiled shares no casts
+
+
+# TFLOPS of single matmuls M x N x K, measured thermally settled on random data:
+# Azure/AI-benchmarking-guide (float8 and A100), pytorch/pytorch#143465, pytorch/ao#2427 (B200),
+# zzc0721/torch-performance-test-data#79 (bf16 on H100, short runs).
+MEASURED_MATMULS = (
+    *(("H100 SXM", True, (n, n, n), tflops) for n, tflops in ((2048, 1011), (4096, 1217))),
+    *(("H100 SXM", True, (n, n, n), tflops) for n, tflops in ((8192, 1290), (16384, 1377))),
+    ("H100 SXM", True, (16384, 7168, 8192), 1332),
+    ("H100 SXM", True, (16384, 1280, 8192), 1239),
+    ("H100 SXM", True, (16384, 8192, 1024), 1347),
+    ("H100 SXM", True, (16384, 8192, 3584), 1309),
+    ("H100 SXM", True, (802816, 192, 768), 664),
+    *(("H100 SXM", False, (n, n, n), tflops) for n, tflops in ((2048, 677), (8192, 797))),
+    ("GB200", True, (8192, 8192, 8192), 2877),
+    *(("B200", False, (n, n, n), tflops) for n, tflops in ((2048, 1130), (8192, 1420))),
+    *(("A100 SXM 80GB", False, (n, n, n), tflops) for n, tflops in ((2048, 222), (8192, 254))),
+)
+
+
+@pytest.mark.parametrize(("device", "fp8", "shape", "tflops"), MEASURED_MATMULS)
+def test_matmuls_beside_measured_ones(
+    device: str, fp8: bool, shape: tuple[int, int, int], tflops: float
+) -> None:
+    spec = find_device(device)
+    roofline = roofline_of(8192, TENSORWISE, device=spec, rates=rates_of(spec))
+    seconds = roofline.gemm(*shape, fp8=fp8).seconds
+    assert 2 * math.prod(shape) / seconds / 1e12 == pytest.approx(tflops, rel=0.15)
 
 
 # Linears beside measurements of single ones: pytorch/ao#2185, compiled, on an H100 of 500 W with

@@ -115,7 +115,7 @@ CONSTANTS = (
         "xzwgit/gpu-flops-bench, pytorch/pytorch#181718",
         "RTX 4090",
         "RTX 5090",
-        between=(0.85, 1.05),
+        between=(0.85, 1.0),
     ),
     _guessed("fp8_matmul", 0.6, (0.4, 0.8), "between the architectures below"),
     _measured(
@@ -161,7 +161,7 @@ CONSTANTS = (
         "xzwgit/gpu-flops-bench, pytorch/pytorch#155991",
         "RTX 4090",
         "RTX 5090",
-        between=(0.85, 1.05),
+        between=(0.85, 1.0),
     ),
     _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
     _measured(
