@@ -60,229 +60,97 @@ class Rates:
 
 
 def _measured(
-    name: str, value: float, source: str, *of: str, between: tuple[float, float] | None = None
+    name: str, of: str, value: float, source: str, between: tuple[float, float] | None = None
 ) -> Constant:
-    return Constant(name, value, source, of, between)
+    return Constant(name, value, source, tuple(filter(None, of.split(", "))), between)
 
 
 def _guessed(
-    name: str, value: float, between: tuple[float, float], source: str, *of: str
+    name: str, of: str, value: float, source: str, between: tuple[float, float]
 ) -> Constant:
-    return Constant(name, value, source, of, between, guessed=True)
+    return replace(_measured(name, of, value, source, between), guessed=True)
 
 
-# The row of a device replaces that of its architecture, which replaces the one for all.
+# The row of a device replaces that of its architecture, which replaces the one for all. Ends come
+# after the source. What large matmuls reach is without the loss of their last wave of tiles.
 CONSTANTS = (
     # Matmuls, thermally settled and on random data: power limits what they reach.
-    _guessed("bf16_matmul", 0.7, (0.5, 0.9), "between the architectures below"),
-    _measured("bf16_matmul", 0.82, "Azure, ND_A100_v4", "Ampere", between=(0.78, 0.87)),
+    _guessed("bf16_matmul", "", 0.7, "between the architectures below", (0.5, 0.9)),
+    _measured("bf16_matmul", "Ampere", 0.82, "Azure, ND_A100_v4", (0.78, 0.87)),
+    _measured("bf16_matmul", "Hopper", 0.77, "pytorch/FBGEMM#2766", (0.73, 0.81)),
+    _measured("bf16_matmul", "H100 500W", 0.61, "pytorch/FBGEMM#2546", (0.57, 0.63)),
+    _measured("bf16_matmul", "H100 PCIe", 0.57, "pytorch/ao#3342"),
+    _guessed("bf16_matmul", "H20", 0.9, "few units, much power", (0.8, 0.95)),
+    _measured("bf16_matmul", "Blackwell", 0.66, "pytorch/ao#2427, vllm#19566", (0.62, 0.7)),
+    _measured("bf16_matmul", "CDNA3", 0.46, "AMD-AGI/Primus-Turbo", (0.42, 0.5)),
+    _guessed("bf16_matmul", "CDNA4", 0.58, "best shape: stas00/ml-engineering", (0.5, 0.65)),
+    _measured("bf16_matmul", "RTX 4090, RTX 5090", 0.95, "xzwgit/gpu-flops-bench", (0.85, 1.0)),
+    _guessed("fp8_matmul", "", 0.6, "between the architectures below", (0.4, 0.8)),
     _measured(
-        "bf16_matmul",
-        0.77,
-        "0.73 to 0.80 with the last wave: pytorch/FBGEMM#2766",
-        "Hopper",
-        between=(0.73, 0.81),
+        "fp8_matmul", "Hopper", 0.68, "Azure, ND_H100_v5; pytorch/pytorch#143465", (0.63, 0.72)
     ),
-    _measured(
-        "bf16_matmul",
-        0.61,
-        "0.59 with the last wave: pytorch/FBGEMM#2546",
-        "H100 500W",
-        between=(0.57, 0.63),
-    ),
-    _measured("bf16_matmul", 0.57, "pytorch/ao#3342", "H100 PCIe"),
-    _guessed("bf16_matmul", 0.9, (0.8, 0.95), "few units, much power", "H20"),
-    _measured(
-        "bf16_matmul",
-        0.66,
-        "0.63 to 0.67: pytorch/ao#2427, vllm#19566",
-        "Blackwell",
-        between=(0.62, 0.7),
-    ),
-    _measured(
-        "bf16_matmul",
-        0.46,
-        "0.44 to 0.50: AMD-AGI/Primus-Turbo, agent_docs/MI300X",
-        "CDNA3",
-        between=(0.42, 0.5),
-    ),
-    _guessed(
-        "bf16_matmul", 0.58, (0.5, 0.65), "0.63 at the best shape: stas00/ml-engineering", "CDNA4"
-    ),
-    _measured(
-        "bf16_matmul",
-        0.95,
-        "xzwgit/gpu-flops-bench, pytorch/pytorch#181718",
-        "RTX 4090",
-        "RTX 5090",
-        between=(0.85, 1.0),
-    ),
-    _guessed("fp8_matmul", 0.6, (0.4, 0.8), "between the architectures below"),
-    _measured(
-        "fp8_matmul",
-        0.68,
-        "0.62 to 0.70 with the last wave: Azure, ND_H100_v5; pytorch/pytorch#143465",
-        "Hopper",
-        between=(0.63, 0.72),
-    ),
-    _measured(
-        "fp8_matmul",
-        0.59,
-        "0.57 with the last wave: pytorch/FBGEMM#2546",
-        "H100 500W",
-        between=(0.56, 0.62),
-    ),
-    _guessed("fp8_matmul", 0.5, (0.42, 0.58), "as in bf16, limited by power", "H100 PCIe"),
-    _guessed("fp8_matmul", 0.85, (0.7, 0.95), "as in bf16", "H20"),
-    _measured(
-        "fp8_matmul",
-        0.59,
-        "0.57 with the last wave: Azure, ND_GB200_v6; vllm#19566; triton#9044",
-        "Blackwell",
-        between=(0.56, 0.65),
-    ),
-    _measured(
-        "fp8_matmul",
-        0.4,
-        "0.36 to 0.43: AMD-AGI/Primus-Turbo, gemm_fp8_tensorwise",
-        "CDNA3",
-        between=(0.36, 0.44),
-    ),
-    _guessed(
-        "fp8_matmul",
-        0.45,
-        (0.35, 0.55),
-        "AMD-AGI/Primus-Turbo#274 has 0.23 to 0.40 in MXFP8",
-        "CDNA4",
-    ),
-    _measured(
-        "fp8_matmul",
-        0.95,
-        "xzwgit/gpu-flops-bench, pytorch/pytorch#155991",
-        "RTX 4090",
-        "RTX 5090",
-        between=(0.85, 1.0),
-    ),
-    _measured("slow_accumulation", 1.0, "no such switch: pytorch/pytorch#123987"),
-    _measured(
-        "slow_accumulation", 1.15, "1.1 to 1.2: pytorch/ao#2377", "Hopper", between=(1.2, 1.1)
-    ),
-    _measured(
-        "row_scales",
-        1.04,
-        "1.00 to 1.10: pytorch/FBGEMM#2764; vllm#19566 on B200",
-        between=(1.1, 1.0),
-    ),
-    _measured("row_scales", 1.0, "fp8_matmul is of row scales there", "H100 500W"),
-    _measured("matmul_seconds", 4e-06, "squares of 1,024 and 2,048: Azure, pytorch/ao#2427"),
+    _measured("fp8_matmul", "H100 500W", 0.59, "pytorch/FBGEMM#2546", (0.56, 0.62)),
+    _guessed("fp8_matmul", "H100 PCIe", 0.5, "as in bf16, limited by power", (0.42, 0.58)),
+    _guessed("fp8_matmul", "H20", 0.85, "as in bf16", (0.7, 0.95)),
+    _measured("fp8_matmul", "Blackwell", 0.59, "Azure, ND_GB200_v6; vllm#19566", (0.56, 0.65)),
+    _measured("fp8_matmul", "CDNA3", 0.4, "AMD-AGI/Primus-Turbo, Azure", (0.36, 0.44)),
+    _guessed("fp8_matmul", "CDNA4", 0.45, "AMD-AGI/Primus-Turbo#274", (0.35, 0.55)),
+    _measured("fp8_matmul", "RTX 4090, RTX 5090", 0.95, "pytorch/pytorch#155991", (0.85, 1.0)),
+    _measured("slow_accumulation", "", 1.0, "no such switch: pytorch/pytorch#123987"),
+    _measured("slow_accumulation", "Hopper", 1.15, "1.1 to 1.2: pytorch/ao#2377", (1.2, 1.1)),
+    _measured("row_scales", "", 1.04, "pytorch/FBGEMM#2764; vllm#19566", (1.1, 1.0)),
+    _measured("row_scales", "H100 500W", 1.0, "fp8_matmul is of row scales there"),
+    _measured("matmul_seconds", "", 4e-06, "small squares: Azure, pytorch/ao#2427"),
     # Causal attention, forward and backward together.
+    _measured("attention_cudnn", "", 0.5, "H100: arXiv 2407.08608, fig. 5, 6", (0.46, 0.53)),
+    _measured("attention_cudnn", "H100 500W", 0.45, "0.9 of 700 W: tritonbench#141"),
+    _guessed("attention_cudnn", "Blackwell", 0.48, "Dao-AILab/flash-attention#2280", (0.42, 0.55)),
+    _guessed("attention_flash", "", 0.55, "FlashAttention 2: arXiv 2307.08691", (0.45, 0.65)),
+    _measured("attention_flash", "Ampere", 0.58, "A100: arXiv 2307.08691, fig. 4 to 6"),
     _measured(
-        "attention_cudnn",
-        0.5,
-        "0.54 and 0.52 on H100: arXiv 2407.08608, fig. 5, 6",
-        between=(0.46, 0.53),
+        "attention_flash", "Hopper", 0.32, "H100: arXiv 2407.08608, fig. 5, 6", (0.29, 0.335)
     ),
-    _measured("attention_cudnn", 0.45, "0.9 of 700 W: tritonbench#141", "H100 500W"),
-    _guessed(
-        "attention_cudnn",
-        0.48,
-        (0.42, 0.55),
-        "FlashAttention 4 has 0.54: Dao-AILab/flash-attention#2280",
-        "Blackwell",
-    ),
-    _guessed("attention_flash", 0.55, (0.45, 0.65), "FlashAttention 2: arXiv 2307.08691"),
-    _measured("attention_flash", 0.58, "A100: arXiv 2307.08691, fig. 4 to 6", "Ampere"),
-    _measured(
-        "attention_flash",
-        0.32,
-        "H100: arXiv 2407.08608, fig. 5, 6",
-        "Hopper",
-        between=(0.29, 0.335),
-    ),
-    _measured("attention_flash", 0.15, "Azure, GB200", "Blackwell"),
-    _guessed(
-        "attention_flash",
-        0.3,
-        (0.18, 0.35),
-        "AITER's, AOTriton's has half: AMD-AGI/Primus-Turbo, baseline_attention",
-        "CDNA3",
-        "CDNA4",
-    ),
-    _guessed("attention_flex", 0.48, (0.38, 0.55), "0.87 of FlashAttention 2: PyTorch"),
-    _guessed("attention_flex", 0.28, (0.24, 0.32), "0.87 of FlashAttention 2", "Hopper"),
-    _guessed("attention_flex", 0.23, (0.15, 0.3), "0.87 of 0.3, or less", "CDNA3", "CDNA4"),
+    _measured("attention_flash", "Blackwell", 0.15, "Azure, GB200"),
+    _guessed("attention_flash", "CDNA3, CDNA4", 0.3, "AITER: AMD-AGI/Primus-Turbo", (0.18, 0.35)),
+    _guessed("attention_flex", "", 0.48, "0.87 of FlashAttention 2: PyTorch", (0.38, 0.55)),
+    _guessed("attention_flex", "Hopper", 0.28, "0.87 of FlashAttention 2", (0.24, 0.32)),
+    _guessed("attention_flex", "CDNA3, CDNA4", 0.23, "0.87 of 0.3, or less", (0.15, 0.3)),
     # Memory.
+    _measured("contiguous", "", 0.88, "BabelStream on H100: Azure, ND_H100_v5", (0.83, 0.92)),
+    _measured("contiguous", "Ampere", 0.82, "the same on A100: Azure, ND_A100_v4"),
+    _guessed("contiguous", "Blackwell", 0.85, "as on Hopper", (0.75, 0.92)),
     _measured(
-        "contiguous",
-        0.88,
-        "BabelStream copy and triad on H100: Azure, ND_H100_v5",
-        between=(0.83, 0.92),
+        "contiguous", "CDNA3, CDNA4", 0.81, "BabelStream on MI300X: arXiv 2510.27583", (0.73, 0.84)
     ),
-    _measured("contiguous", 0.82, "the same on A100: Azure, ND_A100_v4", "Ampere"),
-    _guessed("contiguous", 0.85, (0.75, 0.92), "as on Hopper", "Blackwell"),
+    _measured("transposing", "", 0.6, "pytorch/pytorch#133242, #194310", (0.5, 0.75)),
     _measured(
-        "contiguous",
-        0.81,
-        "BabelStream on MI300X: arXiv 2510.27583",
-        "CDNA3",
-        "CDNA4",
-        between=(0.73, 0.84),
+        "transposing", "CDNA3, CDNA4", 0.34, "MI300X: ROCm/TransformerEngine#89", (0.32, 0.45)
     ),
-    _measured(
-        "transposing",
-        0.6,
-        "casts on H100, a tiled copy 0.75: pytorch/pytorch#133242, #194310",
-        between=(0.5, 0.75),
-    ),
-    _measured(
-        "transposing",
-        0.34,
-        "MI300X: ROCm/TransformerEngine#89",
-        "CDNA3",
-        "CDNA4",
-        between=(0.32, 0.45),
-    ),
-    _guessed(
-        "strided", 0.3, (0.2, 0.45), "0.27 to 0.3 of 2.4 TB/s: pytorch/pytorch#149982, #194310"
-    ),
-    _measured("kernel_seconds", 2e-06, "torchao, testing/training/roofline_utils.py"),
+    _guessed("strided", "", 0.3, "pytorch/pytorch#149982, #194310", (0.2, 0.45)),
+    _measured("kernel_seconds", "", 2e-06, "torchao, testing/training/roofline_utils.py"),
     # Host.
-    _measured("host_seconds_per_kernel", 8e-06, "meta-pytorch/tritonbench#1016, #1017"),
+    _measured("host_seconds_per_kernel", "", 8e-06, "meta-pytorch/tritonbench#1016, #1017"),
     _guessed(
-        "host_seconds_per_block",
-        1e-3,
-        (2e-3, 0.5e-3),
-        "FSDP's hooks take at most 1 ms before a module: pytorch/pytorch#173680",
+        "host_seconds_per_block", "", 0.001, "FSDP's hooks: pytorch/pytorch#173680", (0.002, 0.0005)
     ),
-    _measured("host_seconds_per_parameter", 0.29e-3, "43 ms for 150: microsoft/dion#63"),
+    _measured("host_seconds_per_parameter", "", 0.00029, "43 ms for 150: microsoft/dion#63"),
     # Collectives. The latencies are NCCL's own model, src/graph/tuning.cc.
-    _measured(
-        "link",
-        0.73,
-        "8 H100, 2 MiB to 1 GiB: NVIDIA/Megatron-LM#5596, NVIDIA/nccl#1047",
-        between=(0.66, 0.8),
-    ),
-    _measured("link", 0.68, "GB200: Azure", "Blackwell", between=(0.6, 0.72)),
-    _guessed("network", 0.85, (0.65, 0.94), "0.65 to 0.94: nccl#1229, nccl-tests#290"),
-    _measured("collective_seconds", 6.6e-06, "NCCL; 15 to 30 us in all for 8 H100"),
-    _measured("link_hop_seconds", 1.9e-06, "NCCL, protocol LL128"),
-    _measured("network_hop_seconds", 4e-06, "NCCL, protocol LL128"),
-    _measured("small_reduction_seconds", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
-    _guessed("slowest_device", 1.04, (1.08, 1.0), "they vary by 8 % on average: arXiv 2208.11035"),
-    _measured(
-        "overlap_slowdown",
-        0.79,
-        "of MI300X: arXiv 2412.14335",
-        "CDNA3",
-        "CDNA4",
-        between=(0.9, 0.5),
-    ),
-    _guessed("overlap_slowdown", 0.19, (0.3, 0.08), "average of arXiv 2507.03114"),
+    _measured("link", "", 0.73, "8 H100: NVIDIA/Megatron-LM#5596, nccl#1047", (0.66, 0.8)),
+    _measured("link", "Blackwell", 0.68, "GB200: Azure", (0.6, 0.72)),
+    _guessed("network", "", 0.85, "0.65 to 0.94: nccl#1229, nccl-tests#290", (0.65, 0.94)),
+    _measured("collective_seconds", "", 6.6e-06, "NCCL; 15 to 30 us in all for 8 H100"),
+    _measured("link_hop_seconds", "", 1.9e-06, "NCCL, protocol LL128"),
+    _measured("network_hop_seconds", "", 4e-06, "NCCL, protocol LL128"),
+    _measured("small_reduction_seconds", "", 2.2e-05, "8 KB, 8 H100: yifuwang/symm-mem-recipes#3"),
+    _guessed("slowest_device", "", 1.04, "they vary by 8 %: arXiv 2208.11035", (1.08, 1.0)),
+    _measured("overlap_slowdown", "CDNA3, CDNA4", 0.79, "of MI300X: arXiv 2412.14335", (0.9, 0.5)),
+    _guessed("overlap_slowdown", "", 0.19, "average of arXiv 2507.03114", (0.3, 0.08)),
     _guessed(
         "async_tensor_parallel",
+        "",
         0.4,
+        "meta-pytorch/kraken#2, pytorch/pytorch#143160",
         (0.25, 0.65),
-        "from kernels: meta-pytorch/kraken#2, pytorch/pytorch#143160",
     ),
 )
 
