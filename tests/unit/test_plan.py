@@ -68,6 +68,13 @@ def test_a_document_mask_changes_attention_alone_and_the_report_says_what_is_cou
     assert "document mask (attention counts as if documents were one)" in report
 
 
+def test_keys_of_float8_that_its_recipe_excludes_have_no_effect_while_it_is_off(bf16_8b):
+    rowwise = ["llama3_8b", "--tps", "6297", "--float8.recipe_name=rowwise"]
+    with_gather = plan(*rowwise, "--float8.enable_fsdp_float8_all_gather")
+    assert with_gather["prediction"] == plan(*rowwise)["prediction"]
+    assert with_gather["prediction"]["bf16"] == bf16_8b["prediction"]["bf16"]
+
+
 def rounded(values: dict[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(f"{values[name]:.2f}" for name in names)
 
@@ -754,6 +761,9 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
         ([*CONFIG, "--device", "H100SXM"], '--device "H100SXM" is not known; use one of H100 SXM'),
         ([*CONFIG, "--device", "?"], '--device "?" is not known; use one of A100 SXM 40GB'),
         ([*CONFIG, "--device", "H200", "--memory", "0"], "--memory 0.0 must be a positive number"),
+        ([*CONFIG, "--memory", "80GB"], "--memory: invalid float value: '80GB'; --help shows"),
+        ([*CONFIG, "--world-size", "1,000"], "--world-size: invalid int value: '1,000'; --help"),
+        ([*CONFIG, "--device"], "--device: expected one argument; --help shows each"),
         (
             [*CONFIG, "--device", "H200", "--bandwidth", "1e-320"],
             "--bandwidth 1e-320 must be a positive number, 1e-06 to 1e+09",
@@ -779,6 +789,10 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
             [*CONFIG, "--device", "L4", "--attention", "cudnn", "--training.document_mask"],
             "--attention cudnn has no document mask; plan [training] document_mask = true with "
             "flex",
+        ),
+        (
+            [*CONFIG, "--device", "MI300X", "--attention", "cudnn"],
+            "--attention cudnn does not run on MI300X; use flash or flex",
         ),
         ([*CONFIG, "--device", "H100 SXM", "--tps", "-3"], "--tps -3.0 must be a positive number"),
         ([*CONFIG, "--device", "A100 SXM 80GB"], "the A100 SXM 80GB has no float8 matrix units"),

@@ -218,6 +218,20 @@ def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:
     )
 
 
+def turn_on_float8(job: Job, *, filter_fqns: Sequence[str]) -> Job:
+    """Turn float8 on where it pays, beside the filters given. Keys that the recipe excludes have no
+    effect while float8 is off, and are dropped."""
+    float8 = job.config.float8
+    return job.choose(
+        "float8",
+        enable_float8_linear=True,
+        enable_fsdp_float8_all_gather=(
+            float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
+        ),
+        filter_fqns=(*filter_fqns, AUTO),
+    )
+
+
 def _kept_by_auto(choices: Sequence[LinearChoice]) -> dict[str, str]:
     """Return the kinds that no other filter keeps in high precision, each with the reason."""
     return {
