@@ -189,6 +189,26 @@ def test_auto_converts_all_seven_of_8b_on_fsdp():
     assert converted(plan("llama3_8b_float8", AUTO)) == ALL_SEVEN
 
 
+@pytest.mark.parametrize(
+    ("config", "device", "tp", "kept"),
+    [
+        ("llama3_1b", "B200", 1, ALL_SEVEN),  # the host is slower than the device
+        ("llama3_8b", "H100 SXM", 8, set()),  # activations are gathered in float8
+    ],
+)
+def test_auto_is_no_slower_than_all_or_none(config, device, tp, kept):
+    on = [
+        *(config, "--world-size=64", f"--parallelism.tensor_parallel_degree={tp}"),
+        *("--float8.enable_float8_linear", "--float8.filter_fqns"),
+    ]
+    auto, every = plan(*on, "auto", device=device), plan(*on, "[]", device=device)
+    fastest = min(every["prediction"][name]["step_s"] for name in ("bf16", "float8"))
+    assert auto["prediction"]["float8"]["step_s"] == pytest.approx(fastest)
+    assert converted(auto) == ALL_SEVEN - kept
+    reasons = [row["kept_because"] for row in auto["linears"]]
+    assert any(each.endswith("launches and reductions cost more") for each in reasons) == bool(kept)
+
+
 ROWWISE = ["--float8.enable_float8_linear", "--float8.recipe_name=rowwise", AUTO]
 
 
