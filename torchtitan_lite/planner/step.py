@@ -268,6 +268,14 @@ class _Step:
         backward = gradients + scatter_back * 2 + scale * in_backward
         ends = gather("norm") + scatter  # around the projection, and of the embedding
         return Passes(
-            forward * args.n_layers + ends,
+            forward * args.n_layers + ends + self._gathered_logits(ring),
             backward * args.n_layers + again * checkpointed + ends,
         )
+
+    def _gathered_logits(self, ring: Ring) -> Cost:
+        """Gather of the logits, whose pieces are put together, where the loss is not parallel.
+        Backward, each rank takes its part of their gradient."""
+        if not self.rank.gathers_logits:
+            return Cost()
+        nbytes = self.rank.width * self.rank.logits
+        return Cost(self.network.gather_s(nbytes, ring), 1) + self.roofline.move(2 * nbytes, 1)
