@@ -151,14 +151,14 @@ class _Step:
         exposed_s = {
             "tensor parallelism": waited.seconds,
             "sharding": exposed,
-            "replicas": exposed_with - exposed,
+            "replicas": max(0.0, exposed_with - exposed),
             "slower compute beside": hidden_with * rates.overlap_slowdown,
             "slowest device": late * sum(device_parts_s.values()),
         }
         hidden_s = {
             "tensor parallelism": hidden_by_matmuls,
             "sharding": hidden,
-            "replicas": hidden_with - hidden,
+            "replicas": max(0.0, hidden_with - hidden),  # whatever the rounding
         }
 
         host_s = self._host_s(sum(cost.kernels for cost in [*parts.values(), waited]))
