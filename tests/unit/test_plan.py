@@ -75,6 +75,31 @@ def test_keys_of_float8_that_its_recipe_excludes_have_no_effect_while_it_is_off(
     assert with_gather["prediction"]["bf16"] == bf16_8b["prediction"]["bf16"]
 
 
+def test_the_report_says_that_what_a_memory_budget_recomputes_is_not_counted():
+    words = ["llama3_8b", "--activation_checkpoint.memory_budget=0.0"]
+    none, budget = (
+        plan(*words, f"--activation_checkpoint.mode={mode}") for mode in ("none", "memory_budget")
+    )
+    assert budget["schedule"]["tps"] == none["schedule"]["tps"]
+    said = "memory_budget (the time of what it recomputes is not counted), compile on"
+    assert said in " ".join(format_plan(budget).split())
+    assert "is not counted" not in format_plan(none)
+
+
+def test_hidden_sums_over_replicas_are_never_below_zero():
+    found = plan(
+        *("debug_model", "--world-size=6", "--parallelism.data_parallel_replicate_degree=3"),
+        *("--model.flavor=", "--model.dim=1536", "--model.n_heads=16", "--model.n_kv_heads=1"),
+        *("--model.n_layers=1", "--model.ffn_dim=100", "--model.vocab_size=32000"),
+        *("--model.tie_embeddings", "--training.seq_len=64", "--training.local_batch_size=1"),
+        *("--float8.enable_float8_linear=false", "--compile.enable", "--training.dtype=bfloat16"),
+        *("--activation_checkpoint.mode=full", "--training.document_mask"),
+        "--parallelism.fsdp_reshard_after_forward=always",
+        device="A100 SXM 80GB",
+    )
+    assert found["prediction"]["bf16"]["hidden_s"]["replicas"] >= 0
+
+
 def rounded(values: dict[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(f"{values[name]:.2f}" for name in names)
 
