@@ -87,9 +87,7 @@ def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     Raises ConfigError for a value that nothing can be computed with, and for two options that
     exclude each other."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/plan.py", usage=__doc__, add_help=False, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in COUNTS:
         parser.add_argument(f"--{name}", type=int)
     for name in POSITIVE:
@@ -99,7 +97,10 @@ def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device")
     parser.add_argument("--attention", default="")
     parser.set_defaults(world_size=8)
-    options, words = parser.parse_known_args(argv)
+    try:
+        options, words = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}; --help shows each") from error
 
     for name in COUNTS:
         value = getattr(options, name.replace("-", "_"))

@@ -69,6 +69,38 @@ def test_a_document_mask_changes_attention_alone_and_the_report_says_what_is_cou
     assert "document mask (attention counts as if documents were one)" in report
 
 
+def test_keys_of_float8_that_its_recipe_excludes_have_no_effect_while_it_is_off(bf16_8b):
+    rowwise = ["llama3_8b", "--tps", "6297", "--float8.recipe_name=rowwise"]
+    with_gather = plan(*rowwise, "--float8.enable_fsdp_float8_all_gather")
+    assert with_gather["prediction"] == plan(*rowwise)["prediction"]
+    assert with_gather["prediction"]["bf16"] == bf16_8b["prediction"]["bf16"]
+
+
+def test_the_report_says_that_what_a_memory_budget_recomputes_is_not_counted():
+    words = ["llama3_8b", "--activation_checkpoint.memory_budget=0.0"]
+    none, budget = (
+        plan(*words, f"--activation_checkpoint.mode={mode}") for mode in ("none", "memory_budget")
+    )
+    assert budget["schedule"]["tps"] == none["schedule"]["tps"]
+    said = "memory_budget (the time of what it recomputes is not counted), compile on"
+    assert said in " ".join(format_plan(budget).split())
+    assert "is not counted" not in format_plan(none)
+
+
+def test_hidden_sums_over_replicas_are_never_below_zero():
+    found = plan(
+        *("debug_model", "--world-size=6", "--parallelism.data_parallel_replicate_degree=3"),
+        *("--model.flavor=", "--model.dim=1536", "--model.n_heads=16", "--model.n_kv_heads=1"),
+        *("--model.n_layers=1", "--model.ffn_dim=100", "--model.vocab_size=32000"),
+        *("--model.tie_embeddings", "--training.seq_len=64", "--training.local_batch_size=1"),
+        *("--float8.enable_float8_linear=false", "--compile.enable", "--training.dtype=bfloat16"),
+        *("--activation_checkpoint.mode=full", "--training.document_mask"),
+        "--parallelism.fsdp_reshard_after_forward=always",
+        device="A100 SXM 80GB",
+    )
+    assert found["prediction"]["bf16"]["hidden_s"]["replicas"] >= 0
+
+
 def rounded(values: dict[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(f"{values[name]:.2f}" for name in names)
 
@@ -181,6 +213,26 @@ def test_auto_converts_nothing_of_the_debug_model_and_says_why():
 
 def test_auto_converts_all_seven_of_8b_on_fsdp():
     assert converted(plan("llama3_8b_float8", AUTO)) == ALL_SEVEN
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "tp", "kept"),
+    [
+        ("llama3_1b", "B200", 1, ALL_SEVEN),  # the host is slower than the device
+        ("llama3_8b", "H100 SXM", 8, set()),  # activations are gathered in float8
+    ],
+)
+def test_auto_is_no_slower_than_all_or_none(config, device, tp, kept):
+    on = [
+        *(config, "--world-size=64", f"--parallelism.tensor_parallel_degree={tp}"),
+        *("--float8.enable_float8_linear", "--float8.filter_fqns"),
+    ]
+    auto, every = plan(*on, "auto", device=device), plan(*on, "[]", device=device)
+    fastest = min(every["prediction"][name]["step_s"] for name in ("bf16", "float8"))
+    assert auto["prediction"]["float8"]["step_s"] == pytest.approx(fastest)
+    assert converted(auto) == ALL_SEVEN - kept
+    reasons = [row["kept_because"] for row in auto["linears"]]
+    assert any(each.endswith("launches and reductions cost more") for each in reasons) == bool(kept)
 
 
 ROWWISE = ["--float8.enable_float8_linear", "--float8.recipe_name=rowwise", AUTO]
@@ -758,6 +810,9 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
         ([*CONFIG, "--device", "H100SXM"], '--device "H100SXM" is not known; use one of H100 SXM'),
         ([*CONFIG, "--device", "?"], '--device "?" is not known; use one of A100 SXM 40GB'),
         ([*CONFIG, "--device", "H200", "--memory", "0"], "--memory 0.0 must be a positive number"),
+        ([*CONFIG, "--memory", "80GB"], "--memory: invalid float value: '80GB'; --help shows"),
+        ([*CONFIG, "--world-size", "1,000"], "--world-size: invalid int value: '1,000'; --help"),
+        ([*CONFIG, "--device"], "--device: expected one argument; --help shows each"),
         (
             [*CONFIG, "--device", "H200", "--bandwidth", "1e-320"],
             "--bandwidth 1e-320 must be a positive number, 1e-06 to 1e+09",
@@ -783,6 +838,10 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
             [*CONFIG, "--device", "L4", "--attention", "cudnn", "--training.document_mask"],
             "--attention cudnn has no document mask; plan [training] document_mask = true with "
             "flex",
+        ),
+        (
+            [*CONFIG, "--device", "MI300X", "--attention", "cudnn"],
+            "--attention cudnn does not run on MI300X; use flash or flex",
         ),
         ([*CONFIG, "--device", "H100 SXM", "--tps", "-3"], "--tps -3.0 must be a positive number"),
         ([*CONFIG, "--device", "A100 SXM 80GB"], "the A100 SXM 80GB has no float8 matrix units"),

@@ -370,6 +370,21 @@ def test_pieces_of_several_sequences_are_put_together(sequences: int, copies: in
     assert step.exposed_s[TP] == pytest.approx(HIDDEN * 4 * (4 * copies + ends) / 2e12)
 
 
+@pytest.mark.parametrize("scheme", [BF16, TENSORWISE])
+def test_a_loss_that_is_not_parallel_gathers_the_logits_and_computes_all_on_each_rank(
+    scheme: Any,
+) -> None:
+    parallel, whole = (
+        time(scheme, degrees=(1, 1, 4), parallelism={"disable_loss_parallel": each})
+        for each in (False, True)
+    )
+    nbytes = 2 * TOKENS * 32000
+    gathered = nbytes * 3 / 4 / 400e9 + 2 * nbytes / 2e12  # and read and written at 2 TB/s
+    assert whole.exposed_s[TP] - parallel.exposed_s[TP] == pytest.approx(gathered)
+    loss = [each.device_parts_s["loss"] for each in (parallel, whole)]
+    assert loss[1] == pytest.approx(4 * loss[0])
+
+
 ASYNC = {
     # Bytes an element that async tensor parallelism overlaps in both passes of a block, and around
     # the blocks: what no cast and no rescaling of rows separates from its matmul.

@@ -32,7 +32,7 @@ class DeviceSpec:
     multiprocessors: int = 132
     link_gb_s: float = 32.0
     node_devices: int = 8
-    network_gb_s: float = 50.0
+    network_gb_s: float = 25.0
 
     @property
     def mxfp8(self) -> bool:

@@ -80,10 +80,10 @@ class Rank:
 
         # The loss is fused with the projection to the vocabulary, unless that is in float8 or
         # tensor parallelism gathers the logits.
-        gathers_logits = tp > 1 and config.parallelism.disable_loss_parallel
+        self.gathers_logits = tp > 1 and config.parallelism.disable_loss_parallel
         in_float8 = config.float8.enable_float8_linear and config.float8.convert_output
-        self.fuses_loss = not (gathers_logits or in_float8)
-        self.logits = self.tokens * model.vocab_size // (1 if gathers_logits else tp)
+        self.fuses_loss = not (self.gathers_logits or in_float8)
+        self.logits = self.tokens * model.vocab_size // (1 if self.gathers_logits else tp)
         self.output_weights = model.vocab_size * model.dim // tp  # elements
 
     def norm_input(self, *, compiled: bool) -> int:

@@ -159,10 +159,22 @@ def _slower_linears(
             'linears to keep, such as ["wk", "wv"].'
         )
     roofline = build_roofline(device, job, recomputed)
-    chosen = roofline.choose(linears)
+
+    # Device time alone chooses. Launches on the host, reductions of scales and gathers in float8
+    # can make a step shorter with all linears, or with none.
+    def step_s(in_float8: Sequence[LinearChoice]) -> float:
+        return time_step(roofline, linears, in_float8).step_s
+
+    chosen = min((roofline.choose(linears), linears, ()), key=step_s)
     eager = "" if roofline.compiled else ", as eager casts are not fused"
+
+    def reason(ratio: float) -> str:
+        if ratio < 1:
+            return f"auto: {ratio:.2f}x the time of bf16, but launches and reductions cost more"
+        return f"auto: {ratio:.2f}x the time of bf16{eager}"
+
     return {
-        linear.kind: f"auto: {roofline.ratio(linear, chosen):.2f}x the time of bf16{eager}"
+        linear.kind: reason(roofline.ratio(linear, chosen))
         for linear in linears
         if linear not in chosen
     }
@@ -215,6 +227,20 @@ def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:
         filter_fqns=(*patterns, *(kind for kind in kept if kind != OUTPUT)),
         enable_float8_linear=any(choice.converted for choice in choices),
         convert_output=float8.convert_output and OUTPUT not in kept,
+    )
+
+
+def turn_on_float8(job: Job, *, filter_fqns: Sequence[str]) -> Job:
+    """Turn float8 on where it pays, beside the filters given. Keys that the recipe excludes have no
+    effect while float8 is off, and are dropped."""
+    float8 = job.config.float8
+    return job.choose(
+        "float8",
+        enable_float8_linear=True,
+        enable_fsdp_float8_all_gather=(
+            float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
+        ),
+        filter_fqns=(*filter_fqns, AUTO),
     )
 
 

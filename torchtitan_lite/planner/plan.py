@@ -12,7 +12,6 @@ import torch
 from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
-from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.job import TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
@@ -21,7 +20,7 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import constants_of, rates_of
 from .memory import WIDTHS, reserved_bytes
-from .meta_model import MetaModel, build_meta_model, find_fitting, resolve_auto
+from .meta_model import MetaModel, build_meta_model, find_fitting, resolve_auto, turn_on_float8
 from .roofline import Roofline
 from .step import Prediction, time_step
 
@@ -83,8 +82,7 @@ def make_plan(
     # Without float8, or if "auto" has switched it off, the linears and the prediction show what it
     # would gain, wherever it pays.
     if not job.config.float8.enable_float8_linear and device.fp8_tflops is not None:
-        filters = (*config.float8.filter_fqns, AUTO)
-        job = job.choose("float8", enable_float8_linear=True, filter_fqns=filters)
+        job = turn_on_float8(job, filter_fqns=config.float8.filter_fqns)
         in_float8 = build_meta_model(job, device=device)
 
     roofline = meta.roofline(device, attention_kernel)
@@ -113,6 +111,8 @@ def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> 
             f"--attention {attention_kernel} has no document mask; plan [training] document_mask = "
             "true with flex, which it trains with, or set it to false."
         )
+    if attention_kernel == "cudnn" and device.architecture.startswith("CDNA"):
+        raise ConfigError(f"--attention cudnn does not run on {device.name}; use flash or flex.")
     if dtype != "bfloat16":
         raise ConfigError(
             f'[training] mixed_precision_param = "{dtype}" cannot be planned: only bf16 and fp8 '

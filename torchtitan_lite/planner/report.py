@@ -103,12 +103,15 @@ def _run(request: Plan) -> str:
     recipe, compiled = request["float8_recipe"], "on" if request["compile"] else "off"
     gather = " with float8 all-gather" if recipe and request["float8_all_gather"] else ""
     mask = ", document mask (attention counts as if documents were one)"
+    budget = " (the time of what it recomputes is not counted)"
     return _wrap(
         "dp_replicate {dp_replicate} x dp_shard {dp_shard} x tp {tp}; {global_batch_size} x "
         "{seq_len:,} tokens a step, {local_batch_size} x {seq_len:,} at a time on each rank; "
         "".format_map(request)
         + f"float8 {recipe or 'off'}{gather}, activation "
-        f"checkpointing {request['activation_checkpoint']}, compile {compiled}"
+        f"checkpointing {request['activation_checkpoint']}"
+        f"{budget if request['activation_checkpoint'] == 'memory_budget' else ''}"
+        f", compile {compiled}"
         f"{mask if request['document_mask'] else ''}"
     )
 

@@ -245,7 +245,9 @@ class Roofline:
 
     def loss(self) -> Cost:
         """Cost of the cross-entropy and its gradient, beside the matmuls of the projection."""
-        logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
+        whole = self.job.config.parallelism.disable_loss_parallel
+        logits = self.tokens * self.job.model_args.vocab_size
+        logits //= 1 if whole else self.job.degrees.tp
         compiled = self.job.config.compile.covers("loss")
         return self.move(8 * logits, 1) if compiled else self.move(42 * logits, 11)
 

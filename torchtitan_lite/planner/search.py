@@ -70,6 +70,14 @@ class Space:
         return {name: _get(self.config, name) for name in SEARCHED if name in self.given}
 
     @property
+    def keeps_float8(self) -> bool:
+        """Whether float8 is given, and not left to "auto"."""
+        float8 = self.config.float8
+        return (
+            FLOAT8 in self.given and float8.enable_float8_linear and AUTO not in float8.filter_fqns
+        )
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences of a step of the config, and so of all."""
         degrees = resolve_degrees(self.config.parallelism, world_size=self.world_size)
@@ -151,9 +159,11 @@ def find_candidates(space: Space) -> list[Candidate]:
                 refused.append(error)
                 continue
 
-            # "auto" can choose what another candidate has already.
+            # "auto" can choose what another candidate has already, or bf16 where float8 is given.
             if chosen[FLOAT8] and AUTO in chosen[FILTERS]:
                 work = replace(work, job=name_kept(job, work.choices))
+                if not work.converted and space.keeps_float8:
+                    continue
             float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
             same = job.degrees, job.batch, chosen[MODE], chosen[OPTION], float8
             if same in found:

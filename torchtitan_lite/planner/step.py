@@ -153,14 +153,14 @@ class _Step:
         exposed_s = {
             "tensor parallelism": waited.seconds,
             "sharding": exposed,
-            "replicas": exposed_with - exposed,
+            "replicas": max(0.0, exposed_with - exposed),
             "slower compute beside": hidden_with * rates.overlap_slowdown,
             "slowest device": late * sum(device_parts_s.values()),
         }
         hidden_s = {
             "tensor parallelism": hidden_by_matmuls,
             "sharding": hidden,
-            "replicas": hidden_with - hidden,
+            "replicas": max(0.0, hidden_with - hidden),  # whatever the rounding
         }
 
         host_s = self._host_s(sum(cost.kernels for cost in [*parts.values(), waited]))
@@ -270,6 +270,14 @@ class _Step:
         backward = gradients + scatter_back * 2 + scale * in_backward
         ends = gather("norm") + scatter  # around the projection, and of the embedding
         return Passes(
-            forward * args.n_layers + ends,
+            forward * args.n_layers + ends + self._gathered_logits(ring),
             backward * args.n_layers + again * checkpointed + ends,
         )
+
+    def _gathered_logits(self, ring: Ring) -> Cost:
+        """Gather of the logits, whose pieces are put together, where the loss is not parallel.
+        Backward, each rank takes its part of their gradient."""
+        if not self.rank.gathers_logits:
+            return Cost()
+        nbytes = self.rank.width * self.rank.logits
+        return Cost(self.network.gather_s(nbytes, ring), 1) + self.roofline.move(2 * nbytes, 1)
