@@ -331,7 +331,8 @@ def test_the_parts_of_a_step_add_up_and_bands_contain_their_value(layout):
     found = plan(*LAYOUTS[layout])
     prediction, schedule = found["prediction"], found["schedule"]
     for step in (prediction["bf16"], prediction["float8"]):
-        device_s = sum(step["device_parts_s"].values()) + sum(step["exposed_s"].values())
+        parts = (step[f"{key}_s"] for key in ("device_parts", "exposed", "slowed"))
+        device_s = sum(sum(each.values()) for each in parts)
         assert step["step_s"] == pytest.approx(max(device_s, step["host_s"]))
         assert (step["host_s"] > device_s) is (layout == "host")
     speedup = prediction["bf16"]["step_s"] / prediction["float8"]["step_s"]
@@ -371,7 +372,7 @@ def test_collectives_are_those_of_the_step_as_configured(layout):
         assert each["ring_size"] == request[degree]
         assert each["exposed_s"] == step["exposed_s"][kind] > 0
         assert each["hidden_s"] == step["hidden_s"][kind] >= 0
-    assert (step["exposed_s"]["slower compute beside"] > 0) is bool(sum(step["hidden_s"].values()))
+    assert (step["slowed_s"]["beside communication"] > 0) is bool(sum(step["hidden_s"].values()))
 
 
 def test_every_second_of_fsdps_collectives_is_exposed_or_hidden():

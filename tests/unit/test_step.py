@@ -45,8 +45,8 @@ TP, SHARDING, REPLICAS, BESIDE, SLOWEST = (
     "tensor parallelism",
     "sharding",
     "replicas",
-    "slower compute beside",
-    "slowest device",
+    "beside communication",
+    "by the slowest device",
 )
 BF16, TENSORWISE, ROWWISE = None, scheme_of("tensorwise"), scheme_of("rowwise")
 GATHERED = scheme_of("tensorwise", gathered=True)
@@ -79,7 +79,7 @@ def replicas_s(step: StepTime) -> float:
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 8, 1), (2, 8, 4)])
 def test_a_step_is_the_sum_of_its_parts(degrees: tuple[int, int, int]) -> None:
     step = time(TENSORWISE, degrees=degrees, rates=replace(RATES, **FREE_HOST))
-    parts = *step.device_parts_s.values(), *step.exposed_s.values()
+    parts = *step.device_parts_s.values(), *step.exposed_s.values(), *step.slowed_s.values()
     assert step.step_s == pytest.approx(math.fsum(parts)) and step.host_s == 0
     assert step.device_parts_s.keys() == {
         "linears",
@@ -159,8 +159,8 @@ def test_a_bf16_step_does_not_depend_on_the_recipe() -> None:
 def test_the_slowest_of_several_devices_holds_up_the_others() -> None:
     late = replace(FREE_STARTS, slowest_device=1.25)
     alone, two = (time(degrees=(1, n, 1), rates=late) for n in (1, 2))
-    assert alone.exposed_s[SLOWEST] == 0
-    assert two.exposed_s[SLOWEST] == pytest.approx(0.25 * sum(two.device_parts_s.values()))
+    assert alone.slowed_s[SLOWEST] == 0
+    assert two.slowed_s[SLOWEST] == pytest.approx(0.25 * sum(two.device_parts_s.values()))
 
 
 # FSDP and replicas.
@@ -168,7 +168,7 @@ def test_the_slowest_of_several_devices_holds_up_the_others() -> None:
 
 def test_one_rank_communicates_nothing() -> None:
     step = time(GATHERED, rates=RATES)
-    assert set(step.exposed_s.values()) == set(step.hidden_s.values()) == {0}
+    assert {*step.exposed_s.values(), *step.slowed_s.values(), *step.hidden_s.values()} == {0}
 
 
 @pytest.mark.parametrize("degrees", [(1, 8, 1), (2, 4, 1), (1, 16, 8), (2, 1, 1)])
@@ -255,7 +255,7 @@ def test_what_computation_does_not_hide_is_exposed_and_grows_with_the_bytes() ->
     hides = sum(slow.device_parts_s[part] for part in in_blocks)
     for each in (slow, slower, slowest):
         assert each.hidden_s[SHARDING] == pytest.approx(hides)
-        assert each.exposed_s[BESIDE] == pytest.approx(hides / 8)
+        assert each.slowed_s[BESIDE] == pytest.approx(hides / 8)
     more = slower.exposed_s[SHARDING] - slow.exposed_s[SHARDING]
     assert slowest.exposed_s[SHARDING] - slower.exposed_s[SHARDING] == pytest.approx(more)
     assert more == pytest.approx(sharded_s(slow))

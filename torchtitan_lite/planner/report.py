@@ -20,6 +20,15 @@ UTILISATIONS = {
     "hfu": ("effective", ", with what is recomputed"),
 }
 """The peak by which each is divided, and a note."""
+STEP_PARTS = {"device_parts_s": "", "exposed_s": "exposed: ", "slowed_s": "slowed: "}
+"""What a step consists of, unless the host is slower, and what its rows begin with."""
+LEGEND = {
+    "fsdp copies": "FSDP's copies of weights and gradients",
+    "exposed": "communication that the device waits for",
+    "slowed": "by how much computation is slower",
+    "hidden": "communication during computation, which costs no time itself",
+    "host": "the CPU's time to launch the kernels",
+}
 UNKNOWN_DEVICE = (
     "No data sheet of the {device} is known: its multiprocessors are assumed, and its links and "
     "nodes unless they are given."
@@ -119,27 +128,22 @@ def _time(prediction: Plan, if_on: str) -> str:
     def row(name: str, seconds: Sequence[float]) -> list[str]:
         return [name, *(f"{1e3 * each:,.1f}" for each in seconds)]
 
-    def rows(key: str, prefix: str = "") -> list[list[str]]:
+    def rows(key: str, prefix: str) -> list[list[str]]:
         times = {kind: [step[key][kind] for step in steps] for kind in steps[0][key]}
         return [row(prefix + kind, seconds) for kind, seconds in times.items() if any(seconds)]
 
-    device_s = [
-        sum(step["device_parts_s"].values()) + sum(step["exposed_s"].values()) for step in steps
-    ]
+    device_s = [sum(sum(step[key].values()) for key in STEP_PARTS) for step in steps]
     waits = [step["step_s"] - each for step, each in zip(steps, device_s, strict=True)]
     table = [
-        *rows("device_parts_s"),
-        *rows("exposed_s", "exposed: "),
+        *(row for key, prefix in STEP_PARTS.items() for row in rows(key, prefix)),
         *([row("waits for the host", waits)] if max(waits) > 5e-5 else []),
         row("step", [step["step_s"] for step in steps]),
         *rows("hidden_s", "beside it, hidden: "),
         row("beside it, host", [step["host_s"] for step in steps]),
     ]
     header = ("milliseconds", "bf16", f"float8{', if on' if if_on else ''}")[: len(steps) + 1]
-    legend = (
-        "exposed: the device waits for communication, or is slowed by it; hidden: communication "
-        "during computation; host: it launches the kernels"
-    )
+    names = " ".join(name for name, *_ in table)
+    legend = "; ".join(f"{word}: {text}" for word, text in LEGEND.items() if word in names)
     return f"{_table(header, table)}\n{_wrap(legend)}"
 
 

@@ -66,7 +66,7 @@ def _recipe(layout: Layout) -> str:
 
 
 def _figures(layouts: Sequence[Layout]) -> str:
-    rows = [("", "tokens/s", "between", "GiB", "exposed", "GPU-hours", "cost")]
+    rows = [("", "tokens/s", "between", "GiB", "waits", "GPU-hours", "cost")]
     for number, layout in enumerate(layouts, 1):
         slow, fast = layout["tps_band"]
         cost = layout["cost_per_trillion_tokens"]
@@ -92,9 +92,9 @@ def _notes(request: Mapping[str, Any]) -> str:
     kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
     return (
         "{fitting:,} configs fit in {memory_gib:g} GiB. ".format_map(request)
-        + f"All train on {batch}. Between: what uncertain constants leave open. Exposed: the "
-        "part of the step in which the device waits for others, or computes slower beside "
-        f"communication. GPU-hours and cost: for 10^12 tokens.{kept}"
+        + f"All train on {batch}. Between: what uncertain constants leave open. Waits: the "
+        "part of the step in which the device waits for communication. GPU-hours and cost: for "
+        f"10^12 tokens.{kept}"
     )
 
 

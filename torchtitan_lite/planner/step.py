@@ -29,7 +29,8 @@ class StepTime:
     host_s: float
     device_parts_s: Mapping[str, float]
     exposed_s: Mapping[str, float]  # communication that the device waits for, by kind
-    hidden_s: Mapping[str, float]  # communication beside computation
+    slowed_s: Mapping[str, float]  # longer computation, by what slows it
+    hidden_s: Mapping[str, float]  # communication beside computation, by kind
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,10 @@ class _Step:
             "tensor parallelism": waited.seconds,
             "sharding": exposed,
             "replicas": exposed_with - exposed,
-            "slower compute beside": hidden_with * rates.overlap_slowdown,
-            "slowest device": late * sum(device_parts_s.values()),
+        }
+        slowed_s = {
+            "beside communication": hidden_with * rates.overlap_slowdown,
+            "by the slowest device": late * sum(device_parts_s.values()),
         }
         hidden_s = {
             "tensor parallelism": hidden_by_matmuls,
@@ -164,8 +167,9 @@ class _Step:
         }
 
         host_s = self._host_s(sum(cost.kernels for cost in [*parts.values(), waited]))
-        device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
-        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden_s)
+        device_s = sum(sum(each.values()) for each in (device_parts_s, exposed_s, slowed_s))
+        step_s = max(device_s, host_s)
+        return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
 
     def _host_s(self, kernels: float) -> float:
         """Seconds in which the host launches that many kernels and runs the blocks' hooks."""
