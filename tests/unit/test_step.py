@@ -13,7 +13,7 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.planner import step
 from torchtitan_lite.planner.constants import Rates
 from torchtitan_lite.planner.roofline import Roofline
-from torchtitan_lite.planner.step import StepTime, format_verdict, predict, time_step
+from torchtitan_lite.planner.step import Prediction, StepTime, format_verdict, predict, time_step
 
 ARGS = ModelArgs(dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=32000)
 TOKENS = 8192
@@ -503,33 +503,31 @@ def test_the_projection_is_timed_in_float8_if_it_is_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "converted", "better_kept", "verdict"),
+    ("speedup", "band", "on", "off"),
     [
-        (
-            1.25,
-            ["wq"],
-            [],
-            "float8 may help: a step runs at 1.25x the speed of bf16 (0.90 to 1.30); "
-            "no linear is better kept in bf16.",
-        ),
-        (
-            1.0,
-            ["wq", "wk"],
-            ["wk"],
-            "float8 is neutral: a step runs at 1.00x the speed of bf16 (0.90 to 1.30); "
-            "keep wk in bf16.",
-        ),
-        (
-            0.5,
-            ["wk", "wv"],
-            ["wk", "wv"],
-            "float8 may hurt: a step runs at 0.50x the speed of bf16 (0.90 to 1.30); "
-            "keep wk, wv in bf16.",
-        ),
-        (1.0, [], [], "float8 gains nothing: no linear would be faster in it."),
+        (1.25, (1.2, 1.3), "helps: a step runs", "would help: a step would run"),
+        (1.06, (1.01, 1.1), "helps: a step runs", "would help: a step would run"),
+        (1.25, (0.99, 1.3), "may help or hurt: a step runs", "may help or hurt: a step would run"),
+        (0.5, (0.4, 0.6), "hurts: a step runs", "would hurt: a step would run"),
+        (0.97, (0.9, 1.02), "is neutral: a step runs", "would be neutral: a step would run"),
+        (0.97, (0.89, 1.02), "may help or hurt: a step runs", "may help or hurt: a step would run"),
+        (0.94, (0.9, 1.01), "may help or hurt: a step runs", "may help or hurt: a step would run"),
     ],
 )
-def test_verdicts(
-    speedup: float, converted: list[str], better_kept: list[str], verdict: str
-) -> None:
-    assert format_verdict(speedup, (0.9, 1.3), converted, better_kept) == verdict
+def test_verdicts(speedup: float, band: tuple[float, float], on: str, off: str) -> None:
+    step = time()
+    gain = Prediction("rowwise", speedup, band, (1, 1), ["wq"], [], step, step)
+    said = f"at {speedup:.2f}x the speed of bf16 ({band[0]:.2f} to {band[1]:.2f}); "
+    kept = "no linear is better kept in bf16."
+    assert format_verdict(gain) == f"rowwise float8 {on} {said}{kept}"
+    assert format_verdict(gain, on=False) == f"rowwise float8 {off} {said}{kept}"
+    gain = replace(gain, better_kept=["wk", "wv"])
+    assert format_verdict(gain).endswith(f"{said}keep wk, wv in bf16.")
+
+
+def test_verdict_without_a_linear_in_float8() -> None:
+    step = time()
+    gain = Prediction("rowwise", 1.0, (1.0, 1.0), (1, 1), [], [], step, step)
+    kept = "rowwise float8 is on, but filter_fqns keeps every linear in bf16."
+    assert format_verdict(gain) == kept
+    assert format_verdict(gain, on=False).startswith("rowwise float8 would gain nothing: ")
