@@ -868,7 +868,11 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
 
 def test_help(capsys):
     MAIN(["--help"])
-    assert "--world-size N" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    options = re.findall(r"^  --[\w-]+.*?(?=^  \S|\Z)", printed, flags=re.MULTILINE | re.DOTALL)
+    assert len(options) == 12
+    assert [option for option in options if "(default" not in option] == []
+    assert [line for line in printed.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
