@@ -1,26 +1,33 @@
-"""Predict what a run will cost and gain: FLOPs, float8's effect, memory, rates and time. Or
-search for the layout that trains fastest.
+"""Predict what a run will cost and gain: FLOPs, float8's effect, memory, rates
+and time. Or search for the layout that trains fastest.
 
-python scripts/plan.py --job.config_file X.toml [--world-size N] [--device "H100 SXM"]
-[--bandwidth X] [--memory X] [--link X] [--network X] [--node-devices N]
-[--attention KERNEL] [--tps X | --search [--gpu-hour PRICE]] [--json] [overrides]
+python scripts/plan.py --job.config_file X.toml [--world-size N]
+[--device "H100 SXM"] [--bandwidth X] [--memory X] [--link X] [--network X]
+[--node-devices N] [--attention KERNEL] [--tps X | --search
+[--gpu-hour PRICE]] [--json] [overrides]
 
   --world-size N      number of processes, one per GPU (default: 8)
   --device NAME       GPU to plan for (default: the GPU of this machine)
   --bandwidth X       its memory bandwidth, 10^12 bytes per second
-  --memory X          its memory, GiB
+                      (default: data sheet)
+  --memory X          its memory, GiB (default: data sheet)
   --link X            GB/s that it sends to others of its node, and receives
+                      (default: data sheet)
   --network X         GB/s that it sends to other nodes, and receives
-  --node-devices N    GPUs of a node (default of these five: the data sheet's)
+                      (default: what its servers often have, mostly 50)
+  --node-devices N    GPUs of a node (default: data sheet)
   --attention KERNEL  cudnn, flash or flex (default: what PyTorch takes there)
   --tps X             tokens per second per device that a run reached (default:
                       predicted)
   --search            print the five fastest layouts, microbatches, activation
-                      checkpointings and recipes that fit, and the overrides that
-                      choose the first
-  --gpu-hour PRICE    of one GPU, for the cost of each layout
+                      checkpointings and recipes that fit, and the overrides
+                      that choose the first (default: plan the config as it is)
+  --gpu-hour PRICE    price of an hour of one GPU, in any currency: a search
+                      adds the cost of 10^12 tokens (default: no cost)
   --json              print every number; docs/plan.md documents the keys
-  overrides           any key of the config, as in training; a search keeps those
+                      (default: a report)
+  overrides           any key of the config, as in training; a search keeps
+                      those that are given (default: the config's values)
 """
 
 import argparse

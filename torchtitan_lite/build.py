@@ -45,6 +45,7 @@ from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
 from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
+from torchtitan_lite.planner.step import format_verdict
 
 
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
@@ -103,7 +104,7 @@ def build_model(
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
         if (spec := planned_device(device, config.metrics)) is not None:
-            logger.info(f"predicted: {meta.predict(spec).verdict}")
+            logger.info(f"predicted: {format_verdict(meta.predict(spec))}")
     log_flops(meta.ledger, document_mask=training.document_mask)
 
     # Parallelize the model, then allocate and initialise its shards.

@@ -131,12 +131,18 @@ def test_words_that_are_no_override(words: list[str], problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--job.config_file"], ["--job.config_file="], ["--training.steps", "3"]]
+    ("argv", "example"),
+    [
+        ([], "train_configs/debug_model.toml"),
+        (["--job.config_file"], "train_configs/debug_model.toml"),
+        (["--job.config_file="], "train_configs/debug_model.toml"),
+        (["--training.steps", "3"], "train_configs/debug_model.toml"),
+        (["own/8b.toml", "--training.steps", "3"], "own/8b.toml"),
+    ],
 )
-def test_no_config_file(argv: list[str]) -> None:
+def test_no_config_file(argv: list[str], example: str) -> None:
     with pytest.raises(
-        ConfigError,
-        match="no config file; name one: --job.config_file train_configs/debug_model.toml",
+        ConfigError, match=f"no config file; name one: --job.config_file {example}$"
     ):
         read_command_line(argv)
 

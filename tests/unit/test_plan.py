@@ -207,8 +207,11 @@ def test_auto_converts_nothing_of_the_debug_model_and_says_why():
         re.match(r"auto: \d+\.\d\dx the time of bf16", reason) for reason in reasons
     )
     assert found["prediction"]["step_speedup"] == 1
+    assert found["request"]["float8_recipe"] == "tensorwise"
+    assert "; tensorwise float8 is on, but filter_fqns keeps every linear in bf16." in answer(found)
+    assert "float8 off" not in format_plan(found) and "if on" not in format_plan(found)
     hurt = plan("debug_model")["prediction"]
-    assert hurt["step_speedup"] < 1 and hurt["verdict"].startswith("float8 hurts")
+    assert hurt["step_speedup"] < 1 and hurt["verdict"].startswith("tensorwise float8 hurts")
 
 
 def test_auto_converts_all_seven_of_8b_on_fsdp():
@@ -242,6 +245,8 @@ def test_auto_keeps_attentions_linears_of_8b_on_tp8_rowwise():
     found = plan("llama3_8b", "--parallelism.tensor_parallel_degree=8", *ROWWISE)
     # All four are small there: [8192, 4096] to 512 or 128, and 512 to 4096.
     assert converted(found) <= {"w1", "w2", "w3"}
+    (wq, *_) = found["linears"]
+    assert wq["kept_because"] == f"auto: {wq['time_ratio']:.2f}x the time of bf16"
 
 
 def test_auto_converts_nothing_where_casts_are_not_fused():
@@ -330,9 +335,14 @@ def test_the_report_begins_with_the_answer_that_the_json_gives():
         f"8B on 8 x H100 SXM, predicted: fits ({found['memory']['reserved'] / 2**30:.1f} of 80 GiB)"
         f", {schedule['tps']:,.0f} tokens/s per device ({slow:,.0f} to {fast:,.0f}), "
         f"{schedule['step_s']:.3f} s a step, {60 * hours:.1f} minutes and {8 * hours:.2f} GPU-hours"
-        f" for 3,000 steps; float8 helps: a step runs at {prediction['step_speedup']:.2f}x the "
-        f"speed of bf16 ({low:.2f} to {high:.2f})."
+        f" for 3,000 steps (10^12 tokens: {schedule['days_per_trillion_tokens']:.0f} days and "
+        f"{schedule['gpu_hours_per_trillion_tokens']:,.0f} GPU-hours); tensorwise float8 helps: a "
+        f"step runs at {prediction['step_speedup']:.2f}x the speed of bf16 ({low:.2f} to "
+        f"{high:.2f})."
     )
+    short, long = (answer(plan("debug_model", f"--training.steps={n}")) for n in (1, 10**6))
+    assert re.search(r" a step, 0\.0\d+ seconds and .* for 1 steps \(10\^12 tokens: ", short)
+    assert "10^12" not in long  # it trains 1.6e10
 
 
 def test_a_given_rate_is_never_called_predicted_and_the_other_way_round(float8_8b, bf16_8b):
@@ -340,14 +350,16 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round(float8_8
     gib = float8_8b["memory"]["reserved"] / 2**30
     assert given.startswith(
         f"8B on 8 x H100 SXM, predicted: fits ({gib:.1f} of 80 GiB); given: 7,773 tokens/s per "
-        "device, 1.05 s a step, 17.6 minutes and 2.34 GPU-hours for 1,000 steps; predicted: float8"
+        "device, 1.05 s a step, 17.6 minutes and 2.34 GPU-hours for 1,000 steps (10^12 "
+        "tokens: 186 days and 35,736 GPU-hours); predicted: tensorwise float8 "
     )
     assert float8_8b["schedule"]["tps_band"] is float8_8b["schedule"]["step_s_band"] is None
     assert section(float8_8b, "Cost at the given rate")[0].split() == ["given"]
     assert section(plan("llama3_8b"), "Cost at the predicted rate")[0].split()[0] == "predicted"
 
     # What is off is not promised, and what a device cannot do neither.
-    assert "; predicted: if on, float8 helps: " in answer(bf16_8b)
+    assert "; predicted: tensorwise float8 would help: a step would run at " in answer(bf16_8b)
+    assert section(bf16_8b, "Time of a step, predicted")[0].endswith("bf16  tensorwise, if on")
     assert "; the A100 SXM 80GB has no float8" in answer(plan("llama3_8b", device="A100 SXM 80GB"))
 
 
@@ -383,7 +395,8 @@ def test_the_parts_of_a_step_add_up_and_bands_contain_their_value(layout):
     found = plan(*LAYOUTS[layout])
     prediction, schedule = found["prediction"], found["schedule"]
     for step in (prediction["bf16"], prediction["float8"]):
-        device_s = sum(step["device_parts_s"].values()) + sum(step["exposed_s"].values())
+        parts = (step[f"{key}_s"] for key in ("device_parts", "exposed", "slowed"))
+        device_s = sum(sum(each.values()) for each in parts)
         assert step["step_s"] == pytest.approx(max(device_s, step["host_s"]))
         assert (step["host_s"] > device_s) is (layout == "host")
     speedup = prediction["bf16"]["step_s"] / prediction["float8"]["step_s"]
@@ -423,7 +436,7 @@ def test_collectives_are_those_of_the_step_as_configured(layout):
         assert each["ring_size"] == request[degree]
         assert each["exposed_s"] == step["exposed_s"][kind] > 0
         assert each["hidden_s"] == step["hidden_s"][kind] >= 0
-    assert (step["exposed_s"]["slower compute beside"] > 0) is bool(sum(step["hidden_s"].values()))
+    assert (step["slowed_s"]["beside communication"] > 0) is bool(sum(step["hidden_s"].values()))
 
 
 def test_every_second_of_fsdps_collectives_is_exposed_or_hidden():
@@ -610,8 +623,8 @@ def test_the_report_gives_the_reason_for_each_linear():
     assert "wv: its input's cast is shared with wq, wk" in section(found, "Linears")
     found["prediction"]["better_kept"] = ["attention.wv", "attention.wo"]
     rows = section(found, "Linears")
-    assert "wv: better kept in bf16: its input's cast is shared with wq, wk" in rows
-    assert "wo: better kept in bf16" in rows
+    assert "wv: slower in float8, even with its input's cast shared with wq, wk" in rows
+    assert "wo: slower in float8" in rows
 
     part = plan(
         "llama3_8b",
@@ -620,7 +633,7 @@ def test_the_report_gives_the_reason_for_each_linear():
     )
     (row,) = (row for row in section(part, "Linears") if row.startswith("wq "))
     assert row.endswith("float8, grad_weight in bf16")
-    assert section(plan("llama3_8b"), "Linears if float8 were on")
+    assert section(plan("llama3_8b"), "Linears if tensorwise float8 were on")
 
 
 def test_what_does_not_fit_is_planned_anyway_and_what_would_fit_is_named():
@@ -914,7 +927,11 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
 
 def test_help(capsys):
     MAIN(["--help"])
-    assert "--world-size N" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    options = re.findall(r"^  --[\w-]+.*?(?=^  \S|\Z)", printed, flags=re.MULTILINE | re.DOTALL)
+    assert len(options) == 12
+    assert [option for option in options if "(default" not in option] == []
+    assert [line for line in printed.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("tied", [True, False])

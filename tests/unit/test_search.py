@@ -189,6 +189,17 @@ def test_the_global_batch_stays_as_it_is() -> None:
     assert {layout["local_batch_size"] for layout in open_batch["layouts"]} == {2}
 
 
+def test_the_best_in_bf16_is_shown_with_its_rank() -> None:
+    *five, bf16 = search("llama3_8b")["layouts"]
+    assert [each["rank"] for each in five] == [1, 2, 3, 4, 5]
+    assert all(each["float8_recipe"] for each in five)
+    assert bf16["rank"] > 5
+    assert bf16["float8_recipe"] is None
+    alone = search("llama3_8b", "--float8.enable_float8_linear=false")["layouts"]
+    assert alone[0] == bf16 | {"rank": 1}
+    assert len(alone) == 5
+
+
 def test_keys_of_the_command_line_are_kept() -> None:
     given = (
         "--parallelism.tensor_parallel_degree=2",
@@ -259,17 +270,20 @@ def test_recipes_are_those_of_the_device(device: str, recipes: set[str]) -> None
 
 def test_cost_and_gpu_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 s for 8 sequences of 8,192 tokens on 8 devices: 4,096 tokens/s on each."""
-    step = StepTime(2.0, 1.0, {}, {"tensor parallelism": 0.1, "sharding and replicas": 0.4}, {})
-    prediction = Prediction(1.5, (1.2, 1.6), (1.6, 4.0), "", ["attention.wq"], [], step, step)
+    step = StepTime(2.0, 1.0, {}, {"sharding": 0.1, "replicas": 0.4}, {"": 0.5}, {})
+    prediction = Prediction(
+        "rowwise", 1.5, (1.2, 1.6), (1.6, 4.0), ["attention.wq"], [], step, step
+    )
     monkeypatch.setattr(Workload, "predict", lambda self, device, attention_kernel: prediction)
     layout = search("llama3_8b", *SMALL, "--gpu-hour", "2.5")["layouts"][0]
     assert layout["tps"] == 4096
     assert layout["tps_band"] == [2048, 5120]
     assert layout["exposed_pct"] == pytest.approx(25)
     assert layout["gpu_hours_per_trillion_tokens"] == pytest.approx(67_816.84, abs=0.01)
+    assert layout["days_per_trillion_tokens"] == pytest.approx(353.21, abs=0.01)
     assert layout["cost_per_trillion_tokens"] == pytest.approx(169_542.10, abs=0.01)
     text = run(*words_of("llama3_8b", *SMALL), "--device", "H100 SXM", "--gpu-hour", "2.5")
-    assert re.search(r"4,096 +2,048 to 5,120 .* 25 % +67,817 +169,542$", text, re.MULTILINE)
+    assert re.search(r"4,096 +2,048 to 5,120 .* 25 % +353.2 +67,817 +169,542$", text, re.MULTILINE)
     assert (
         "cost" not in run(*words_of("llama3_8b", *SMALL), "--device", "H100 SXM").split("\n\n")[2]
     )

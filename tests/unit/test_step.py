@@ -13,7 +13,7 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.planner import step
 from torchtitan_lite.planner.constants import Rates
 from torchtitan_lite.planner.roofline import Roofline
-from torchtitan_lite.planner.step import StepTime, format_verdict, predict, time_step
+from torchtitan_lite.planner.step import Prediction, StepTime, format_verdict, predict, time_step
 
 ARGS = ModelArgs(dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=32000)
 TOKENS = 8192
@@ -45,8 +45,8 @@ TP, SHARDING, REPLICAS, BESIDE, SLOWEST = (
     "tensor parallelism",
     "sharding",
     "replicas",
-    "slower compute beside",
-    "slowest device",
+    "beside communication",
+    "by the slowest device",
 )
 BF16, TENSORWISE, ROWWISE = None, scheme_of("tensorwise"), scheme_of("rowwise")
 GATHERED = scheme_of("tensorwise", gathered=True)
@@ -79,7 +79,7 @@ def replicas_s(step: StepTime) -> float:
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 8, 1), (2, 8, 4)])
 def test_a_step_is_the_sum_of_its_parts(degrees: tuple[int, int, int]) -> None:
     step = time(TENSORWISE, degrees=degrees, rates=replace(RATES, **FREE_HOST))
-    parts = *step.device_parts_s.values(), *step.exposed_s.values()
+    parts = *step.device_parts_s.values(), *step.exposed_s.values(), *step.slowed_s.values()
     assert step.step_s == pytest.approx(math.fsum(parts)) and step.host_s == 0
     assert step.device_parts_s.keys() == {
         "linears",
@@ -159,8 +159,8 @@ def test_a_bf16_step_does_not_depend_on_the_recipe() -> None:
 def test_the_slowest_of_several_devices_holds_up_the_others() -> None:
     late = replace(FREE_STARTS, slowest_device=1.25)
     alone, two = (time(degrees=(1, n, 1), rates=late) for n in (1, 2))
-    assert alone.exposed_s[SLOWEST] == 0
-    assert two.exposed_s[SLOWEST] == pytest.approx(0.25 * sum(two.device_parts_s.values()))
+    assert alone.slowed_s[SLOWEST] == 0
+    assert two.slowed_s[SLOWEST] == pytest.approx(0.25 * sum(two.device_parts_s.values()))
 
 
 # FSDP and replicas.
@@ -168,7 +168,7 @@ def test_the_slowest_of_several_devices_holds_up_the_others() -> None:
 
 def test_one_rank_communicates_nothing() -> None:
     step = time(GATHERED, rates=RATES)
-    assert set(step.exposed_s.values()) == set(step.hidden_s.values()) == {0}
+    assert {*step.exposed_s.values(), *step.slowed_s.values(), *step.hidden_s.values()} == {0}
 
 
 @pytest.mark.parametrize("degrees", [(1, 8, 1), (2, 4, 1), (1, 16, 8), (2, 1, 1)])
@@ -255,7 +255,7 @@ def test_what_computation_does_not_hide_is_exposed_and_grows_with_the_bytes() ->
     hides = sum(slow.device_parts_s[part] for part in in_blocks)
     for each in (slow, slower, slowest):
         assert each.hidden_s[SHARDING] == pytest.approx(hides)
-        assert each.exposed_s[BESIDE] == pytest.approx(hides / 8)
+        assert each.slowed_s[BESIDE] == pytest.approx(hides / 8)
     more = slower.exposed_s[SHARDING] - slow.exposed_s[SHARDING]
     assert slowest.exposed_s[SHARDING] - slower.exposed_s[SHARDING] == pytest.approx(more)
     assert more == pytest.approx(sharded_s(slow))
@@ -518,33 +518,31 @@ def test_the_projection_is_timed_in_float8_if_it_is_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "converted", "better_kept", "verdict"),
+    ("speedup", "band", "on", "off"),
     [
-        (
-            1.25,
-            ["wq"],
-            [],
-            "float8 may help: a step runs at 1.25x the speed of bf16 (0.90 to 1.30); "
-            "no linear is better kept in bf16.",
-        ),
-        (
-            1.0,
-            ["wq", "wk"],
-            ["wk"],
-            "float8 is neutral: a step runs at 1.00x the speed of bf16 (0.90 to 1.30); "
-            "keep wk in bf16.",
-        ),
-        (
-            0.5,
-            ["wk", "wv"],
-            ["wk", "wv"],
-            "float8 may hurt: a step runs at 0.50x the speed of bf16 (0.90 to 1.30); "
-            "keep wk, wv in bf16.",
-        ),
-        (1.0, [], [], "float8 gains nothing: no linear would be faster in it."),
+        (1.25, (1.2, 1.3), "helps: a step runs", "would help: a step would run"),
+        (1.06, (1.01, 1.1), "helps: a step runs", "would help: a step would run"),
+        (1.25, (0.99, 1.3), "may help or hurt: a step runs", "may help or hurt: a step would run"),
+        (0.5, (0.4, 0.6), "hurts: a step runs", "would hurt: a step would run"),
+        (0.97, (0.9, 1.02), "is neutral: a step runs", "would be neutral: a step would run"),
+        (0.97, (0.89, 1.02), "may help or hurt: a step runs", "may help or hurt: a step would run"),
+        (0.94, (0.9, 1.01), "may help or hurt: a step runs", "may help or hurt: a step would run"),
     ],
 )
-def test_verdicts(
-    speedup: float, converted: list[str], better_kept: list[str], verdict: str
-) -> None:
-    assert format_verdict(speedup, (0.9, 1.3), converted, better_kept) == verdict
+def test_verdicts(speedup: float, band: tuple[float, float], on: str, off: str) -> None:
+    step = time()
+    gain = Prediction("rowwise", speedup, band, (1, 1), ["wq"], [], step, step)
+    said = f"at {speedup:.2f}x the speed of bf16 ({band[0]:.2f} to {band[1]:.2f}); "
+    kept = "no linear is better kept in bf16."
+    assert format_verdict(gain) == f"rowwise float8 {on} {said}{kept}"
+    assert format_verdict(gain, on=False) == f"rowwise float8 {off} {said}{kept}"
+    gain = replace(gain, better_kept=["wk", "wv"])
+    assert format_verdict(gain).endswith(f"{said}keep wk, wv in bf16.")
+
+
+def test_verdict_without_a_linear_in_float8() -> None:
+    step = time()
+    gain = Prediction("rowwise", 1.0, (1.0, 1.0), (1, 1), [], [], step, step)
+    kept = "rowwise float8 is on, but filter_fqns keeps every linear in bf16."
+    assert format_verdict(gain) == kept
+    assert format_verdict(gain, on=False).startswith("rowwise float8 would gain nothing: ")

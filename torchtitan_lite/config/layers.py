@@ -130,9 +130,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
         else:
             layer[name] = Setting(not negated if bare else _parse(text, key), COMMAND_LINE)
     if not path:
-        raise ConfigError(
-            f"no config file; name one: --{CONFIG_FILE} train_configs/debug_model.toml"
-        )
+        files = (word for word in argv if word.endswith(".toml"))
+        example = next(files, "train_configs/debug_model.toml")
+        raise ConfigError(f"no config file; name one: --{CONFIG_FILE} {example}")
     return Path(path), layer, problems
 
 

@@ -12,6 +12,7 @@ import torch
 from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.job import TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
@@ -22,7 +23,7 @@ from .constants import constants_of, rates_of
 from .memory import WIDTHS, reserved_bytes
 from .meta_model import MetaModel, build_meta_model, find_fitting, resolve_auto, turn_on_float8
 from .roofline import Roofline
-from .step import Prediction, time_step
+from .step import Prediction, format_verdict, time_step
 
 RINGS = {"tensor parallelism": tp_ring, "sharding": shard_ring, "replicas": replicate_ring}
 """Ring of each kind of collective."""
@@ -79,10 +80,11 @@ def make_plan(
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     meta = in_float8 = build_meta_model(job)
 
-    # Without float8, or if "auto" has switched it off, the linears and the prediction show what it
-    # would gain, wherever it pays.
-    if not job.config.float8.enable_float8_linear and device.fp8_tflops is not None:
-        job = turn_on_float8(job, filter_fqns=config.float8.filter_fqns)
+    # With "auto", and without float8, the linears and the prediction show what "auto" chooses, and
+    # why.
+    filters, on = config.float8.filter_fqns, config.float8.enable_float8_linear
+    if device.fp8_tflops is not None and (AUTO in filters or not on):
+        job = turn_on_float8(job, filter_fqns=filters)
         in_float8 = build_meta_model(job, device=device)
 
     roofline = meta.roofline(device, attention_kernel)
@@ -90,12 +92,12 @@ def make_plan(
     if in_float8 is not meta:
         gain = in_float8.predict(device, attention_kernel)
     return {
-        "request": _plan_request(roofline),
+        "request": _plan_request(roofline, on=on),
         "model": _plan_model(meta),
         "flops_per_token": _plan_flops(meta.ledger),
         "linears": _plan_linears(in_float8, device),
         "peaks": _plan_peaks(meta.ledger, device),
-        "prediction": _plan_prediction(gain, device),
+        "prediction": _plan_prediction(gain, device, on=on),
         "communication": _plan_communication(meta, device, predicted),
         "memory": _plan_memory(meta, device),
         "schedule": _plan_schedule(meta, device, predicted, tps),
@@ -144,7 +146,7 @@ def tokenizer_values(model: ModelConfig) -> TokenizerValues:
         return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
 
 
-def _plan_request(roofline: Roofline) -> dict[str, Any]:
+def _plan_request(roofline: Roofline, *, on: bool) -> dict[str, Any]:
     job, config = roofline.job, roofline.job.config
     return {
         "model": job.model_name,
@@ -156,7 +158,7 @@ def _plan_request(roofline: Roofline) -> dict[str, Any]:
         "seq_len": config.training.seq_len,
         "document_mask": config.training.document_mask,
         "steps": config.training.steps,
-        "float8_recipe": config.float8.recipe_name if config.float8.enable_float8_linear else None,
+        "float8_recipe": config.float8.recipe_name if on else None,
         "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
         "activation_checkpoint": config.activation_checkpoint.mode,
         "attention_kernel": roofline.runs_attention_in,
@@ -242,14 +244,14 @@ def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _plan_prediction(gain: Prediction, device: DeviceSpec) -> dict[str, Any]:
+def _plan_prediction(gain: Prediction, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
     """The gain over bf16 of a model in float8, or its time in bf16 alone."""
-    found = dataclasses.asdict(gain)
+    found, verdict = dataclasses.asdict(gain), format_verdict(gain, on=on)
     if device.fp8_tflops is None:
-        in_float8 = ("step_speedup", "speedup_band", "float8_s_band", "float8")
+        in_float8 = ("step_speedup", "speedup_band", "float8_s_band", "float8", "recipe")
         verdict = f"the {device.name} has no float8 matrix units with a known peak."
-        found |= dict.fromkeys(in_float8) | {"verdict": verdict}
-    return found
+        found |= dict.fromkeys(in_float8)
+    return found | {"verdict": verdict}
 
 
 def _plan_communication(

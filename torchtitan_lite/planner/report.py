@@ -11,7 +11,8 @@ from torchtitan_lite.tables import format_columns
 
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")
-UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60}  # in a day
+UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 3600}  # in a day
+TRIAL_TOKENS = 1e10  # of a run that is too short to be what is paid for
 UTILISATIONS = {
     "mfu": ("effective", ", each matmul at its own peak"),
     "mfu_bf16_peak": ("bf16", ""),
@@ -20,6 +21,15 @@ UTILISATIONS = {
     "hfu": ("effective", ", with what is recomputed"),
 }
 """The peak by which each is divided, and a note."""
+STEP_PARTS = {"device_parts_s": "", "exposed_s": "exposed: ", "slowed_s": "slowed: "}
+"""What a step consists of, unless the host is slower, and what its rows begin with."""
+LEGEND = {
+    "fsdp copies": "FSDP's copies of weights and gradients",
+    "exposed": "communication that the device waits for",
+    "slowed": "how much longer computation takes",
+    "hidden": "communication during computation, which costs no time itself",
+    "host": "the CPU's time to launch the kernels",
+}
 UNKNOWN_DEVICE = (
     "No data sheet of the {device} is known: its multiprocessors are assumed, and its links and "
     "nodes unless they are given."
@@ -30,8 +40,8 @@ LINKS = (
     "its GPUs in a node (--link, --node-devices, --network)."
 )
 UNCERTAIN = (
-    "The ranges above come from these alone; docs/published.md has the errors of predictions "
-    "beside published runs. To replace a value, measure it and edit its row in "
+    "The ranges above come from these alone. Published runs were mostly slower than predicted: see "
+    "docs/published.md. To replace a value, measure it and edit its row in "
     "torchtitan_lite/planner/constants.py. --tps replaces the predicted rate by that of a short "
     "run."
 )
@@ -44,13 +54,14 @@ _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphen
 def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`: the answer, then section by section."""
     prediction, schedule = plan["prediction"], plan["schedule"]
-    if_on = "" if plan["request"]["float8_recipe"] else " if float8 were on"
+    off = prediction["recipe"] if not plan["request"]["float8_recipe"] else None
+    linears = f"Linears if {off} float8 were on" if off else "Linears"
     sections = {
-        "Run": _run(plan["request"]),
-        "Time of a step, predicted": _time(prediction, if_on),
+        "Run": _run(plan["request"], prediction["converted"]),
+        "Time of a step, predicted": _time(prediction, ", if on" if off else ""),
         "Memory of a rank, predicted": _memory(plan["memory"]),
         f"Cost at the {schedule['origin']} rate": _cost(schedule),
-        f"Linears{if_on}": _linears(plan["linears"], prediction["better_kept"]),
+        linears: _linears(plan["linears"], prediction["better_kept"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
         f"MFU at the {schedule['origin']} rate": _mfu(schedule, plan["peaks"]),
         "Assumed": _assumed(plan),
@@ -73,15 +84,18 @@ def format_answer(plan: Plan) -> str:
 
     # The largest unit that is not a fraction, and the verdict without its advice.
     durations = {unit: schedule["run_days"] * size for unit, size in UNITS.items()}
-    unit = next((each for each in durations if durations[each] >= 2), "minutes")
+    unit = next((each for each in durations if durations[each] >= 2), "seconds")
     gain, _, _ = plan["prediction"]["verdict"].rstrip(".").partition(";")
-    hypothetical = plan["prediction"]["float8"] and not request["float8_recipe"]
 
     cost = f"{_digits(durations[unit])} {unit} and {_digits(schedule['run_gpu_hours'])} GPU-hours"
+    trillion = ""
+    if schedule["run_tokens"] < TRIAL_TOKENS:
+        days, hours = (schedule[f"{each}_per_trillion_tokens"] for each in ("days", "gpu_hours"))
+        trillion = f" (10^12 tokens: {_digits(days)} days and {_digits(hours)} GPU-hours)"
     return _wrap(
         "{model} on {world_size} x {device}, predicted: ".format_map(request)
         + f"{fit}{before}{rate}, {_digits(schedule['step_s'])} s a step, {cost} for "
-        f"{request['steps']:,} steps{after}{'if on, ' if hypothetical else ''}{gain}."
+        f"{request['steps']:,} steps{trillion}{after}{gain}."
     )
 
 
@@ -99,9 +113,11 @@ def _digits(value: float) -> str:
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-def _run(request: Plan) -> str:
+def _run(request: Plan, converted: Sequence[str]) -> str:
     recipe, compiled = request["float8_recipe"], "on" if request["compile"] else "off"
     gather = " with float8 all-gather" if recipe and request["float8_all_gather"] else ""
+    if recipe and not converted:
+        gather = " with every linear in bf16"
     mask = ", document mask (attention counts as if documents were one)"
     budget = " (the time of what it recomputes is not counted)"
     return _wrap(
@@ -116,33 +132,28 @@ def _run(request: Plan) -> str:
     )
 
 
-def _time(prediction: Plan, if_on: str) -> str:
+def _time(prediction: Plan, note: str) -> str:
     steps = [prediction[name] for name in ("bf16", "float8") if prediction[name]]
 
     def row(name: str, seconds: Sequence[float]) -> list[str]:
         return [name, *(f"{1e3 * each:,.1f}" for each in seconds)]
 
-    def rows(key: str, prefix: str = "") -> list[list[str]]:
+    def rows(key: str, prefix: str) -> list[list[str]]:
         times = {kind: [step[key][kind] for step in steps] for kind in steps[0][key]}
         return [row(prefix + kind, seconds) for kind, seconds in times.items() if any(seconds)]
 
-    device_s = [
-        sum(step["device_parts_s"].values()) + sum(step["exposed_s"].values()) for step in steps
-    ]
+    device_s = [sum(sum(step[key].values()) for key in STEP_PARTS) for step in steps]
     waits = [step["step_s"] - each for step, each in zip(steps, device_s, strict=True)]
     table = [
-        *rows("device_parts_s"),
-        *rows("exposed_s", "exposed: "),
+        *(row for key, prefix in STEP_PARTS.items() for row in rows(key, prefix)),
         *([row("waits for the host", waits)] if max(waits) > 5e-5 else []),
         row("step", [step["step_s"] for step in steps]),
         *rows("hidden_s", "beside it, hidden: "),
         row("beside it, host", [step["host_s"] for step in steps]),
     ]
-    header = ("milliseconds", "bf16", f"float8{', if on' if if_on else ''}")[: len(steps) + 1]
-    legend = (
-        "exposed: the device waits for communication, or is slowed by it; hidden: communication "
-        "during computation; host: it launches the kernels"
-    )
+    header = ("milliseconds", "bf16", f"{prediction['recipe']}{note}")[: len(steps) + 1]
+    names = " ".join(name for name, *_ in table)
+    legend = "; ".join(f"{word}: {text}" for word, text in LEGEND.items() if word in names)
     return f"{_table(header, table)}\n{_wrap(legend)}"
 
 
@@ -230,12 +241,12 @@ def _linears(linears: Sequence[Plan], better_kept: Sequence[str]) -> str:
         kinds = (_short(row["kind"]) for row in linears if row["kept_because"] == reason)
         notes.append(f"{', '.join(kinds)} in bf16: {reason}")
     for row in (row for row in linears if row["converted"]):
-        said = ["better kept in bf16"] if row["kind"] in better_kept else []
-        others = ", ".join(map(_short, row["shares_cast_with"]))
-        if others and (said or row["time_ratio"] >= 1):
-            said.append(f"its input's cast is shared with {others}")
-        if said:
-            notes.append(": ".join([_short(row["kind"]), *said]))
+        kind, others = _short(row["kind"]), ", ".join(map(_short, row["shares_cast_with"]))
+        if row["kind"] in better_kept:
+            even = f", even with its input's cast shared with {others}" if others else ""
+            notes.append(f"{kind}: slower in float8{even}")
+        elif others and row["time_ratio"] >= 1:
+            notes.append(f"{kind}: its input's cast is shared with {others}")
     return "\n".join([_table(header, rows, notes=True), *map(_wrap, notes)])
 
 

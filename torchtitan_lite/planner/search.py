@@ -198,13 +198,18 @@ def _accept(space: Space, settings: Settings, tokenizer: TokenizerValues) -> Job
 
 
 def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
-    """Return the fastest layouts as plain values for JSON. `gpu_hour` is the price of a GPU-hour.
+    """Return the fastest layouts as plain values for JSON, and the fastest in bf16 if it is none of
+    them. `gpu_hour` is the price of a GPU-hour.
 
     Raises ConfigError if training accepts no config of `space`, or the memory of none fits."""
     candidates = find_candidates(space)
     fitting = [each for each in candidates if each.step_s < math.inf]
     if not fitting:
         raise ConfigError(_nothing_fits(space, min(candidates, key=lambda each: each.reserved)))
+
+    ranked = list(enumerate(fitting, 1))
+    best_bf16 = next(([each] for each in ranked if not each[1].work.converted), [])
+    shown = ranked[:SHOWN] + [each for each in best_bf16 if each[0] > SHOWN]
     job, training = fitting[0].work.job, space.config.training
     return {
         "request": {
@@ -218,7 +223,7 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
             "kept": list(space.kept),
             "fitting": len(fitting),
         },
-        "layouts": [_figures(each, space, gpu_hour) for each in fitting[:SHOWN]],
+        "layouts": [{"rank": rank} | _figures(each, space, gpu_hour) for rank, each in shown],
     }
 
 
@@ -262,6 +267,7 @@ def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict
         "step_s": step.step_s,
         "exposed_pct": 100 * sum(step.exposed_s.values()) / step.step_s,
         "reserved_gib": candidate.reserved / GIB,
+        "days_per_trillion_tokens": gpu_hours / degrees.world_size / 24,
         "gpu_hours_per_trillion_tokens": gpu_hours,
         "cost_per_trillion_tokens": gpu_hour and gpu_hour * gpu_hours,
         "changes": {

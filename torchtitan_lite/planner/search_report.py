@@ -9,6 +9,8 @@ from typing import Any
 from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.tables import format_columns
 
+from .search import SHOWN
+
 Layout = Mapping[str, Any]
 """One of the layouts that `make_search` returns."""
 
@@ -22,7 +24,7 @@ def format_search(search: Mapping[str, Any]) -> str:
             "\n".join(fill(line, 80) for line in _answer(request, layouts[0])),
             _settings(layouts),
             _figures(layouts),
-            fill(_notes(request), 80, break_on_hyphens=False),
+            fill(_notes(request, layouts[-1]), 80, break_on_hyphens=False),
             _options(layouts[0]["changes"]),
         ]
     )
@@ -33,7 +35,7 @@ def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
     where = "{model} on {world_size} x {device}".format_map(request)
     layout = "replicate {dp_replicate} x shard {dp_shard} x TP {tp}".format_map(best)
     passes = best["grad_accum_steps"]
-    microbatch = f"microbatch {best['local_batch_size']}{f' x {passes} passes' * (passes > 1)}"
+    microbatch = f"{f'{passes} passes x ' * (passes > 1)}microbatch {best['local_batch_size']}"
     kept = " ".join(kind.rpartition(".")[2] for kind in best["kept_in_bf16"])
     if kept and best["float8_recipe"]:
         microbatch += f", {kept} in bf16"
@@ -47,15 +49,15 @@ def _settings(layouts: Sequence[Layout]) -> str:
     rows = [("", "replicate x shard x TP", "passes x batch", "recompute", "recipe")]
     rows += [
         (
-            str(number),
+            str(layout["rank"]),
             "{dp_replicate} x {dp_shard} x {tp}".format_map(layout),
             "{grad_accum_steps} x {local_batch_size}".format_map(layout),
             layout["activation_checkpoint"],
             _recipe(layout),
         )
-        for number, layout in enumerate(layouts, 1)
+        for layout in layouts
     ]
-    return format_columns(rows)
+    return format_columns(rows, right=[0])
 
 
 def _recipe(layout: Layout) -> str:
@@ -66,35 +68,38 @@ def _recipe(layout: Layout) -> str:
 
 
 def _figures(layouts: Sequence[Layout]) -> str:
-    rows = [("", "tokens/s", "between", "GiB", "exposed", "GPU-hours", "cost")]
-    for number, layout in enumerate(layouts, 1):
+    rows = [("", "tokens/s", "between", "GiB", "waits", "days", "GPU-hours", "cost")]
+    for layout in layouts:
         slow, fast = layout["tps_band"]
         cost = layout["cost_per_trillion_tokens"]
         rows.append(
             (
-                str(number),
+                str(layout["rank"]),
                 f"{layout['tps']:,.0f}",
                 f"{slow:,.0f} to {fast:,.0f}",
                 f"{layout['reserved_gib']:,.1f}",
                 f"{layout['exposed_pct']:.0f} %",
+                f"{layout['days_per_trillion_tokens']:,.1f}",
                 f"{layout['gpu_hours_per_trillion_tokens']:,.0f}",
                 "" if cost is None else f"{cost:,.0f}",
             )
         )
     shown = rows if cost is not None else [row[:-1] for row in rows]
-    return format_columns(shown, right=range(1, len(rows[0])))
+    return format_columns(shown, right=range(len(rows[0])))
 
 
-def _notes(request: Mapping[str, Any]) -> str:
+def _notes(request: Mapping[str, Any], last: Layout) -> str:
     batch = "{global_batch_size:,} sequences of {seq_len:,} tokens in a step".format_map(request)
     if not request["global_batch_size_given"]:
         batch += ", as the config does; --training.global_batch_size sets another number"
+    beyond = f"Number {last['rank']} is the fastest in bf16. " if last["rank"] > SHOWN else ""
     kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
     return (
         "{fitting:,} configs fit in {memory_gib:g} GiB. ".format_map(request)
-        + f"All train on {batch}. Between: what uncertain constants leave open. Exposed: the "
-        "part of the step in which the device waits for others, or computes slower beside "
-        f"communication. GPU-hours and cost: for 10^12 tokens.{kept}"
+        + f"{beyond}All train on {batch}. Between: what uncertain constants leave open. Waits: the "
+        "part of the step in which the device waits for communication. Days, GPU-hours and cost: "
+        "for 10^12 tokens. Published runs were mostly slower than predicted: see "
+        f"docs/published.md.{kept}"
     )
 
 

@@ -29,7 +29,8 @@ class StepTime:
     host_s: float
     device_parts_s: Mapping[str, float]
     exposed_s: Mapping[str, float]  # communication that the device waits for, by kind
-    hidden_s: Mapping[str, float]  # communication beside computation
+    slowed_s: Mapping[str, float]  # longer computation, by what slows it
+    hidden_s: Mapping[str, float]  # communication beside computation, by kind
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class Prediction:
     """What float8 gains over bf16. A band is as wide as the constants are uncertain: each moves the
     prediction by itself, and the moves, as ratios, add up as squares."""
 
+    recipe: str
     step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
     speedup_band: tuple[float, float]
     float8_s_band: tuple[float, float]  # seconds of the step in float8, fast and slow
-    verdict: str
     converted: list[str]  # kinds of linears in float8
     better_kept: list[str]  # those of them that bf16 would make faster
     bf16: StepTime
@@ -66,10 +67,10 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
         speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
     )
     return Prediction(
+        recipe=roofline.job.config.float8.recipe_name,
         step_speedup=speedup,
         speedup_band=speedup_band,
         float8_s_band=_band(float8.step_s, [[each.step_s for _, each in ends] for ends in guesses]),
-        verdict=format_verdict(speedup, speedup_band, converted, better_kept),
         converted=converted,
         better_kept=better_kept,
         bf16=bf16,
@@ -84,22 +85,32 @@ def _band(value: float, moved: Iterable[Sequence[float]]) -> tuple[float, float]
     return value * math.exp(-down), value * math.exp(up)
 
 
-def format_verdict(
-    step_speedup: float,
-    band: tuple[float, float],
-    converted: Sequence[str],
-    better_kept: Sequence[str],
-) -> str:
-    """Return the prediction in one sentence."""
-    if not converted:
-        return "float8 gains nothing: no linear would be faster in it."
-    gain = step_speedup - 1
-    effect = "is neutral" if abs(gain) < RESOLUTION else "helps" if gain > 0 else "hurts"
-    if effect != "is neutral" and band[0] < 1 < band[1]:
-        effect = f"may {effect.removesuffix('s')}"
-    keep = f"keep {', '.join(better_kept)}" if better_kept else "no linear is better kept"
-    speed = f"a step runs at {step_speedup:.2f}x the speed of bf16"
-    return f"float8 {effect}: {speed} ({band[0]:.2f} to {band[1]:.2f}); {keep} in bf16."
+def format_verdict(gain: Prediction, *, on: bool = True) -> str:
+    """Return the prediction in one sentence, of float8 that is `on` or could be."""
+    if not gain.converted and on:
+        return f"{gain.recipe} float8 is on, but filter_fqns keeps every linear in bf16."
+    if not gain.converted:
+        return (
+            f"{gain.recipe} float8 would gain nothing: no linear would be faster in it, but "
+            "--search compares the other recipes."
+        )
+
+    # A sign is claimed where the whole band has it.
+    low, high = gain.speedup_band
+    near = abs(gain.step_speedup - 1) <= RESOLUTION
+    if near and max(1 - low, high - 1) <= 2 * RESOLUTION:
+        effect = "is neutral" if on else "would be neutral"
+    elif low > 1:
+        effect = "helps" if on else "would help"
+    elif high < 1:
+        effect = "hurts" if on else "would hurt"
+    else:
+        effect = "may help or hurt"
+    keep = f"keep {', '.join(gain.better_kept)}" if gain.better_kept else "no linear is better kept"
+    return (
+        f"{gain.recipe} float8 {effect}: a step {'runs' if on else 'would run'} at "
+        f"{gain.step_speedup:.2f}x the speed of bf16 ({low:.2f} to {high:.2f}); {keep} in bf16."
+    )
 
 
 def time_step(
@@ -154,8 +165,10 @@ class _Step:
             "tensor parallelism": waited.seconds,
             "sharding": exposed,
             "replicas": max(0.0, exposed_with - exposed),
-            "slower compute beside": hidden_with * rates.overlap_slowdown,
-            "slowest device": late * sum(device_parts_s.values()),
+        }
+        slowed_s = {
+            "beside communication": hidden_with * rates.overlap_slowdown,
+            "by the slowest device": late * sum(device_parts_s.values()),
         }
         hidden_s = {
             "tensor parallelism": hidden_by_matmuls,
@@ -164,8 +177,9 @@ class _Step:
         }
 
         host_s = self._host_s(sum(cost.kernels for cost in [*parts.values(), waited]))
-        device_s = sum(device_parts_s.values()) + sum(exposed_s.values())
-        return StepTime(max(device_s, host_s), host_s, device_parts_s, exposed_s, hidden_s)
+        device_s = sum(sum(each.values()) for each in (device_parts_s, exposed_s, slowed_s))
+        step_s = max(device_s, host_s)
+        return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
 
     def _host_s(self, kernels: float) -> float:
         """Seconds in which the host launches that many kernels and runs the blocks' hooks."""
