@@ -80,8 +80,7 @@ def make_plan(
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     meta = in_float8 = build_meta_model(job)
 
-    # With "auto", and without float8, the linears and the prediction show what "auto" chooses, and
-    # why.
+    # With "auto", and without float8, linears and prediction show what "auto" would choose.
     filters, on = config.float8.filter_fqns, config.float8.enable_float8_linear
     if device.fp8_tflops is not None and (AUTO in filters or not on):
         job = turn_on_float8(job, filter_fqns=filters)

@@ -62,15 +62,13 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
     # Once by the constants as they are, and with each uncertain one at either end.
     bf16, float8 = times(roofline.rates)
     speedup = bf16.step_s / float8.step_s
-    guesses = [tuple(map(times, ends)) for ends in move_constants(roofline.device, roofline.rates)]
-    speedup_band = _band(
-        speedup, [[one.step_s / other.step_s for one, other in ends] for ends in guesses]
-    )
+    moved = [tuple(map(times, ends)) for ends in move_constants(roofline.device, roofline.rates)]
+    speedups = [[one.step_s / other.step_s for one, other in ends] for ends in moved]
     return Prediction(
         recipe=roofline.job.config.float8.recipe_name,
         step_speedup=speedup,
-        speedup_band=speedup_band,
-        float8_s_band=_band(float8.step_s, [[each.step_s for _, each in ends] for ends in guesses]),
+        speedup_band=_band(speedup, speedups),
+        float8_s_band=_band(float8.step_s, [[each.step_s for _, each in ends] for ends in moved]),
         converted=converted,
         better_kept=better_kept,
         bf16=bf16,
@@ -136,11 +134,8 @@ class _Step:
 
     def time(self) -> StepTime:
         """Time the step."""
-        accum, rates, degrees = (
-            self.job.batch.grad_accum_steps,
-            self.roofline.rates,
-            self.job.degrees,
-        )
+        accum, degrees = self.job.batch.grad_accum_steps, self.job.degrees
+        rates = self.roofline.rates
 
         # Computation: all but the optimizer runs once in each microbatch.
         blocks, head = self._blocks(), self._head()
