@@ -62,6 +62,7 @@ def recomputed_modules(
     layers, linears = model.get_submodule("layers"), list(BLOCK_LINEARS)
     names = []
     for i in ac.checkpointed_layers(len(list(layers.children()))):
+        # By operator every second matmul; else all up to what the rest of the backward needs.
         if ac.keeps_by_op:
             parts = [*linears[1::2], *([] if fused_attention else ["attention"])]
         else:

@@ -86,6 +86,8 @@ def build_workload(
     The device need not be present. Only [float8] filter_fqns = ["auto"] needs its data sheet.
     """
     config, float8 = job.config, job.config.float8
+
+    # What is recomputed depends on the linears in float8, and "auto" on what bf16 recomputes.
     repeated = partial(
         recomputed_modules,
         model,
@@ -93,6 +95,8 @@ def build_workload(
         compiled=config.compile.covers("model"),
     )
     in_bf16 = repeated(fused_attention=True)
+
+    # Which linears train in float8.
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     choices = select_linears(
         model,

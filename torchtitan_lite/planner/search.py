@@ -252,6 +252,7 @@ def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict
     step, (fast, slow) = prediction.float8, prediction.float8_s_band
     gpu_hours = 1e12 / tokens * step.step_s / 3600
     in_float8 = {OUTPUT, *prediction.converted}
+
     return {
         "dp_replicate": degrees.dp_replicate,
         "dp_shard": degrees.dp_shard,
