@@ -10,27 +10,24 @@ from statistics import median
 from typing import Any
 
 from published_runs import MODELS, PUBLISHED_RUNS, PublishedRun
+from sample_jobs import TOKENIZER, job_of
 
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
     Config,
     Float8Config,
-    ParallelDegrees,
     ParallelismConfig,
     TrainingConfig,
-    resolve_batch,
-    resolve_shares,
 )
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE
-from torchtitan_lite.job import Job, TokenizerValues
+from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.planner.meta_model import build_meta_model
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline, build_roofline
 from torchtitan_lite.planner.step import predict
 
 RATIO_LIMIT, RATE_LIMIT = 12, 20  # percent
-TOKENIZER = TokenizerValues(path="", vocab_size=2256, bos_id=1, fingerprint="")
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "op": {"mode": "selective", "selective_ac_option": "op"},
@@ -130,7 +127,8 @@ def job_of_run(run: PublishedRun) -> Job:
     assert run.seq_len is not None, "every run that can be planned has a published length"
     in_float8, sequences = run.recipe != "bf16", run.local_batch_size or 1
     whole = run.sharding == "optimizer"
-    degrees = ParallelDegrees(*((1, run.dp) if whole else (run.dp_replicate, run.dp_shard)), run.tp)
+    replicas, shards = (1, run.dp) if whole else (run.dp_replicate, run.dp_shard)
+    degrees = replicas, shards, run.tp
     fused = run.compiled is not False or "NeMo" in run.framework
     config = Config(
         training=TrainingConfig(
@@ -152,15 +150,13 @@ def job_of_run(run: PublishedRun) -> Job:
             enable_fsdp_float8_all_gather=run.recipe == "tensorwise" and bool(run.float8_gather),
         ),
     )
-    args = replace(MODELS[run.model], max_seq_len=config.training.seq_len)
-    return Job(
-        config=config,
-        degrees=degrees,
-        batch=resolve_batch(config.training, dp_degree=degrees.dp),
-        dataset_shares=resolve_shares(config.training.datasets),
-        model_args=replace(args, vocab_size=args.vocab_size or TOKENIZER.vocab_size),
-        tokenizer=TOKENIZER,
+    args = MODELS[run.model]
+    args = replace(
+        args,
+        max_seq_len=config.training.seq_len,
+        vocab_size=args.vocab_size or TOKENIZER.vocab_size,
     )
+    return job_of(config, args, degrees=degrees)
 
 
 @cache
