@@ -103,7 +103,7 @@ def test_a_constant_is_moved_to_its_slow_and_its_fast_end_and_nothing_else_moves
     others = dict.fromkeys(NAMES, -1.0)
     moves = [
         [dict(asdict(end).items() - others.items()) for end in ends]
-        for ends in move_constants(device, Rates(**others))
+        for ends in move_constants(device, Rates(**others)).values()
     ]
     assert moves == [
         [{name: each.between[0]}, {name: each.between[1]}]

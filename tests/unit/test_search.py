@@ -272,7 +272,7 @@ def test_cost_and_gpu_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 s for 8 sequences of 8,192 tokens on 8 devices: 4,096 tokens/s on each."""
     step = StepTime(2.0, 1.0, {}, {"sharding": 0.1, "replicas": 0.4}, {"": 0.5}, {})
     prediction = Prediction(
-        "rowwise", 1.5, (1.2, 1.6), (1.6, 4.0), ["attention.wq"], [], step, step
+        "rowwise", 1.5, (1.2, 1.6), (1.6, 4.0), ["attention.wq"], [], step, step, {}
     )
     monkeypatch.setattr(Workload, "predict", lambda self, device, attention_kernel: prediction)
     layout = search("llama3_8b", *SMALL, "--gpu-hour", "2.5")["layouts"][0]

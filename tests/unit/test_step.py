@@ -431,8 +431,10 @@ def test_fsdp_hides_behind_tensor_parallelism_that_is_waited_for(asynchronous: b
 
 def ends_of(**moves: tuple[float, float]) -> Any:
     def move_constants(_: Any, rates: Rates) -> Any:
-        for name, (slow, fast) in moves.items():
-            yield replace(rates, **{name: slow}), replace(rates, **{name: fast})
+        return {
+            name: tuple(replace(rates, **{name: end}) for end in ends)
+            for name, ends in moves.items()
+        }
 
     return move_constants
 
@@ -531,7 +533,7 @@ def test_the_projection_is_timed_in_float8_if_it_is_converted() -> None:
 )
 def test_verdicts(speedup: float, band: tuple[float, float], on: str, off: str) -> None:
     step = time()
-    gain = Prediction("rowwise", speedup, band, (1, 1), ["wq"], [], step, step)
+    gain = Prediction("rowwise", speedup, band, (1, 1), ["wq"], [], step, step, {})
     said = f"at {speedup:.2f}x the speed of bf16 ({band[0]:.2f} to {band[1]:.2f}); "
     kept = "no linear is better kept in bf16."
     assert format_verdict(gain) == f"rowwise float8 {on} {said}{kept}"
@@ -542,7 +544,7 @@ def test_verdicts(speedup: float, band: tuple[float, float], on: str, off: str) 
 
 def test_verdict_without_a_linear_in_float8() -> None:
     step = time()
-    gain = Prediction("rowwise", 1.0, (1.0, 1.0), (1, 1), [], [], step, step)
+    gain = Prediction("rowwise", 1.0, (1.0, 1.0), (1, 1), [], [], step, step, {})
     kept = "rowwise float8 is on, but filter_fqns keeps every linear in bf16."
     assert format_verdict(gain) == kept
     assert format_verdict(gain, on=False).startswith("rowwise float8 would gain nothing: ")

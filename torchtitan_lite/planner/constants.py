@@ -10,7 +10,7 @@ A name with # is a GitHub issue or pull request. "Azure" is Azure/AI-benchmarkin
 "nccl-tests" are NVIDIA's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -169,9 +169,10 @@ def rates_of(device: DeviceSpec) -> Rates:
     return Rates(**{name: each.value for name, each in constants_of(device).items()})
 
 
-def move_constants(device: DeviceSpec, rates: Rates) -> Iterator[tuple[Rates, Rates]]:
-    """Yield `rates` with the slow end and with the fast end of each constant that has them."""
-    for name, constant in constants_of(device).items():
-        if constant.between:
-            slow, fast = constant.between
-            yield replace(rates, **{name: slow}), replace(rates, **{name: fast})
+def move_constants(device: DeviceSpec, rates: Rates) -> dict[str, tuple[Rates, ...]]:
+    """Return `rates` with the slow end and with the fast end of each constant that has them."""
+    return {
+        name: tuple(replace(rates, **{name: end}) for end in constant.between)
+        for name, constant in constants_of(device).items()
+        if constant.between
+    }

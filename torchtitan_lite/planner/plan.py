@@ -23,7 +23,7 @@ from .constants import constants_of, rates_of
 from .memory import WIDTHS, reserved_bytes
 from .meta_model import MetaModel, build_meta_model, find_fitting, resolve_auto, turn_on_float8
 from .roofline import Roofline
-from .step import Prediction, format_verdict, time_step
+from .step import Prediction, format_verdict
 
 RINGS = {"tensor parallelism": tp_ring, "sharding": shard_ring, "replicas": replicate_ring}
 """Ring of each kind of collective."""
@@ -100,7 +100,7 @@ def make_plan(
         "communication": _plan_communication(meta, device, predicted),
         "memory": _plan_memory(meta, device),
         "schedule": _plan_schedule(meta, device, predicted, tps),
-        "assumed": _plan_assumed(meta, roofline),
+        "assumed": _plan_assumed(device, predicted),
     }
 
 
@@ -195,7 +195,7 @@ def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     roofline = meta.roofline(device)
     tokens, multiple = roofline.tokens, meta.job.config.float8.recipe.size_multiple
-    converted = [choice for choice in meta.choices if choice.converted]
+    converted = meta.converted
 
     rows = []
     for choice in meta.choices:
@@ -246,6 +246,7 @@ def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
 def _plan_prediction(gain: Prediction, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
     """The gain over bf16 of a model in float8, or its time in bf16 alone."""
     found, verdict = dataclasses.asdict(gain), format_verdict(gain, on=on)
+    del found["float8_s_ends"]  # the section "assumed" has them
     if device.fp8_tflops is None:
         in_float8 = ("step_speedup", "speedup_band", "float8_s_band", "float8", "recipe")
         verdict = f"the {device.name} has no float8 matrix units with a known peak."
@@ -278,20 +279,15 @@ def _plan_communication(
     }
 
 
-def _plan_assumed(meta: MetaModel, roofline: Roofline) -> list[dict[str, Any]]:
+def _plan_assumed(device: DeviceSpec, predicted: Prediction) -> list[dict[str, Any]]:
     """The uncertain constants that the step depends on, and how much."""
-    in_float8 = [linear for linear in meta.choices if linear.converted]
-
-    def step_s(**rates: float) -> float:
-        at = dataclasses.replace(roofline, rates=dataclasses.replace(roofline.rates, **rates))
-        return time_step(at, meta.choices, in_float8).step_s
-
-    assumed, predicted_s = [], step_s()
+    assumed, constants = [], constants_of(device)
     keys = ("name", "value", "between", "guessed", "source")
-    for name, constant in constants_of(roofline.device).items():
-        ratios = [step_s(**{name: end}) / predicted_s for end in constant.between or ()]
+    for name, ends in predicted.float8_s_ends.items():
+        ratios = [seconds / predicted.float8.step_s for seconds in ends]
         if set(ratios) - {1.0}:
-            assumed.append({key: getattr(constant, key) for key in keys} | {"step_ratio": ratios})
+            constant = {key: getattr(constants[name], key) for key in keys}
+            assumed.append(constant | {"step_ratio": ratios})
     return assumed
 
 

@@ -46,6 +46,8 @@ class Prediction:
     better_kept: list[str]  # those of them that bf16 would make faster
     bf16: StepTime
     float8: StepTime
+    float8_s_ends: Mapping[str, Sequence[float]]
+    """Seconds of the step in float8 at the slow and the fast end of each uncertain constant."""
 
 
 def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
@@ -62,17 +64,20 @@ def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
     # Once by the constants as they are, and with each uncertain one at either end.
     bf16, float8 = times(roofline.rates)
     speedup = bf16.step_s / float8.step_s
-    moved = [tuple(map(times, ends)) for ends in move_constants(roofline.device, roofline.rates)]
-    speedups = [[one.step_s / other.step_s for one, other in ends] for ends in moved]
+    ends = move_constants(roofline.device, roofline.rates)
+    moved = {name: [times(rates) for rates in each] for name, each in ends.items()}
+    speedups = [[one.step_s / other.step_s for one, other in each] for each in moved.values()]
+    float8_s_ends = {name: [other.step_s for _, other in each] for name, each in moved.items()}
     return Prediction(
         recipe=roofline.job.config.float8.recipe_name,
         step_speedup=speedup,
         speedup_band=_band(speedup, speedups),
-        float8_s_band=_band(float8.step_s, [[each.step_s for _, each in ends] for ends in moved]),
+        float8_s_band=_band(float8.step_s, float8_s_ends.values()),
         converted=converted,
         better_kept=better_kept,
         bf16=bf16,
         float8=float8,
+        float8_s_ends=float8_s_ends,
     )
 
 
