@@ -7,13 +7,11 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import (
@@ -42,6 +40,7 @@ from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import build_optimizer, step_unless
 from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts
+from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
@@ -221,7 +220,7 @@ class Trainer:
         for accum_step in range(accum_steps):
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
-            cast(FSDPModule, self.model).set_requires_gradient_sync(accum_step == accum_steps - 1)
+            start_microbatch(self.model, last=accum_step == accum_steps - 1)
             losses.append(self.loss(*batch, scale=scale))
         loss = torch.stack(losses).sum()
 

@@ -1,12 +1,7 @@
-"""The order in which a model is made parallel, the set-up of the compiler, and FSDP2."""
-
-from functools import partial
-from typing import cast
+"""The order in which a model is made parallel, and the set-up of the compiler."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import patches
 from torchtitan_lite.config import (
@@ -16,9 +11,9 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 from .activation_checkpoint import apply_activation_checkpointing
+from .fsdp import apply_fsdp
 from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
@@ -83,50 +78,3 @@ def compile_blocks(model: Transformer) -> None:
     """Compile each block of `model` in place as one full graph. Equal blocks share their code."""
     for block in model.layers:
         block.compile(fullgraph=True)
-
-
-def apply_fsdp(
-    model: Transformer, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str
-) -> None:
-    """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate.
-
-    FSDP gathers the embedding, each block, and the last norm with the output projection as a group
-    each; if the embedding's weight is the output's, it is in the last group, which is gathered
-    before the first block. `reshard_after_forward`: "always" and "never" free all groups, or none,
-    after their forward. "default" keeps the last block and the last group: backward needs them
-    first, and as the loss computes its gradient in the forward pass, too little would be left of
-    the last group's backward to hide the gather of a block behind it."""
-    # The floating-point inputs of a block are the residual stream, which already has the compute
-    # type, and the rotary tables, which stay float32.
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,
-    )
-    replicated = mesh["dp_replicate"].size() > 1
-    dp_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
-    shard = partial(fully_shard, mesh=dp_mesh, mp_policy=precision)
-    if training.enable_cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        shard = partial(shard, offload_policy=offload)
-
-    # A scale of a float8 all-gather covers all shards of a weight, also across tensor parallelism.
-    split = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
-    if any(map(is_gathered_in_float8, split)):
-        patches.scale_gathered_weights_over(mesh["dp_shard", "tp"]._flatten("dp_shard_tp"))
-    elif any(map(is_gathered_in_float8, model.parameters())):
-        patches.scale_gathered_weights_over(None)
-
-    reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
-    *blocks, last_block = model.layers
-    for block in blocks:
-        shard(block, reshard_after_forward=reshard)
-    shard(last_block, reshard_after_forward=reshard_last)
-
-    # FSDP forms the last group of what is left when it shards the model: of both ends if they share
-    # a weight. An embedding's gradient does not depend on its weight: backward does not gather it.
-    if not model.args.tie_embeddings:
-        shard(model.tok_embeddings, reshard_after_forward=reshard)
-        cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
-        shard([model.norm, model.output], reshard_after_forward=reshard_last)
-    shard(model, reshard_after_forward=reshard_last)
