@@ -207,6 +207,7 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
+        reshard = self.config.parallelism.fsdp_reshard_after_forward
         schedule = self.config.lr_scheduler.model_dump()
         at = step - self.schedule_start
         lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
@@ -220,7 +221,8 @@ class Trainer:
         for accum_step in range(accum_steps):
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
-            start_microbatch(self.model, last=accum_step == accum_steps - 1)
+            last = accum_step == accum_steps - 1
+            start_microbatch(self.model, last=last, reshard_after_forward=reshard)
             losses.append(self.loss(*batch, scale=scale))
         loss = torch.stack(losses).sum()
 

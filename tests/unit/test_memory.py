@@ -35,6 +35,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.distributed import build_mesh
+from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, Rank, step_memory
 
@@ -107,7 +108,7 @@ def build_model(rank: Rank) -> nn.Module:
 
 
 def train(rank: Rank) -> None:
-    """Two steps, as the trainer makes them; the second one's last microbatch and what follows is
+    """Two steps, as the trainer makes them; the second one but for the first of its microbatches is
     recorded as `measured`, and each backward."""
     model = build_model(rank)
     optimizer = build_optimizer(model.parameters(), rank.config.optimizer)
@@ -118,8 +119,10 @@ def train(rank: Rank) -> None:
     for step in range(2):
         for accum_step in range(rank.accum_steps):
             last = accum_step == rank.accum_steps - 1
-            model.set_requires_gradient_sync(last)
-            with record_function("measured") if step and last else contextlib.nullcontext():
+            reshard = rank.config.parallelism.fsdp_reshard_after_forward
+            start_microbatch(model, last=last, reshard_after_forward=reshard)
+            measured = step and (last or accum_step)
+            with record_function("measured") if measured else contextlib.nullcontext():
                 if rank.fuses_loss:
                     total = model(tokens, partial(cross_entropy.of_linear, labels=tokens))
                 else:
@@ -180,6 +183,10 @@ def test_peak_of_a_step(
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
 
 
+NEVER = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}
+FOUR_PASSES = {"training": TrainingConfig(seq_len=4, local_batch_size=1, global_batch_size=8)}
+
+
 def training(**changes: Any) -> dict[str, TrainingConfig]:
     return {"training": TrainingConfig(seq_len=256, local_batch_size=4, **changes)}
 
@@ -190,9 +197,11 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
         (WIDE, 1, training(mixed_precision_param="float32")),
         (WIDE, 1, training(mixed_precision_reduce="bfloat16")),
         (WEIGHTS, 1, {"training": TrainingConfig(seq_len=4, dtype="bfloat16")}),
-        (WIDE, 1, {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}),
+        (WIDE, 1, NEVER),
         (WIDE, 1, {"degrees": (2, 2, 1)}),
         (WIDE, 1, training(global_batch_size=16)),
+        (WIDE, 1, NEVER | training(global_batch_size=16)),
+        (WEIGHTS, 1, NEVER | FOUR_PASSES),
         (VOCABULARY, 2, GATHERED_LOGITS),
         (WEIGHTS, 1, {"optimizer": OptimizerConfig(implementation="foreach")}),
     ],
@@ -203,6 +212,8 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
         "never",
         "hsdp",
         "accumulation",
+        "never-accumulation",
+        "never-four-passes",
         "gathered-logits",
         "foreach",
     ],
@@ -214,7 +225,6 @@ def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, 
 
 TIED_VOCABULARY = dataclasses.replace(VOCABULARY, tie_embeddings=True)
 TIED_WEIGHTS = dataclasses.replace(WEIGHTS, vocab_size=8192, tie_embeddings=True)
-FOUR_PASSES = {"training": TrainingConfig(seq_len=4, local_batch_size=1, global_batch_size=8)}
 
 
 @pytest.mark.parametrize(
@@ -225,8 +235,9 @@ FOUR_PASSES = {"training": TrainingConfig(seq_len=4, local_batch_size=1, global_
         (TIED_WEIGHTS, 8, 1, 1, {}, "gradients of layers.1"),
         (TIED_WEIGHTS, 1, 1, 1, {}, "gradients of tok_embeddings"),
         (TIED_WEIGHTS, 2, 1, 1, FOUR_PASSES, "gradients of layers.3"),
+        (TIED_WEIGHTS, 2, 1, 1, NEVER | FOUR_PASSES, "backward of layers.3"),
     ],
-    ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation"],
+    ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation", "never-accumulation"],
 )
 def test_peak_with_tied_embeddings(
     args: ModelArgs, dp_shard: int, tp: int, batch: int, changes: dict[str, Any], height: str
@@ -370,6 +381,18 @@ def test_accumulated_gradients_are_not_sharded() -> None:
     moments = step_memory(build_rank(FLAVORS["3-8B"], 8, training=accumulate, on_cpu=False))
     assert moments[0].gradients == 8_030_261_248 * 4
     assert moments[-1].gradients == 8_030_261_248 * 4 // 8
+
+
+@pytest.mark.parametrize(("reshard", "output"), [("never", 128256 * 4096 + 4096), ("default", 0)])
+def test_weights_of_never_stay_gathered_between_microbatches(reshard: str, output: int) -> None:
+    buffers = {}
+    for sequences in (8, 16):
+        several = TrainingConfig(seq_len=8192, local_batch_size=1, global_batch_size=sequences)
+        sharding = ParallelismConfig(fsdp_reshard_after_forward=reshard)
+        rank = build_rank(FLAVORS["3-8B"], 8, training=several, parallelism=sharding, on_cpu=False)
+        moments = {moment.name: moment.buffers for moment in step_memory(rank)}
+        buffers[sequences] = moments["backward of layers.31"]
+    assert buffers[16] - buffers[8] == 2 * output
 
 
 def test_offloaded_shards_are_not_on_the_device() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from sample_jobs import job_of
 
 from torchtitan_lite.config import (
@@ -12,14 +13,17 @@ from torchtitan_lite.config import (
     Config,
     Float8Config,
     ModelConfig,
+    ParallelismConfig,
     TrainingConfig,
 )
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
-from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.planner.meta_model import build_meta_model, kept_options, resolve_auto
 
 H100 = lookup_device("H100 SXM")
+SHORT_8B = dataclasses.replace(FLAVORS["8B"], max_seq_len=8192)
 
 
 def test_auto_needs_a_known_device():
@@ -59,22 +63,90 @@ def resolve(
     return resolve_auto(job, device=device, memory_gib=memory_gib).config
 
 
+@pytest.mark.parametrize("device", [H100, None])
 @pytest.mark.parametrize(
-    ("memory_gib", "mode", "says"),
+    ("memory_gib", "label", "says"),
     [
-        (200, "none", "the cheapest that fits: 97.3 GiB of 200.0"),
-        (80, "selective", "the cheapest that fits: 45.6 GiB of 80.0"),
-        (40, "full", "the cheapest that fits: 16.6 GiB of 40.0"),
-        (10, "full", "and even that may not fit: 16.6 GiB of 10.0"),
+        (200, "none", "97.3 GiB of 200.0 GiB; the fastest other: activation_checkpoint"),
+        (95, "selective 16", ""),
+        # By operator is faster than every fourth block, which would fit.
+        (80, "selective", ""),
+        (40, "full", "no other fits"),
+        (10, "full", "the smallest, and even that may not fit 10.0 GiB"),
     ],
 )
-def test_auto_checkpointing_is_the_cheapest_that_fits(
-    memory_gib: float, mode: str, says: str, caplog: pytest.LogCaptureFixture
+def test_auto_checkpointing_is_the_fastest_that_fits(
+    memory_gib: float,
+    label: str,
+    says: str,
+    device: DeviceSpec | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO"):
-        resolved = resolve(AUTO_CHECKPOINTING, memory_gib=memory_gib, device=None)
-    assert resolved.activation_checkpoint.mode == mode
-    assert f'mode = "auto" is "{mode}" here, {says}' in caplog.text
+        resolved = resolve(AUTO_CHECKPOINTING, memory_gib=memory_gib, device=device)
+    assert resolved.activation_checkpoint.label == label
+    assert f'"auto" is activation_checkpoint "{label}", fsdp_reshard_after_forward' in caplog.text
+    assert says in caplog.text and ("times of an H100 SXM" in caplog.text) == (device is None)
+
+
+def sequences(number: int, *, checkpoint: str = "auto") -> Config:
+    """8B in bf16 on that many sequences a step, one at a time, with "auto" for what is gathered."""
+    return AUTO_CHECKPOINTING.model_copy(
+        update={
+            "training": TrainingConfig(local_batch_size=1, seq_len=8192, global_batch_size=number),
+            "activation_checkpoint": ActivationCheckpointConfig(mode=checkpoint),
+            "parallelism": ParallelismConfig(fsdp_reshard_after_forward="auto"),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "memory_gib", "checkpoint", "chosen"),
+    [
+        (8, 141, "auto", ("none", "never")),
+        # Where all weights do not fit, the last block is not worth its memory.
+        (8, 70, "none", ("none", "always")),
+        # Two of 32 blocks are recomputed, to keep all weights.
+        (8, 80, "auto", ("selective 16", "never")),
+        (128, 141, "auto", ("none", "never")),
+        (128, 80, "auto", ("selective", "always")),
+    ],
+)
+def test_auto_chooses_what_is_recomputed_and_what_stays_gathered_together(
+    number: int, memory_gib: float, checkpoint: str, chosen: tuple[str, str]
+) -> None:
+    job = job_of(sequences(number, checkpoint=checkpoint), SHORT_8B, degrees=(1, 8, 1))
+    job = resolve_auto(job, device=H100, memory_gib=memory_gib)
+    config = job.config
+    kept = config.activation_checkpoint.label, config.parallelism.fsdp_reshard_after_forward
+    assert kept == chosen
+    assert "parallelism.fsdp_reshard_after_forward" in job.chosen
+
+
+def test_no_choice_that_fits_is_faster_by_more_than_a_half_percent() -> None:
+    job = job_of(sequences(128), SHORT_8B, degrees=(1, 8, 1))
+    with torch.device("meta"):
+        model = Transformer(job.model_args)
+    chosen = kept_options(model, job, device=H100, memory_gib=100)
+    assert all(each.reserved_gib <= 100 for each in chosen)
+    best, *others = chosen
+    assert min(each.step_s for each in others) * 1.005 > best.step_s
+    assert [each.step_s for each in others] == sorted(each.step_s for each in others)
+
+    # None of those left out fits: with 1e9 GiB there are all seven times three.
+    every = kept_options(model, job, device=H100, memory_gib=1e9)
+    assert len(every) == 7 * 3
+    left_out = [each for each in every if each.reserved_gib > 100]
+    assert len(left_out) + len(chosen) == len(every)
+
+
+def test_auto_recomputes_no_block_that_a_model_does_not_have() -> None:
+    args = dataclasses.replace(FLAVORS["8B"], n_layers=4)
+    with torch.device("meta"):
+        model = Transformer(args)
+    options = kept_options(model, job_of(sequences(8), args), device=H100, memory_gib=1e9)
+    labels = {each.work.job.config.activation_checkpoint.label for each in options}
+    assert labels == {"none", "selective 4", "selective 3", "selective", "full"}
 
 
 def test_a_config_without_auto_is_returned_as_it_is() -> None:

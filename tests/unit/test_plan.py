@@ -761,7 +761,7 @@ def test_standard_output_has_the_json_alone_and_may_be_closed():
     words = [*CONFIG, "--device", "H100 SXM", "--json", "--activation_checkpoint.mode=auto"]
     result = run_plan(*words)
     assert json.loads(result.stdout)["request"]["activation_checkpoint"] == "none"
-    assert '[activation_checkpoint] mode = "auto" is "none" here' in result.stderr
+    assert '"auto" is activation_checkpoint "none", fsdp_reshard_' in result.stderr
 
     pipe = subprocess.PIPE
     command = [sys.executable, "scripts/plan.py", *words]

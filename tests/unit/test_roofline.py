@@ -30,6 +30,7 @@ from torchtitan_lite.metrics.devices import Architecture, DeviceSpec
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
 from torchtitan_lite.planner.constants import rates_of
+from torchtitan_lite.planner.memory import Group
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.roofline import Cost, Passes
 
@@ -554,22 +555,25 @@ def test_tensor_parallelism_splits_everything_beside_the_linears() -> None:
     assert split.loss().seconds == pytest.approx(alone.loss().seconds / 4)
 
 
-@pytest.mark.parametrize("reshard", ["default", "never"])
-def test_fsdp_copies_what_it_gathers_and_casts_what_it_reduces(reshard: str) -> None:
+@pytest.mark.parametrize(("in_float8", "nbytes"), [(0, 4 + 1), (10**9, 2 + 2.3)])
+def test_fsdp_copies_what_it_gathers(in_float8: int, nbytes: float) -> None:
+    at = roofline_of(8192, rates=replace(RATES, kernel_seconds=0), degrees=(1, 10, 1))
+    # A gathered weight is read and written, of 2 bytes or of 1; beside it 10 bytes of the shard, or
+    # 23 with its cast.
+    group = Group("some", 10**9, in_float8, gathered=0, saved=0, working=0)
+    assert at.gather_copies(group).seconds == pytest.approx(nbytes * 1e9 / 2e12)
+
+
+@pytest.mark.parametrize(("microbatches", "nbytes"), [(1, 6), (2, 6 + 10 + 8), (4, 6 + 3 * 10 + 8)])
+def test_fsdp_casts_gradients_and_adds_them_up(microbatches: int, nbytes: int) -> None:
+    # A gradient is read in 2 bytes and written in 4. Each other is read in 2 and added in 4, and
+    # their sum is copied to be reduced.
     at = roofline_of(
         8192,
-        args=SMALL,
         rates=replace(RATES, kernel_seconds=0),
-        degrees=(1, 10, 1),
-        parallelism={"fsdp_reshard_after_forward": reshard},
+        training={"global_batch_size": microbatches},
     )
-    # A gathered weight is read and written, of 2 bytes or of 1; beside it 10 bytes of the shard, or
-    # 23 with its cast. A gradient is read in 2 bytes and written in 4.
-    for in_float8, gathered in ((0, 4 + 1), (10**9, 2 + 2.3)):
-        copies = at.fsdp_copies(10**9, in_float8)
-        again = 0 if reshard == "never" else gathered
-        assert copies.forward.seconds == pytest.approx(gathered * 1e9 / 2e12)
-        assert copies.backward.seconds == pytest.approx((again + 6) * 1e9 / 2e12)
+    assert at.gradient_copies(10**9).seconds == pytest.approx(nbytes * 1e9 / 2e12)
 
 
 @pytest.mark.parametrize("part", ["loss", "attention", "pointwise"])

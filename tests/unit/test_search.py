@@ -24,6 +24,7 @@ MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
 SMALL = ("--model.n_layers", "2")
 ODD = (*SMALL, "--model.ffn_dim=14344", "--model.vocab_size=128264", "--float8.convert_output")
 """A model of which float8 can multiply wq, wk, wv and wo alone: the other sizes are odd eights."""
+RESHARD = "parallelism.fsdp_reshard_after_forward"
 TWO = (*SMALL, "--training.global_batch_size", "2")
 
 
@@ -54,6 +55,7 @@ def every_plan(
         [f"--parallelism.data_parallel_replicate_degree={n}" for n in range(1, world_size + 1)],
         [f"--training.local_batch_size={local}" for local in range(1, 5)],
         [f"--activation_checkpoint.mode={mode}" for mode in ("none", "selective", "full")],
+        [f"--{RESHARD}={value}" for value in ("never", "default", "always")],
         ["--float8.filter_fqns=[]", "--float8.filter_fqns=auto"],
         [
             "--float8.enable_float8_linear=false",

@@ -267,14 +267,42 @@ def test_accumulation_repeats_everything_but_reductions_and_the_optimizer() -> N
         for n in (1, 3)
     )
     for part, seconds in once.device_parts_s.items():
+        # Gradients are cast once, added twice, and copied: 34 bytes in place of 6.
+        more = (34 - 3 * 6) * PARAMETERS / 2e12 if part == "fsdp copies" else 0
         times = 1 if part == "optimizer" else 3
-        assert thrice.device_parts_s[part] == pytest.approx(times * seconds)
+        assert thrice.device_parts_s[part] == pytest.approx(times * seconds + more)
     gathered = (2 * (EMBEDDING + HEAD) + 7 * 2 * BLOCK) * 7 / 8 / 400e9
     assert sharded_s(thrice) - sharded_s(once) == pytest.approx(2 * gathered)
 
     # Each microbatch waits for its first gather.
     first = 2 * (EMBEDDING + BLOCK) * 7 / 8 / 400e9
     assert thrice.exposed_s[SHARDING] - once.exposed_s[SHARDING] == pytest.approx(2 * first)
+
+
+@pytest.mark.parametrize("scheme", [BF16, GATHERED])
+def test_weights_that_stay_are_gathered_and_copied_once_a_step(scheme: Any) -> None:
+    def steps(reshard: str) -> list[StepTime]:
+        return [
+            time(
+                scheme,
+                degrees=(1, 8, 1),
+                training={"local_batch_size": 1, "global_batch_size": 8 * n},
+                parallelism={"fsdp_reshard_after_forward": reshard},
+            )
+            for n in (1, 3)
+        ]
+
+    (once, thrice), others = steps("never"), steps("always")
+    assert sharded_s(thrice) == pytest.approx(sharded_s(once))
+    assert thrice.exposed_s[SHARDING] == pytest.approx(once.exposed_s[SHARDING])
+
+    # A gather copies the whole, and of a shard 10 bytes a weight or 23 with its cast. "always" has
+    # five of each block in three microbatches, and two of each end, more.
+    ends, linears, norms = EMBEDDING + HEAD, 4 * LINEARS, 4 * (BLOCK - LINEARS)
+    high, low = 4 + 10 / 8, 2 + 23 / 8 if scheme else 4 + 10 / 8
+    nbytes = 2 * high * ends + 5 * (high * norms + low * linears)
+    more = others[1].device_parts_s["fsdp copies"] - thrice.device_parts_s["fsdp copies"]
+    assert more == pytest.approx(nbytes / 2e12)
 
 
 # Tensor parallelism.

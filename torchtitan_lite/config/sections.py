@@ -181,8 +181,8 @@ class ParallelismConfig(Section):
     """Replicas of the sharded model (HSDP); 1: none."""
     data_parallel_shard_degree: AllOrCount = -1
     """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after a block's forward pass; default: all but the last block's."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never", "auto"] = "default"
+    """Free gathered weights after a forward: all but the last block's, all, none; auto: planned."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False
@@ -197,7 +197,7 @@ class ParallelismConfig(Section):
 
 class ActivationCheckpointConfig(Section):
     mode: Literal["selective", "full", "none", "memory_budget", "auto"] = "selective"
-    """Recompute by selective_ac_option, all, none, or by memory_budget; auto: as little as fits."""
+    """Recompute by selective_ac_option, all, none, or by memory_budget; auto: fastest that fits."""
     selective_ac_option: Name = "op"
     """selective: "op" keeps attention and every second matmul; "2" recomputes every 2nd block."""
     memory_budget: Fraction = 0.5
@@ -209,6 +209,12 @@ class ActivationCheckpointConfig(Section):
     def keeps_by_op(self) -> bool:
         """Whether blocks keep the outputs of some operators, by the "op" policy."""
         return self.mode == "selective" and self.selective_ac_option == "op"
+
+    @property
+    def label(self) -> str:
+        """The mode, and the option where it is the number of a block."""
+        by_number = self.mode == "selective" and not self.keeps_by_op
+        return f"{self.mode} {self.selective_ac_option}" if by_number else self.mode
 
     def checkpointed_layers(self, n_layers: int) -> range:
         """Return the indices of the blocks that recompute, apart from the compiler's choices."""

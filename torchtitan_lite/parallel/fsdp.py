@@ -61,7 +61,9 @@ def apply_fsdp(
     shard(model, reshard_after_forward=reshard_last)
 
 
-def start_microbatch(model: Transformer, *, last: bool) -> None:
+def start_microbatch(model: Transformer, *, last: bool, reshard_after_forward: str) -> None:
     """Prepare for a microbatch's forward and backward pass: the `last` one of a step reduces the
-    gradients of all."""
-    cast(FSDPModule, model).set_requires_gradient_sync(last)
+    gradients of all. With "never", the weights of the first one serve all, and it frees them."""
+    module = cast(FSDPModule, model)
+    module.set_requires_gradient_sync(last)
+    module.set_reshard_after_backward(last or reshard_after_forward != "never")

@@ -7,9 +7,10 @@ memory that the allocator reserves but does not use.
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, V vocab_size.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
@@ -30,6 +31,7 @@ class Group:
 
     name: str
     weights: int  # number of gathered elements: this rank's share under tensor parallelism
+    in_float8: int  # those of them that are gathered in float8, 1 byte each
     gathered: int  # bytes of the weights when gathered for the loss or the backward
     saved: int  # bytes of activations kept from the forward to the backward
     working: int  # bytes of activations at the peak of the backward, including `saved`
@@ -50,8 +52,8 @@ class Moment:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        _, *parts = astuple(self)
-        return sum(parts)
+        states = self.parameters + self.gradients + self.optimizer_states
+        return states + self.activations + self.logits + self.buffers
 
 
 class Rank:
@@ -105,7 +107,7 @@ class Rank:
     def groups(self) -> list[Group]:
         """The embedding, the blocks, and the last norm with the projection to the vocabulary."""
         matrix, last = self.output_weights, self.output_weights + self.model.dim
-        embedding = partial(Group, "tok_embeddings", saved=0, working=self.hidden)
+        embedding = partial(Group, "tok_embeddings", in_float8=0, saved=0, working=self.hidden)
         # The projection saves its input; with a fused loss, the gradients of input and weight.
         saved = self.norm_input(compiled=False) + self.hidden
 
@@ -113,37 +115,56 @@ class Rank:
             # The first group has the last one's weights too. From the loss to the end of the
             # backward they stay gathered, beside their gradient.
             first = embedding(weights=last, gathered=self.width * (last + matrix))
-            head = Group("output", 0, 0, saved, saved + self.hidden)
+            head = Group("output", 0, 0, 0, saved, saved + self.hidden)
         else:
             # FSDP does not gather the embedding again for its backward.
             never = self.config.parallelism.fsdp_reshard_after_forward == "never"
             first = embedding(weights=matrix, gathered=self.width * matrix if never else 0)
             saved += self.width * matrix if self.fuses_loss else 0
-            head = Group("output", last, self.width * last, saved, saved + self.hidden)
-        return [first, *(_block(self, i) for i in range(self.model.n_layers)), head]
+            head = Group("output", last, 0, self.width * last, saved, saved + self.hidden)
+        ac, n_layers = self.config.activation_checkpoint, self.model.n_layers
+        checkpointed = ac.checkpointed_layers(n_layers)
+        kinds = [_block(self, checkpointed=False), _block(self, checkpointed=True)]
+        blocks = [replace(kinds[i in checkpointed], name=f"layers.{i}") for i in range(n_layers)]
+        return [first, *blocks, head]
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """Weights of the first groups: of none, of one, and so on to all."""
+        return [0, *accumulate(group.weights for group in self.groups)]
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """How often a step gathers all weights for a forward, and a block for its backward."""
+        forward, blocks = self.accum_steps, self.accum_steps * self.model.n_layers
+        return {
+            "never": (1, 0),
+            "default": (forward, blocks - self.accum_steps),
+            "always": (forward, blocks),
+        }[self.config.parallelism.fsdp_reshard_after_forward]
 
     def gathered(self, start: int, stop: int) -> int:
         """Bytes of the gathered weights of groups[start:stop], and of tied ones before them."""
         tied = self.groups[: min(start, 1)] if self.model.tie_embeddings else []
         return sum(group.gathered for group in [*tied, *self.groups[start:stop]])
 
-    def sharded(self, groups: Sequence[Group]) -> int:
-        """Bytes of this rank's shards of the groups' weights."""
+    def sharded(self, weights: int) -> int:
+        """Bytes of this rank's shards of that many weights."""
         if self.config.training.enable_cpu_offload:
             return 0
-        return self.weight_width * sum(group.weights for group in groups) // self.degrees.dp_shard
+        return self.weight_width * weights // self.degrees.dp_shard
 
     def moment(self, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
         # Gradients of earlier microbatches accumulate unsharded; only the last backward scatters.
         width = self.reduce_width if self.accum_steps > 1 else 0
-        accumulated = width * sum(group.weights for group in self.groups[:left])
-        parameters = self.sharded(self.groups)
+        parameters = self.sharded(self.weights[-1])
         rotary_tables = FLOAT32 * self.model.max_seq_len * self.model.head_dim
         return Moment(
             name,
             parameters,
-            gradients=self.sharded(self.groups[left:]) + accumulated,
+            gradients=self.sharded(self.weights[-1] - self.weights[left])
+            + width * self.weights[left],
             optimizer_states=2 * parameters * self.moment_width // self.weight_width,
             buffers=rotary_tables + buffers,
             **parts,
@@ -160,11 +181,13 @@ def step_memory(rank: Rank) -> list[Moment]:
     group, the peak of its backward and the reduce-scatter of its gradients at the end; the
     optimizer's update. The moment with the largest total is the peak of the step.
 
-    Assumes the last microbatch of a step after the first one, so that optimizer states exist."""
+    Assumes the last microbatch of a step after the first one, so that optimizer states exist. What
+    an earlier one keeps for it is added: weights that stay gathered through its backward."""
     groups, last = rank.groups, len(rank.groups) - 1
     # The first group whose weights are not freed after its forward.
     reshard = rank.config.parallelism.fsdp_reshard_after_forward
     kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
+    stays = reshard == "never" and rank.accum_steps > 1
 
     moments, kept = [_loss(rank, kept_from)], sum(group.saved for group in groups)
     for i in range(last, -1, -1):
@@ -174,6 +197,7 @@ def step_memory(rank: Rank) -> list[Moment]:
         # gradients of the previous one, i + 1.
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
         ahead = rank.gathered(min(kept_from, next_up), i)
+        stay = sum(each.gathered for each in groups[left:]) if stays else 0
         scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
         unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
         height = rank.moment(
@@ -181,7 +205,7 @@ def step_memory(rank: Rank) -> list[Moment]:
             left=left,
             activations=kept + group.working,
             logits=unfused,
-            buffers=ahead + group.gathered + scattering,
+            buffers=ahead + group.gathered + stay + scattering,
         )
 
         # At the end, this group's scatter buffer replaces its weights and the previous buffer.
@@ -196,7 +220,7 @@ def step_memory(rank: Rank) -> list[Moment]:
 
     # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
-    copies = rank.sharded(groups) if foreach else 0
+    copies = rank.sharded(rank.weights[-1]) if foreach else 0
     return [*moments, rank.moment("optimizer step", left=0, buffers=copies)]
 
 
@@ -225,9 +249,9 @@ def _loss(rank: Rank, kept_from: int) -> Moment:
     return rank.moment("loss", left=left, activations=kept, logits=working, buffers=buffers)
 
 
-def _block(rank: Rank, index: int) -> Group:
+def _block(rank: Rank, *, checkpointed: bool) -> Group:
     tensors, ac = _block_tensors(rank), rank.config.activation_checkpoint
-    if index in ac.checkpointed_layers(rank.model.n_layers):
+    if checkpointed:
         by_op = _kept_by_op(rank, tensors) if ac.keeps_by_op else {}
         kept = {"input": rank.residual} | by_op
     else:
@@ -239,14 +263,13 @@ def _block(rank: Rank, index: int) -> Group:
     # The peak is SwiGLU's backward: the gradients of its two factors and of the residual stream.
     working = sum((tensors | kept).values()) + 2 * tensors["w1"] + rank.residual
 
-    # FSDP gathers some weights in float8, 1 byte each.
     tp = rank.degrees.tp
     sizes = {name: out * in_ for name, (out, in_) in block_linear_shapes(rank.model).items()}
     weights = sum(sizes.values()) // tp + 2 * rank.model.dim  # and two norms
     all_gather = rank.config.float8.enable_fsdp_float8_all_gather
     in_float8 = sum(sizes[name] for name in rank.float8_linears) // tp if all_gather else 0
     gathered = rank.width * (weights - in_float8) + in_float8
-    return Group(f"layers.{index}", weights, gathered, saved=sum(kept.values()), working=working)
+    return Group("block", weights, in_float8, gathered, sum(kept.values()), working)
 
 
 def _block_tensors(rank: Rank) -> dict[str, int]:

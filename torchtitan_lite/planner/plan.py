@@ -159,7 +159,8 @@ def _plan_request(roofline: Roofline, *, on: bool) -> dict[str, Any]:
         "steps": config.training.steps,
         "float8_recipe": config.float8.recipe_name if on else None,
         "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
-        "activation_checkpoint": config.activation_checkpoint.mode,
+        "activation_checkpoint": config.activation_checkpoint.label,
+        "fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward,
         "attention_kernel": roofline.runs_attention_in,
         "compile": config.compile.enable,
     }

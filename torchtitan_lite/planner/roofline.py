@@ -23,7 +23,7 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates, rates_of
-from .memory import WIDTHS
+from .memory import WIDTHS, Group
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
@@ -258,17 +258,18 @@ class Roofline:
         moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
         return self.move((6 * weight + 4 * moment) * parameters, 37)
 
-    def fsdp_copies(self, parameters: int, in_float8: int) -> Passes:
-        """Cost of FSDP's copies for `parameters`, of which it gathers some `in_float8`: around each
-        gather, bytes of the whole and of a shard, and gradients that are cast to be reduced."""
-        degrees, n_layers = self.job.degrees, self.job.model_args.n_layers
-        whole = 4 * parameters - 2 * in_float8
-        shard = (10 * parameters + 13 * in_float8) / degrees.dp_shard
-        gather = self.move(whole + shard, (6 + 21 * bool(in_float8)) * n_layers)
-        reduction = self.move(6 * parameters, 2 * n_layers)
+    def gather_copies(self, group: Group) -> Cost:
+        """Cost of FSDP's copies around a gather of `group`: bytes of the whole and of a shard."""
+        whole = 4 * group.weights - 2 * group.in_float8
+        shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.dp_shard
+        return self.move(whole + shard, 6 + 21 * bool(group.in_float8))
 
-        never = self.job.config.parallelism.fsdp_reshard_after_forward == "never"
-        return Passes(gather, reduction if never else gather + reduction)
+    def gradient_copies(self, parameters: int) -> Cost:
+        """Cost of FSDP's copies of gradients in a step: a cast, to reduce them or to add others of
+        later microbatches to them; these sums are read and written, and copied to be reduced."""
+        accum, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
+        nbytes = 6 if accum == 1 else 6 + 10 * (accum - 1) + 8
+        return self.move(nbytes * parameters, 2 * accum * n_layers)
 
 
 def build_roofline(

@@ -21,8 +21,7 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
-from .memory import reserved_bytes
-from .meta_model import Workload, build_workload, find_fitting, name_kept
+from .meta_model import Workload, find_fitting, kept_options, name_kept
 from .plan import check_planned, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
@@ -35,6 +34,7 @@ LOCAL = "training.local_batch_size"
 GLOBAL = "training.global_batch_size"
 MODE = "activation_checkpoint.mode"
 OPTION = "activation_checkpoint.selective_ac_option"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
 FLOAT8 = "float8.enable_float8_linear"
 RECIPE = "float8.recipe_name"
 GATHER = "float8.enable_fsdp_float8_all_gather"
@@ -42,10 +42,8 @@ PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
 FILTERS = "float8.filter_fqns"
 SEARCHED = (
     *(REPLICATE, SHARD, TP, ASYNC_TP, LOCAL),
-    *(MODE, OPTION, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
+    *(MODE, OPTION, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
 )
-
-MODES = ({MODE: "none"}, {MODE: "selective", OPTION: "op"}, {MODE: "full"})
 
 Settings = dict[str, Any]
 """Values of keys of a config, by dotted name."""
@@ -96,11 +94,12 @@ class Space:
             replicas = self._values(REPLICATE, dp)
             overlap = parallelism.enable_async_tensor_parallel and tp > 1
             layout = unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
+            layout |= {MODE: AUTO, RESHARD: AUTO}
             microbatches = self._values(LOCAL, max(1, total // dp))
-            for local, mode, recipe in product(microbatches, MODES, self._recipes()):
+            for local, recipe in product(microbatches, self._recipes()):
                 open_batch = training.global_batch_size == -1 and local * dp == total
                 batch = {LOCAL: local, GLOBAL: -1 if open_batch else total}
-                chosen = layout | batch | mode | recipe | self.kept
+                chosen = layout | batch | recipe | self.kept
                 yield chosen, replicas
 
     def _values(self, name: str, number: int) -> list[int]:
@@ -132,12 +131,13 @@ class Candidate:
     settings: Settings
     work: Workload
     reserved: float  # bytes
-    step_s: float  # infinite if the memory does not fit, which then is not timed
+    step_s: float  # infinite if the memory does not fit
 
 
 def find_candidates(space: Space) -> list[Candidate]:
     """Return the configs of `space` that training accepts, the fastest first, without more replicas
-    of those that do not fit: their shards are larger.
+    of those that do not fit: their shards are larger. Each recomputes and gathers again what is
+    best for it.
 
     Raises ConfigError if it accepts none, with the reason for the first."""
     config, device = space.config, space.device
@@ -149,30 +149,36 @@ def find_candidates(space: Space) -> list[Candidate]:
     found: dict[Hashable, Candidate] = {}
     refused: list[ConfigError] = []
     for settings, replicas in space.settings():
-        work = None
         for replicate in replicas:
             chosen = settings | {REPLICATE: replicate}
             try:
                 job = _accept(space, chosen, tokenizer)
-                work = replace(work, job=job) if work else build_workload(model, job, device=device)
+                best, *_ = kept_options(
+                    model,
+                    job,
+                    device=device,
+                    memory_gib=device.memory_gib,
+                    attention_kernel=space.attention_kernel,
+                )
             except ConfigError as error:
                 refused.append(error)
                 continue
 
             # "auto" can choose what another candidate has already, or bf16 where float8 is given.
+            work = best.work
             if chosen[FLOAT8] and AUTO in chosen[FILTERS]:
-                work = replace(work, job=name_kept(job, work.choices))
+                work = replace(work, job=name_kept(work.job, work.choices))
                 if not work.converted and space.keeps_float8:
                     continue
             float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
-            same = job.degrees, job.batch, chosen[MODE], chosen[OPTION], float8
+            same = job.degrees, job.batch, float8
             if same in found:
                 continue
 
-            reserved = reserved_bytes(work.moments())
-            fits = reserved <= device.memory_gib * GIB
-            step_s = work.time(device, space.attention_kernel).step_s if fits else math.inf
-            found[same] = Candidate(chosen, work, reserved, step_s)
+            chosen |= {name: _get(work.job.config, name) for name in (MODE, OPTION, RESHARD)}
+            fits = best.reserved_gib <= device.memory_gib
+            step_s = best.step_s if fits else math.inf
+            found[same] = Candidate(chosen, work, best.reserved_gib * GIB, step_s)
             if not fits:
                 break
     if not found:
@@ -237,8 +243,8 @@ def _nothing_fits(space: Space, closest: Candidate) -> str:
     return (
         f"nothing fits: {job.model_name} on --world-size {space.world_size} reserves at least "
         f"{closest.reserved / GIB:,.1f} GiB, with tensor_parallel_degree {job.degrees.tp} and "
-        f"activation checkpointing {closest.settings[MODE]}, of the {device.memory_gib:g} of "
-        f"the {device.name}; "
+        f"activation checkpointing {job.config.activation_checkpoint.label}, of the "
+        f"{device.memory_gib:g} of the {device.name}; "
         f"would fit: {', or '.join(would_fit) or 'no number of GPUs'}, or a lower [training] "
         "seq_len, or global_batch_size if it accumulates gradients, which are not sharded then"
     )
@@ -259,7 +265,8 @@ def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict
         "tp": degrees.tp,
         "local_batch_size": batch.local_batch_size,
         "grad_accum_steps": batch.grad_accum_steps,
-        "activation_checkpoint": settings[MODE],
+        "activation_checkpoint": config.activation_checkpoint.label,
+        "fsdp_reshard_after_forward": settings[RESHARD],
         "float8_recipe": config.float8.recipe_name if work.converted else None,
         "filter_fqns": list(settings[FILTERS]) if work.converted else [],
         "kept_in_bf16": [each.kind for each in work.choices if each.kind not in in_float8],

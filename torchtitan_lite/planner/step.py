@@ -194,15 +194,25 @@ class _Step:
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
         in_blocks = [linear for linear in self.linears if linear.kind != OUTPUT]
-        in_bytes = [each for each in self.in_float8 if self.roofline.gathers_float8(each)]
-        elements = sum(len(each.names) * math.prod(each.local_shape) for each in in_bytes)
-        parameters = sum(group.weights for group in self.rank.groups)
+        roofline = self.roofline
         return {
-            "linears": sum(self.roofline.linears(in_blocks, self.in_float8), Passes()),
-            "attention": self.roofline.attention(),
-            "pointwise": self.roofline.pointwise(),
-            "fsdp copies": self.roofline.fsdp_copies(parameters, elements),
+            "linears": sum(roofline.linears(in_blocks, self.in_float8), Passes()),
+            "attention": roofline.attention(),
+            "pointwise": roofline.pointwise(),
+            "fsdp copies": self._fsdp_copies(),
         }
+
+    def _fsdp_copies(self) -> Passes:
+        """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
+        (forward, again), mean = self.rank.gathers, 1 / self.job.batch.grad_accum_steps
+        embedding, block, *_, head = self.rank.groups
+        copies = self.roofline.gather_copies
+        ends = copies(embedding) + copies(head)
+        gradients = self.roofline.gradient_copies(sum(group.weights for group in self.rank.groups))
+        return Passes(
+            (ends + copies(block) * self.job.model_args.n_layers) * (forward * mean),
+            (copies(block) * again + gradients) * mean,
+        )
 
     def _head(self) -> dict[str, Cost]:
         """Computation between the two passes: the projection to the vocabulary and the loss."""
@@ -215,29 +225,28 @@ class _Step:
         device waits for, and those that `compute` of a microbatch hides."""
         rank, network, degrees = self.rank, self.network, self.job.degrees
         shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
-        embedding, *blocks, head = rank.groups
+        embedding, block, *_, head = rank.groups
+        n_layers, (forwards, backwards) = self.job.model_args.n_layers, rank.gathers
 
         def reduce_s(group: Group) -> float:
             nbytes = rank.reduce_width * group.weights
             shard = nbytes / degrees.dp_shard
             return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
 
-        gathers = [network.gather_s(block.gathered, shards) for block in blocks]
-        reductions = sum(reduce_s(group) for group in rank.groups)
-
-        # The last blocks may stay gathered from the forward to the backward pass.
-        reshard = self.job.config.parallelism.fsdp_reshard_after_forward
-        again = sum(gathers[: {"never": 0, "default": -1, "always": None}[reshard]])
+        # Weights may stay gathered from the forward to the backward pass, and between microbatches.
+        gather = network.gather_s(block.gathered, shards)
+        again = gather * backwards / accum
+        reductions = reduce_s(embedding) + n_layers * reduce_s(block) + reduce_s(head)
 
         # Nothing hides the first gathers and the last reductions.
-        first = network.gather_s(rank.width * embedding.weights, shards) + gathers[0]
-        ahead = sum(gathers[1:]) + network.gather_s(rank.width * head.weights, shards)
-        last = reduce_s(blocks[0]) + reduce_s(embedding)
+        first = network.gather_s(rank.width * embedding.weights, shards) + gather
+        ahead = (n_layers - 1) * gather + network.gather_s(rank.width * head.weights, shards)
+        last = reduce_s(block) + reduce_s(embedding)
 
         forward, backward = compute.forward.seconds, compute.backward.seconds
-        hidden = accum * min(ahead, forward) + (accum - 1) * min(again, backward)
+        hidden = forwards * min(ahead, forward) + (accum - 1) * min(again, backward)
         hidden += min(again + reductions - last, backward)
-        return accum * (first + ahead + again) + reductions - hidden, hidden
+        return forwards * (first + ahead) + accum * again + reductions - hidden, hidden
 
     def _tensor_parallel(self, *, asynchronous: bool = False) -> Passes:
         """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks, or what
