@@ -44,7 +44,8 @@ from torchtitan_lite.parallel.distributed import local_world_size, set_determini
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
-from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
+from torchtitan_lite.planner.auto import resolve_auto
+from torchtitan_lite.planner.meta_model import build_meta_model
 from torchtitan_lite.planner.step import format_verdict
 
 

@@ -2,12 +2,9 @@
 training and planning alike.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any, NamedTuple
 
 import torch
 
@@ -15,32 +12,16 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.job import Job
-from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.devices import DeviceSpec, Precision, lookup_device
+from torchtitan_lite.metrics.devices import DeviceSpec, Precision
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
-from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
-from .memory import Moment, Rank, reserved_bytes, step_memory
+from .memory import Moment, Rank, step_memory
 from .roofline import Roofline, build_roofline
 from .step import Prediction, StepTime, predict, time_step
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
-CHECKPOINTING = (
-    ("none", "op"),
-    *(("selective", option) for option in ("16", "8", "4", "3", "op")),
-    ("full", "op"),
-)
-"""Modes of activation checkpointing and their options to choose from, mostly from the fastest to
-the smallest. Every second block is missing: "op" is faster, and keeps less."""
-RESHARDING = ("never", "default", "always")
-"""Values of fsdp_reshard_after_forward to choose from, in the same order."""
-SAME_TIME = 1.005
-"""Steps whose times differ by a smaller ratio differ in their memory only."""
-STAND_IN = "H100 SXM"
-"""The device by which choices are timed where there is no data sheet, as on CPU."""
-NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
 
 
 @dataclass(frozen=True)
@@ -196,163 +177,3 @@ def _slower_linears(
         for linear in linears
         if linear not in chosen
     }
-
-
-def resolve_auto(
-    job: Job, *, device: DeviceSpec | None, memory_gib: float, on_cpu: bool = False
-) -> Job:
-    """Replace each "auto" of the config by values chosen for these devices, and log the reasons.
-
-    Models built from the result select the same linears, without `device`. If float8 would make no
-    linear faster, it is off in the result. Raises ConfigError if [float8] filter_fqns = ["auto"]
-    needs a data sheet and there is none.
-    """
-    float8, ac = job.config.float8, job.config.activation_checkpoint
-    chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
-    reshard = job.config.parallelism.fsdp_reshard_after_forward
-    if AUTO in (ac.mode, reshard):
-        with torch.device("meta"):
-            model = Transformer(job.model_args)
-        best, *others = kept_options(
-            model, job, device=device, memory_gib=memory_gib, on_cpu=on_cpu
-        )
-        after = f"the fastest other: {others[0]}" if others else "no other fits"
-        if best.reserved_gib > memory_gib:
-            after = f"the smallest, and even that may not fit {memory_gib:.1f} GiB"
-        stand_in = "" if device else f" (times of an {STAND_IN})"
-        logger.info(f'"auto" is {best} of {memory_gib:.1f} GiB; {after}{stand_in}')
-        job = best.work.job
-    if not chooses_linears:
-        return job
-
-    choices = build_meta_model(job, device=device).choices
-    reasons = ", ".join(f"{kind} ({reason})" for kind, reason in _kept_by_auto(choices).items())
-    logger.info(f'[float8] filter_fqns = ["auto"] keeps in high precision: {reasons or "nothing"}')
-    return name_kept(job, choices)
-
-
-class KeptOption(NamedTuple):
-    """A choice of what is recomputed and what stays gathered."""
-
-    work: Workload
-    step_s: float
-    reserved_gib: float
-
-    def __str__(self) -> str:
-        config = self.work.job.config
-        kept = config.activation_checkpoint.label, config.parallelism.fsdp_reshard_after_forward
-        return (
-            'activation_checkpoint "{}", fsdp_reshard_after_forward "{}": {:.4g} s a step, '
-            "{:.1f} GiB".format(*kept, self.step_s, self.reserved_gib)
-        )
-
-
-def kept_options(
-    model: Transformer,
-    job: Job,
-    *,
-    device: DeviceSpec | None,
-    memory_gib: float,
-    attention_kernel: str = "",
-    on_cpu: bool = False,
-) -> list[KeptOption]:
-    """Return the choices in place of "auto" for [activation_checkpoint] mode and [parallelism]
-    fsdp_reshard_after_forward whose step should fit: the best, then the others by time. If none
-    fits, return the smallest. The best is the smallest of those that are as fast as the fastest.
-
-    Without a data sheet they are timed on a stand-in: what is recomputed or gathered again takes
-    time on every device."""
-    ac, sharding = job.config.activation_checkpoint, job.config.parallelism
-    modes = CHECKPOINTING if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
-    value = sharding.fsdp_reshard_after_forward
-    values = RESHARDING if value == AUTO else [value]
-    spec = device or lookup_device(STAND_IN)
-    assert spec is not None, "the stand-in is in the table of devices"
-
-    def weigh(tried: Job, choices: list[LinearChoice] | None = None) -> KeptOption:
-        work = build_workload(model, tried, device=device, choices=choices)
-        step_s = work.time(spec, attention_kernel).step_s
-        return KeptOption(work, step_s, reserved_bytes(work.moments(on_cpu=on_cpu)) / 2**30)
-
-    # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
-    options: list[KeptOption] = []
-    for (mode, option), each in product(modes, values):
-        if option.isdecimal() and int(option) > job.model_args.n_layers:
-            continue
-        tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
-        tried = tried.choose("parallelism", fsdp_reshard_after_forward=each)
-        options.append(weigh(tried, options[0].work.choices if options else None))
-
-    smallest = min(options, key=lambda each: each.reserved_gib)
-    fitting = [each for each in options if each.reserved_gib <= memory_gib] or [smallest]
-    fitting.sort(key=lambda each: each.step_s)
-    fast = [each for each in fitting if each.step_s < SAME_TIME * fitting[0].step_s]
-    best = min(fast, key=lambda each: each.reserved_gib)
-    others = [each for each in fitting if each is not best]
-    decides_linears = AUTO in job.config.float8.filter_fqns
-    return [weigh(best.work.job) if decides_linears else best, *others]
-
-
-def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:
-    """Replace "auto" in [float8] filter_fqns by the names of the linears that it keeps in bf16,
-    and switch float8 off if no linear is left."""
-    float8, kept = job.config.float8, _kept_by_auto(choices)
-    patterns = [pattern for pattern in float8.filter_fqns if pattern != AUTO]
-    return job.choose(
-        "float8",
-        filter_fqns=(*patterns, *(kind for kind in kept if kind != OUTPUT)),
-        enable_float8_linear=any(choice.converted for choice in choices),
-        convert_output=float8.convert_output and OUTPUT not in kept,
-    )
-
-
-def turn_on_float8(job: Job, *, filter_fqns: Sequence[str]) -> Job:
-    """Turn float8 on where it pays, beside the filters given. Keys that the recipe excludes have no
-    effect while float8 is off, and are dropped."""
-    float8 = job.config.float8
-    return job.choose(
-        "float8",
-        enable_float8_linear=True,
-        enable_fsdp_float8_all_gather=(
-            float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
-        ),
-        filter_fqns=(*filter_fqns, AUTO),
-    )
-
-
-def _kept_by_auto(choices: Sequence[LinearChoice]) -> dict[str, str]:
-    """Return the kinds that no other filter keeps in high precision, each with the reason."""
-    return {
-        choice.kind: choice.kept_because
-        for choice in choices
-        if choice.kept_because and not choice.kept_because.startswith("filter_fqns")
-    }
-
-
-def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
-    """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
-    recomputing more, or by more tensor parallelism."""
-    args, degree = work.job.model_args, work.job.degrees.tp
-    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
-    higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
-    found: list[dict[str, Any]] = []
-    for tp, (mode, option) in product((degree, *higher), CHECKPOINTING):
-        job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
-        gpus = _fewest_gpus(replace(work, job=job), tp, device_bytes)
-        if gpus and (not found or gpus < found[-1]["world_size"]):
-            label = job.config.activation_checkpoint.label
-            layout = {"activation_checkpoint": label, "tensor_parallel_degree": tp}
-            found.append({"world_size": gpus} | layout)
-    return found
-
-
-def _fewest_gpus(work: Workload, tp: int, device_bytes: int) -> int | None:
-    """Return the number of GPUs from which on the shards are small enough; None if no number is."""
-    job = work.job
-    least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
-    for shards in (2**k * least for k in range(12)):
-        tried = replace(job.degrees, dp_shard=shards, tp=tp)
-        moments = replace(work, job=replace(job, degrees=tried)).moments()
-        if reserved_bytes(moments) <= device_bytes:
-            return tried.world_size
-    return None

@@ -18,10 +18,11 @@ from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
+from .auto import find_fitting, resolve_auto, turn_on_float8
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import constants_of, rates_of
 from .memory import WIDTHS, reserved_bytes
-from .meta_model import MetaModel, build_meta_model, find_fitting, resolve_auto, turn_on_float8
+from .meta_model import MetaModel, build_meta_model
 from .roofline import Roofline
 from .step import Prediction, format_verdict
 

@@ -21,7 +21,8 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
-from .meta_model import Workload, find_fitting, kept_options, name_kept
+from .auto import find_fitting, kept_options, name_kept
+from .meta_model import Workload
 from .plan import check_planned, tokenizer_values
 
 SHOWN = 5  # layouts in the answer

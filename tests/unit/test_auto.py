@@ -20,7 +20,8 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.planner.meta_model import build_meta_model, kept_options, resolve_auto
+from torchtitan_lite.planner.auto import kept_options, resolve_auto
+from torchtitan_lite.planner.meta_model import build_meta_model
 
 H100 = lookup_device("H100 SXM")
 SHORT_8B = dataclasses.replace(FLAVORS["8B"], max_seq_len=8192)
