@@ -44,7 +44,7 @@ from torchtitan_lite.metrics.hardware import device_name
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
+KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs
 OUT_OF_TIME = "its time was over"
 END_S = 30.0
 """Seconds in which a part that is stopped can write what it has."""
@@ -69,7 +69,7 @@ def time_kernels(folder: Path, seconds: float) -> list[str]:
     """Command of kernel_times.py."""
     settle = min(20.0, seconds / 10)
     file = str(folder / "kernels.jsonl")
-    return [sys.executable, str(HERE / "kernel_times.py"), file, "--settle", str(settle)]
+    return [sys.executable, *KERNEL_TIMES, file, "--settle", str(settle)]
 
 
 def read_kernels(folder: Path) -> Results:
@@ -166,7 +166,7 @@ def run_part(name: str, folder: Path, seconds: float) -> Results:
     outcome: Results = {"status": status, "seconds": took_s, "command": shlex.join(command)}
     try:
         outcome |= part.read(folder)
-    except (OSError, ValueError, StopIteration) as error:
+    except (OSError, ValueError, LookupError, StopIteration) as error:
         outcome["unread"] = f"nothing was measured: {error!r}"
     logger.info(f"{name}: {status} after {took_s:.0f} s")
     return outcome
@@ -245,16 +245,19 @@ def run_day(folder: Path, *, budget_s: float, only: Sequence[str]) -> Results:
     save("running")
     chosen = [name for name in PARTS if name in only or not only]
     whole = sum(PARTS[name].share for name in chosen)
-    for name in chosen:
-        share += PARTS[name].share / whole
-        left_s = share * budget_s - (time.monotonic() - began)
-        found = results["parts"][name] = run_part(name, folder, left_s)
-        if "measurements" in found:
-            results["rates"], results["implausible"] = derive_rates(found["measurements"], device)
-        save(STOPPED if found["status"] == STOPPED else "running")
-        if found["status"] == STOPPED:
-            return results
-    save(DONE)
+    with suppress(KeyboardInterrupt):  # between the parts; within one it is an outcome
+        for name in chosen:
+            share += PARTS[name].share / whole
+            left_s = share * budget_s - (time.monotonic() - began)
+            found = results["parts"][name] = run_part(name, folder, left_s)
+            if measured := found.get("measurements"):
+                results["rates"], results["implausible"] = derive_rates(measured, device)
+            save("running")
+            if found["status"] == STOPPED:
+                raise KeyboardInterrupt
+        save(DONE)
+        return results
+    save(STOPPED)
     return results
 
 
