@@ -3,7 +3,7 @@
 python scripts/benchmarks/gpu_day.py run [--out FOLDER] [--budget SECONDS] [--only PART ...]
 python scripts/benchmarks/gpu_day.py table FILE         tables for docs/performance.md
 
-Parts, the most important first: kernels, tests, rows, profile. Each is a process of its own with a
+Parts, the most important first: kernels, tests, rows, scaled, profile. Each is a process of its own with a
 share of the time; what a part does not use is for those after it. FOLDER gets logs, the trace, and
 results.json, which is written after every part. Ctrl-C or SIGTERM ends the running part, keeps what
 it has measured, and exits with code 75. `scripts/plan.py --measured FOLDER/results.json` plans by
@@ -33,8 +33,8 @@ from common import torchrun
 from gpu_day_tables import format_results
 from kernel_rates import derive_rates
 
-from torchtitan_lite.bench import DONE, STOPPED, Row, local_device, plan_row
-from torchtitan_lite.config import dump_config
+from torchtitan_lite.bench import DONE, STOPPED, Row, local_device, measure, plan_row
+from torchtitan_lite.config import Float8Config, dump_config
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
 from torchtitan_lite.files import replace_file
@@ -50,6 +50,7 @@ END_S = 30.0
 """Seconds in which a part that is stopped can write what it has."""
 BUDGET_S = 1440.0  # with starts and ends below 25 minutes
 TOP_KERNELS = 25
+SWITCH = "scale_gradients_in_matmul"  # of [float8]: outer-vector scales in row-wise recipes
 Results = dict[str, Any]
 
 
@@ -103,14 +104,23 @@ def read_rows(folder: Path) -> Results:
     return {"rows": report["rows"], "skipped": report["skipped"]}
 
 
-def run_profile(folder: Path, seconds: float) -> list[str]:
-    """Command that trains the 8B row in tensorwise float8 and writes a trace of a step."""
-    row, _ = plan_row(Row("8B", 32, 8192, 1, "op", True, "tensorwise"), local_device())
-    config = folder / "profile.toml"
-    config.write_text(dump_config(row.config))
-    words = ["--job.config_file", str(config), "--job.dump_folder", str(folder / "profile")]
-    words += ["--profiling.enable_profiling"]
-    return torchrun(["-m", "torchtitan_lite.train", *words], processes=1)
+def train_row(part: str, recipe: str, *options: str) -> Callable[[Path, float], list[str]]:
+    """Command that trains the 8B row of `recipe` with `options` in a folder called `part`."""
+
+    def command(folder: Path, seconds: float) -> list[str]:
+        row, _ = plan_row(Row("8B", 32, 8192, 1, "op", True, recipe), local_device())
+        config = folder / f"{part}.toml"
+        config.write_text(dump_config(row.config))
+        words = ["--job.config_file", str(config), "--job.dump_folder", str(folder / part)]
+        return torchrun(["-m", "torchtitan_lite.train", *words, *options], processes=1)
+
+    return command
+
+
+def read_scaled(folder: Path) -> Results:
+    """The figures of a row in the benchmark."""
+    lines = (folder / "scaled/metrics.jsonl").read_text().splitlines()
+    return measure([json.loads(line) for line in lines])
 
 
 def read_profile(folder: Path) -> Results:
@@ -131,11 +141,16 @@ def read_profile(folder: Path) -> Results:
 
 
 PARTS = {
-    "kernels": Part(0.17, time_kernels, read_kernels),
-    "tests": Part(0.28, run_tests, read_tests),
-    "rows": Part(0.42, run_rows, read_rows),
-    "profile": Part(0.13, run_profile, read_profile),
+    "kernels": Part(0.16, time_kernels, read_kernels),
+    "tests": Part(0.26, run_tests, read_tests),
+    "rows": Part(0.36, run_rows, read_rows),
+    "scaled": Part(0.1, train_row("scaled", "rowwise", f"--float8.{SWITCH}"), read_scaled),
+    "profile": Part(
+        0.12, train_row("profile", "tensorwise", "--profiling.enable_profiling"), read_profile
+    ),
 }
+if SWITCH not in Float8Config.model_fields:
+    del PARTS["scaled"]
 
 
 def run_part(name: str, folder: Path, seconds: float) -> Results:

@@ -27,6 +27,7 @@ def format_results(results: Results) -> str:
         "kernels": _kernels,
         "tests": _tests,
         "rows": _rows,
+        "scaled": _scaled,
         "profile": _profile,
     }
     parts = [head]
@@ -114,8 +115,14 @@ def _rows(part: Results) -> list[str]:
     return texts + [f"{row['name']}: {row['reason']}" for row in others]
 
 
+def _scaled(part: Results) -> list[str]:
+    """Compare with the row in rowwise."""
+    figures = (f"{name} {_cell(part.get(name), form)}" for name, form in ROW_FIGURES.items())
+    return [f"8B in rowwise with its gradients scaled in their matmuls: {', '.join(figures)}"]
+
+
 def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def _profile(part: Results) -> list[str]:

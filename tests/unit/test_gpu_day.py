@@ -231,10 +231,6 @@ def test_a_day_needs_a_known_gpu(
         run_day(tmp_path, budget_s=1, only=[])
 
 
-def test_the_shares_of_the_parts_are_the_whole_budget() -> None:
-    assert sum(part.share for part in PARTS.values()) == pytest.approx(1)
-
-
 def test_what_the_parts_wrote_is_read(tmp_path: Path) -> None:
     (tmp_path / "tests.log").write_text(
         "tests/gpu/test_a.py::test_x[a b] PASSED [ 10%]\n"
@@ -246,6 +242,16 @@ def test_what_the_parts_wrote_is_read(tmp_path: Path) -> None:
         "outcomes": {"passed": 1, "failed": 1, "skipped": 1},
         "failed": ["tests/gpu/test_a.py::test_y"],
     }
+
+    steps = range(1, 13)  # the first two are not counted
+    times = [{"step": n, "step_time_s": 9.0 if n < 3 else n / 10, "tps": n} for n in steps]
+    others = dict.fromkeys(("tflops", "mfu", "mfu_achievable", "memory_gib", "loss"), 1.0)
+    (tmp_path / "scaled").mkdir()
+    (tmp_path / "scaled/metrics.jsonl").write_text(
+        "\n".join(json.dumps(each | others) for each in times)
+    )
+    figures = gpu_day.read_scaled(tmp_path)
+    assert (figures["tps"], figures["step_time_s"]) == (7.5, pytest.approx(0.75))
 
     trace = tmp_path / "profile/profile_traces/step-00000010/rank0_trace.json"
     trace.parent.mkdir(parents=True)
@@ -287,6 +293,7 @@ def test_the_tables_show_what_was_measured(tmp_path: Path) -> None:
             "kernels": part | {"measurements": measurements},
             "tests": part | {"outcomes": {"passed": 3}, "failed": []},
             "rows": part | {"rows": [row], "skipped": [{"name": "other", "reason": "no time"}]},
+            "scaled": part | {"tps": 23456.0},
             "profile": part | {"unread": "nothing was measured"},
         },
     }
@@ -304,8 +311,9 @@ def test_the_tables_show_what_was_measured(tmp_path: Path) -> None:
     assert "attention_cudnn, a: no cuDNN" in cells
     assert ["", "contiguous", "0.44", "0.88", "0.500"] in [line[:5] for line in lines]
     assert "strided: left out: 7 explains the times" in cells
+    assert any("scaled in their matmuls: tps 23,456, bf16_ratio -" in cell for cell in cells)
     assert "3 passed" in cells and "other: no time" in cells
-    assert ["", "8B row", "12,345", "", "", "40.2", "", "", "", ""] in lines
+    assert ["", "8B row", "12,345", "-", "-", "40.2", "-", "-", "-", ""] in lines
 
     file.write_text("{}")
     failed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
