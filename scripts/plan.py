@@ -3,7 +3,7 @@ and time. Or search for the layout that trains fastest.
 
 python scripts/plan.py --job.config_file X.toml [--world-size N]
 [--device "H100 SXM"] [--bandwidth X] [--memory X] [--link X] [--network X]
-[--node-devices N] [--attention KERNEL] [--tps X | --search
+[--node-devices N] [--measured FILE] [--attention KERNEL] [--tps X | --search
 [--gpu-hour PRICE]] [--json] [overrides]
 
   --world-size N      number of processes, one per GPU (default: 8)
@@ -16,6 +16,8 @@ python scripts/plan.py --job.config_file X.toml [--world-size N]
   --network X         GB/s that it sends to other nodes, and receives
                       (default: what its servers often have, mostly 50)
   --node-devices N    GPUs of a node (default: data sheet)
+  --measured FILE     results of scripts/gpu_day.sh on this GPU: measured rates
+                      replace published ones (default: published)
   --attention KERNEL  cudnn, flash or flex (default: what PyTorch takes there)
   --tps X             tokens per second per device that a run reached (default:
                       predicted)
@@ -34,10 +36,12 @@ import argparse
 import json
 import signal
 import sys
+from pathlib import Path
 
 from torchtitan_lite.config import asks_for_help, given_keys, load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
+from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
 from torchtitan_lite.planner.roofline import ATTENTION_KERNELS
@@ -65,13 +69,15 @@ def main(argv: list[str]) -> None:
     options, words = read_options(argv)
     config = load_config(words, world_size=options.world_size)
     given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
-    device = find_device(options.device, config.metrics, **given)
+    device = find_device(options.device, config.metrics, **given).with_given(config.metrics)
+    if options.measured:
+        device = add_measured(device, options.measured)
 
     if options.search:
         space = Space(
             config,
             options.world_size,
-            device.with_given(config.metrics),
+            device,
             given=given_keys(words),
             attention_kernel=options.attention,
         )
@@ -102,6 +108,7 @@ def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("search", "json"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device")
+    parser.add_argument("--measured", type=Path)
     parser.add_argument("--attention", default="")
     parser.set_defaults(world_size=8)
     try:

@@ -1,11 +1,12 @@
 """A program of the project on the fake GPU: `program.py train ARGUMENTS`, under torchrun, or
-`program.py bench ARGUMENTS`.
+`program.py bench ARGUMENTS`, `program.py gpu_day ARGUMENTS`, or its part `program.py kernel_times`.
 
 It adds the models of these tests. It switches off what needs values or times of a device (the
 checks that new and saved weights are finite, the timing of a kernel's configurations), and cuDNN's
 attention, which the fake GPU does not have.
 """
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from torchtitan_lite.errors import run_script
 from torchtitan_lite.models import init
 from torchtitan_lite.models.flavors import FLAVORS
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path += [str(SCRIPTS), str(SCRIPTS / "benchmarks")]
 
 # The benchmark's rows run this program too.
 torchtitan_lite.bench.TRAIN = (str(Path(__file__).resolve()), "train")
@@ -43,9 +45,11 @@ CachingAutotuner.__init__ = take_first_configuration
 Autotuner._bench = lambda self, *args, config, **kwargs: [float(self.configs.index(config))] * 3
 
 if __name__ == "__main__":
-    if sys.argv.pop(1) == "train":
+    name = sys.argv.pop(1)
+    if name == "train":
         train.main()
     else:
-        import bench
-
-        run_script(bench.main)
+        program = importlib.import_module(name)
+        if name == "gpu_day":
+            program.KERNEL_TIMES = (str(Path(__file__).resolve()), "kernel_times")
+        run_script(program.main)

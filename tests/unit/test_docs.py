@@ -32,10 +32,13 @@ METRICS, PLAN, FLOAT8, TORCHTITAN = (
 )
 
 
-def plan(config: str, *overrides: str, tps: float | None = None) -> dict[str, Any]:
+def plan(config: str, *overrides: str, tps: float | None = None, **device: Any) -> dict[str, Any]:
     words = ["--job.config_file", str(ROOT / f"train_configs/{config}.toml"), *overrides]
     return make_plan(
-        load_config(words, world_size=8), world_size=8, device=find_device("H100 SXM"), tps=tps
+        load_config(words, world_size=8),
+        world_size=8,
+        device=find_device("H100 SXM", **device),
+        tps=tps,
     )
 
 
@@ -84,7 +87,10 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
         "llama3_8b", "--training.local_batch_size=4", "--activation_checkpoint.mode=none"
     )
     assert too_large["memory"]["would_fit"]
-    assert explained == {*key_paths(plan("debug_model")), *key_paths(too_large)}
+    measured = plan("debug_model", measured=(("bf16_matmul", 0.7, "a file"),))
+    assert explained == {
+        key for each in (plan("debug_model"), too_large, measured) for key in key_paths(each)
+    }
 
 
 def test_every_option_of_the_command_is_explained() -> None:

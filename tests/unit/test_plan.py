@@ -957,3 +957,20 @@ def test_output_in_float8_is_planned_like_any_other_linear() -> None:
     assert kept["flops_per_token"]["total"] == converted["flops_per_token"]["total"] == tokens
     assert converted["flops_per_token"]["fp8"] - kept["flops_per_token"]["fp8"] == 3_152_019_456
     assert 1 < converted["prediction"]["step_speedup"] / kept["prediction"]["step_speedup"] < 1.05
+
+
+def test_the_command_plans_by_measured_rates(tmp_path):
+    rates = {"bf16_matmul": 0.5, "fp8_matmul": 0.7}
+    sheet = {"bf16_tflops": 989, "fp8_tflops": 1979, "bandwidth_tb_s": 3.35, "multiprocessors": 132}
+    file = tmp_path / "results.json"
+    about = {"version": 1, "date": "2026-11-23", "device": "H100 SXM", "data_sheet": sheet}
+    file.write_text(json.dumps(about | {"rates": rates}))
+    words = ("llama3_8b_float8", "--measured", str(file))
+    found = plan(*words)
+    assert {each["name"]: each["value"] for each in found["measured"]} == rates
+    assert found["prediction"]["step_speedup"] > plan(words[0])["prediction"]["step_speedup"]
+
+    # Rates are relative to the data sheet's figures.
+    for given in (["--bandwidth", "3"], ["--metrics.peak_tflops_bf16", "900"]):
+        with pytest.raises(ConfigError, match=r"is relative to .*, and the plan to "):
+            plan(*words, *given)

@@ -157,11 +157,11 @@ CONSTANTS = (
 
 @cache
 def constants_of(device: DeviceSpec) -> Mapping[str, Constant]:
-    """Return the constants that hold for `device` by their names."""
+    """Return the constants that hold for `device` by their names: measured on it, or published."""
     chosen: dict[str, Constant] = {}
     for holder in ("", device.architecture, device.name):
         chosen |= {each.name: each for each in CONSTANTS if holder in (each.of or ("",))}
-    return chosen
+    return chosen | {row[0]: Constant(*row) for row in device.measured}
 
 
 def rates_of(device: DeviceSpec) -> Rates:

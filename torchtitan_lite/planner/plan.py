@@ -29,6 +29,7 @@ from .step import Prediction, format_verdict
 RINGS = {"tensor parallelism": tp_ring, "sharding": shard_ring, "replicas": replicate_ring}
 """Ring of each kind of collective."""
 SECONDS_PER_DAY = 86_400
+MEASURED = ("name", "value", "source")
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
@@ -102,6 +103,7 @@ def make_plan(
         "memory": _plan_memory(meta, device),
         "schedule": _plan_schedule(meta, device, predicted, tps),
         "assumed": _plan_assumed(device, predicted),
+        "measured": [dict(zip(MEASURED, row, strict=True)) for row in device.measured],
     }
 
 

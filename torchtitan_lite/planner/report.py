@@ -41,9 +41,8 @@ LINKS = (
 )
 UNCERTAIN = (
     "The ranges above come from these alone. Published runs were mostly slower than predicted: see "
-    "docs/published.md. To replace a value, measure it and edit its row in "
-    "torchtitan_lite/planner/constants.py. --tps replaces the predicted rate by that of a short "
-    "run."
+    "docs/published.md. To replace values, measure them with scripts/gpu_day.sh and give its file "
+    "(--measured). --tps replaces the predicted rate by that of a short run."
 )
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
@@ -308,4 +307,8 @@ def _assumed(plan: Plan) -> str:
     if rows:
         header = ("uncertain", "value", "slow", "fast", "step, slow", "step, fast", "")
         parts += [_table(header, rows, notes=True), _wrap(UNCERTAIN)]
+    if plan["measured"]:
+        values = ", ".join("{name} {value:.3g}".format_map(each) for each in plan["measured"])
+        source = plan["measured"][0]["source"]
+        parts.append(_wrap(f"Not published or guessed, but {source}: {values}."))
     return "\n".join(parts)

@@ -1,0 +1,139 @@
+"""Markdown tables of a results file of gpu_day.py, for docs/performance.md."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kernel_times import COMPARED, MATMULS
+
+from torchtitan_lite.bench import DONE
+from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.planner.constants import constants_of
+from torchtitan_lite.tables import format_columns
+
+ROW_FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "tflops": ".4g", "mfu": ".1f"}
+ROW_FIGURES |= {"memory_gib": ".1f", "predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
+NAME_WIDTH = 72  # of a kernel's name
+Results = Mapping[str, Any]
+
+
+def format_results(results: Results) -> str:
+    """Format all that is in the results, in the order of importance."""
+    head = (
+        f"{results['device']} ({results['gpus']} in the node, one used), {results['date']}, "
+        f"commit {results['commit']}, {results['versions']}; ended: {results['ended_by']}, after "
+        f"{results['seconds']:.0f} s"
+    )
+    formats = {
+        "kernels": _kernels,
+        "tests": _tests,
+        "rows": _rows,
+        "scaled": _scaled,
+        "profile": _profile,
+    }
+    parts = [head]
+    for name, part in results["parts"].items():
+        parts.append(f"{name}: {part['status']}, {part['seconds']:.0f} s")
+        parts += [part["unread"]] if "unread" in part else formats[name](part)
+        if name == "kernels":
+            parts += _rates(results)
+    return "\n\n".join(parts)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    return format_columns([header, *rows], right=range(left, len(header)), markdown=True)
+
+
+def _kernels(part: Results) -> list[str]:
+    """TFLOP/s of matmuls by shape and kind, microseconds of the other kernels, and what failed."""
+    measured = [each for each in part["measurements"] if "seconds" in each]
+    matmuls = [each for each in measured if each["kind"] in MATMULS]
+    seconds = {(each["kind"], each["what"]): each["seconds"] for each in matmuls}
+    kinds = [kind for kind in MATMULS if any(each["kind"] == kind for each in matmuls)]
+    rows = []
+    for what, sizes in {each["what"]: each["sizes"] for each in matmuls}.items():
+        flops = 2 * sizes["rows"] * sizes["columns"] * sizes["inner"]
+        times = [seconds.get((kind, what)) for kind in kinds]
+        cells = (f"{flops / each / 1e12:,.0f}" if each else "" for each in times)
+        rows.append([what, "{rows} x {columns} x {inner}".format_map(sizes), *cells])
+    texts = [_table(("TFLOP/s", "M x N x K", *kinds), rows)] if rows else []
+    texts += ["; ".join(f"{kind}: {meaning}" for kind, meaning in COMPARED.items())]
+
+    # The gradients alone: forward, row-wise scales accumulate fast.
+    backward = [
+        {each["what"]: each for each in matmuls if each["kind"] == kind and "grad" in each["what"]}
+        for kind in COMPARED
+    ]
+    both = backward[0].keys() & backward[1].keys()
+    if both:
+        one, other = (sum(each[w]["count"] * each[w]["seconds"] for w in both) for each in backward)
+        texts.append(
+            f"gradients' matmuls of a step: outer_vector {1e3 * one:.1f} ms, rescaled "
+            f"{1e3 * other:.1f} ms, ratio {one / other:.3f}"
+        )
+
+    others = [each for each in measured if each["kind"] not in MATMULS]
+    rows = [[each["what"], each["kind"], f"{1e6 * each['seconds']:,.1f}"] for each in others]
+    texts += [_table(("kernel", "constant", "microseconds"), rows, left=2)] if rows else []
+    failed = [each for each in part["measurements"] if "error" in each]
+    return texts + [f"{each['kind']}, {each['what']}: {each['error']}" for each in failed]
+
+
+def _rates(results: Results) -> list[str]:
+    """The planner's constants as measured, beside the published ones."""
+    device = lookup_device(results["device"])
+    assert device is not None, "only known devices are measured"
+    published = constants_of(device)
+    rows = [
+        [
+            name,
+            f"{value:.3g}",
+            f"{published[name].value:.3g}",
+            f"{value / published[name].value:.3f}",
+            "guess" if published[name].guessed else published[name].source,
+        ]
+        for name, value in results["rates"].items()
+    ]
+    header = ("constant", "measured", "published", "ratio", "source")
+    table = format_columns([header, *rows], right=(1, 2, 3), markdown=True)
+    implausible = (f"{name}: left out: {why}" for name, why in results["implausible"].items())
+    return [*([table] if rows else []), *implausible]
+
+
+def _tests(part: Results) -> list[str]:
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in part["outcomes"].items())
+    return [counts or "no test ended", *part["failed"]]
+
+
+def _rows(part: Results) -> list[str]:
+    done = [row for row in part["rows"] if row["status"] == DONE]
+    rows = [
+        [row["name"], *(_cell(row.get(name), form) for name, form in ROW_FIGURES.items())]
+        for row in done
+    ]
+    others = [row for row in [*part["rows"], *part["skipped"]] if row.get("status") != DONE]
+    texts = [_table(("row", *ROW_FIGURES), rows)] if rows else []
+    return texts + [f"{row['name']}: {row['reason']}" for row in others]
+
+
+def _scaled(part: Results) -> list[str]:
+    """Compare with the row in rowwise."""
+    figures = (f"{name} {_cell(part.get(name), form)}" for name, form in ROW_FIGURES.items())
+    return [f"8B in rowwise with its gradients scaled in their matmuls: {', '.join(figures)}"]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _profile(part: Results) -> list[str]:
+    rows = [
+        [
+            each["name"][:NAME_WIDTH],
+            str(each["calls"]),
+            f"{each['ms']:.2f}",
+            f"{each['ms'] / part['ms']:.1%}",
+        ]
+        for each in part["top"]
+    ]
+    total = f"{part['kernels']:,} kernels in {part['ms']:.1f} ms of one step; {part['trace']}"
+    return [total, *([_table(("kernel", "calls", "ms", "share"), rows)] if rows else [])]

@@ -1,0 +1,138 @@
+"""Plans by measured rates: what replaces a constant, what the plan says, and what is refused."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_plans import H100
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.planner.constants import move_constants, rates_of
+from torchtitan_lite.planner.measured import add_measured
+from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.planner.report import format_plan
+from torchtitan_lite.planner.search import Space, make_search
+
+RESULTS: dict[str, Any] = {
+    "version": 1,
+    "date": "2026-11-23T12:00:00+00:00",
+    "device": "NVIDIA H100 80GB HBM3",
+    "data_sheet": {
+        "bf16_tflops": 989,
+        "fp8_tflops": 1979,
+        "bandwidth_tb_s": 3.35,
+        "multiprocessors": 132,
+    },
+    "rates": {"bf16_matmul": 0.7, "fp8_matmul": 0.75, "kernel_seconds": 1e-6},
+    "parts": {"kernels": {"status": "done"}},
+}
+EIGHT_B = Config.model_validate(
+    {
+        "model": {"flavor": "8B"},
+        "training": {"seq_len": 8192},
+        "compile": {"enable": True},
+        "float8": {"enable_float8_linear": True},
+    }
+)
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "results.json"
+    path.write_text(json.dumps(RESULTS | changes))
+    return path
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> DeviceSpec:
+    return add_measured(H100, write(tmp_path))
+
+
+def test_measured_rates_replace_published_ones_and_no_other(measured: DeviceSpec) -> None:
+    expected = asdict(rates_of(H100)) | RESULTS["rates"]
+    assert asdict(rates_of(measured)) == expected
+    assert rates_of(H100).bf16_matmul == 0.77
+    assert replace(measured, measured=()) == H100
+
+
+def test_a_measured_constant_has_no_ends(measured: DeviceSpec) -> None:
+    before, after = (move_constants(each, rates_of(each)) for each in (H100, measured))
+    assert before.keys() - after.keys() == {"bf16_matmul", "fp8_matmul"}
+    assert after.keys() < before.keys()
+
+
+def test_a_plan_uses_what_was_measured_and_says_so(measured: DeviceSpec) -> None:
+    published, found = (make_plan(EIGHT_B, world_size=8, device=each) for each in (H100, measured))
+    # Matmuls in float8 are faster, and those in bf16 slower.
+    for kind, faster in (("float8", True), ("bf16", False)):
+        times = [
+            each["prediction"][kind]["device_parts_s"]["linears"] for each in (published, found)
+        ]
+        assert (times[1] < times[0]) is faster
+
+    widths = [
+        each["schedule"]["tps_band"][1] / each["schedule"]["tps_band"][0]
+        for each in (published, found)
+    ]
+    assert widths[1] < widths[0]
+    source = "measured on NVIDIA H100 80GB HBM3, 2026-11-23T12:00:00+00:00"
+    assert found["measured"] == [
+        {"name": name, "value": value, "source": source} for name, value in RESULTS["rates"].items()
+    ]
+    assert published["measured"] == []
+    assert not {"bf16_matmul", "fp8_matmul"} & {each["name"] for each in found["assumed"]}
+    text = " ".join(format_plan(found).split())
+    assert f"{source}: bf16_matmul 0.7, fp8_matmul 0.75, kernel_seconds 1e-06." in text
+    assert "2026-11-23" not in format_plan(published)
+
+
+def test_a_search_uses_what_was_measured(measured: DeviceSpec) -> None:
+    fastest = [
+        make_search(Space(EIGHT_B, 8, each))["layouts"][0]["tps"] for each in (H100, measured)
+    ]
+    assert fastest[1] > fastest[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, r"is of version 2, and version 1 is read; name a results.json"),
+        ({"rates": {"bf16_matmul": 0}}, r"rates.bf16_matmul: Input should be greater than 0; meas"),
+        ({"rates": {"bf16_matmul": "0.7"}}, r"rates.bf16_matmul: Input should be a valid number"),
+        ({"rates": {"bf16_matmul": float("nan")}}, r"rates.bf16_matmul: Input should be less"),
+        ({"rates": {"bf16_matmul": 40.0}}, r"rates.bf16_matmul: Input should be less than 10"),
+        ({"rates": {"warp": 0.5, "bf16_matmul": 0.5}}, r"the planner has no constants warp; meas"),
+        ({"rates": None}, r"rates: Input should be a valid dictionary"),
+        ({"device": "NVIDIA H200"}, r'is of device "NVIDIA H200", and the plan is for "H100 SXM"'),
+        ({"device": "a toaster"}, r'is of device "a toaster", and the plan is for "H100 SXM"'),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=f"--measured {re.escape(str(path))}.*{message}"):
+        add_measured(H100, path)
+
+
+def test_rates_that_are_relative_to_other_figures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is relative to .*3\.35.*, and the plan to .*3\.0"):
+        add_measured(find_device("H100 SXM", bandwidth_tb_s=3.0), write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "not a JSON object"), ("{", "not JSON"), (None, "No such file")],
+)
+def test_a_file_that_is_no_results_file_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=f"{message}.*; name a results.json of scripts/gpu_day"):
+        add_measured(H100, path)

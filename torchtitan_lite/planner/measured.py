@@ -1,0 +1,73 @@
+"""Read the rates that scripts/gpu_day.sh measured on a GPU, to plan for such GPUs."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from torchtitan_lite.documents import read_json_object
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
+
+from .constants import Rates
+
+VERSION = 1
+"""Version of the results file."""
+DATA_SHEET = ("bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "multiprocessors")
+"""Figures of DeviceSpec that rates are relative to."""
+NAMES = {field.name for field in fields(Rates)}
+
+
+class Results(BaseModel):
+    """What a plan reads of a results file."""
+
+    model_config = ConfigDict(strict=True)
+
+    date: str
+    device: str
+    """torch's name of the GPU."""
+    data_sheet: dict[str, float | None]
+    rates: dict[str, Annotated[float, Field(gt=0, lt=10)]]
+
+
+def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
+    """Return `device` with the rates in a results file in place of published ones.
+
+    Raises ConfigError for a file that is malformed, of another version or of another device, and
+    if its rates are relative to other figures than the device's."""
+    try:
+        content = read_json_object(path)
+        if (version := content.get("version")) != VERSION:
+            raise ValueError(f"is of version {version}, and version {VERSION} is read")
+        found = Results.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(f"--measured {path}: {reason}; measure again.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--measured {path}: {error}; name a results.json of scripts/gpu_day.sh."
+        ) from error
+
+    if unknown := found.rates.keys() - NAMES:
+        raise ConfigError(
+            f"--measured {path}: the planner has no constants {', '.join(sorted(unknown))}; "
+            "measure with this version."
+        )
+    its_device = lookup_device(found.device)
+    if its_device is None or its_device.name != device.name:
+        raise ConfigError(
+            f'--measured {path} is of device "{found.device}", and the plan is for '
+            f'"{device.name}"; plan for that, or measure on this.'
+        )
+    here = {name: getattr(device, name) for name in DATA_SHEET}
+    if found.data_sheet != here:
+        raise ConfigError(
+            f"--measured {path} is relative to {found.data_sheet}, and the plan to {here}; leave "
+            "--bandwidth and the peaks in [metrics] out, or measure with this version."
+        )
+    source = f"measured on {found.device}, {found.date}"
+    return replace(
+        device, measured=tuple((name, value, source) for name, value in found.rates.items())
+    )
