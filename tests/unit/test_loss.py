@@ -93,6 +93,16 @@ def test_fused_with_the_linear_it_is_equal_within_float32_rounding(
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
+def test_pieces_of_a_large_linear_take_the_memory_of_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loss, "PIECE_LOGITS", 1)
+    x, weight, labels = sample(torch.float32)  # dim 16: two copies of 8 tokens' logits
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        EAGER.of_linear(x, weight, labels)
+    assert sum(event.name == "aten::amax" for event in profiler.events()) == 48 / 8
+
+
 def test_in_bfloat16_one_chunk_computes_what_the_plain_path_does() -> None:
     x, weight, labels = sample(torch.bfloat16)
     expected, total = (

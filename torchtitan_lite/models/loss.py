@@ -24,22 +24,24 @@ IGNORED = -100  # label of a token that does not count
 CHUNK_LOGITS = 2**30
 """Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. More chunks take less memory,
 but each one after the first costs a pass over the weight's gradient in float32."""
-PIECE_LOGITS = 2**24
-"""Number of logits that are in float32 at a time in eager kernels: 64 MiB. Compiled kernels store
-none."""
+PIECE_LOGITS = 2**23
+"""Number of logits that eager kernels process at a time: 32 MiB in float32. Those of a large linear
+are more, for fewer kernels: as many as fit into the memory that the weight's gradient takes
+afterwards. Compiled kernels store no float32 logits."""
+FLOAT32_COPIES = 2
+"""A CPU, unlike a GPU, casts the logits before it subtracts from them."""
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
     """Compute the log-sum-exp of each token's `logits` [N, V], [N] float32."""
     largest = logits.amax(-1, keepdim=True).float()
-    scores = logits.to(torch.float32, copy=True)
-    return scores.sub_(largest).exp_().sum(-1).log_() + largest.squeeze(-1)
+    return (logits - largest).exp_().sum(-1).log_() + largest.squeeze(-1)
 
 
 def _to_softmax(logits: Tensor, log_sum_exp: Tensor, scale: Tensor) -> None:
     """Overwrite `logits` [N, V] by their softmax times `scale` [N]."""
-    scores = logits.to(torch.float32, copy=True)
-    logits.copy_(scores.sub_(log_sum_exp.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)))
+    scores = (logits - log_sum_exp.unsqueeze(-1)).exp_()
+    torch.mul(scores, scale.unsqueeze(-1), out=logits)
 
 
 def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
@@ -51,9 +53,9 @@ def _turn_to_softmax(logits: Tensor, scale: Tensor) -> Tensor:
         return log_sum_exp
 
     largest = logits.amax(-1, keepdim=True).float()
-    scores = logits.to(torch.float32, copy=True).sub_(largest).exp_()
+    scores = (logits - largest).exp_()
     total = scores.sum(-1, keepdim=True)
-    logits.copy_(scores.mul_(scale.unsqueeze(-1) / total))
+    torch.mul(scores, scale.unsqueeze(-1) / total, out=logits)
     return (total.log() + largest).squeeze(-1)
 
 
@@ -106,20 +108,20 @@ class CrossEntropy:
         loss: Tensor = _Loss.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
         return loss
 
-    def _take(self, logits: Tensor, labels: Tensor, call: _Call) -> Tensor:
+    def _take(self, logits: Tensor, labels: Tensor, call: _Call, *, piece_logits: int) -> Tensor:
         """Return the loss of `labels` [N] for `logits` [N, V].
 
-        With a gradient, `logits` are overwritten by it: the softmax, less 1 at the label."""
+        With a gradient, `logits` are overwritten by it: the softmax, less 1 at the label. Eager
+        kernels process `piece_logits` at a time."""
         # The logit of each label, 0 if another rank has it.
         ids = labels - call.first_id
         here = (ids >= 0) & (ids < logits.shape[-1])
         at_label = torch.arange(len(ids), device=ids.device), torch.where(here, ids, 0)
         picked = torch.where(here, logits[at_label].float(), 0)
 
-        # Eager kernels process a piece of the tokens at a time. If no other rank has logits, one
-        # kernel computes both the log-sum-exp and the softmax.
+        # If no other rank has logits, the log-sum-exp and the softmax are computed together.
         scales = call.scale * (labels != IGNORED)
-        size = len(logits) if self._compiled else max(1, PIECE_LOGITS // logits.shape[-1])
+        size = len(logits) if self._compiled else max(1, piece_logits // logits.shape[-1])
         pieces, piece_scales = logits.split(size), scales.split(size)
         if call.with_gradient and call.group is None:
             log_sums = list(map(self._turn_to_softmax, pieces, piece_scales))
@@ -153,9 +155,10 @@ class _Loss(torch.autograd.Function):
         if weight is None:
             gradient = x.clone() if call.with_gradient else x
             ctx.save_for_backward(gradient, None)
-            return loss._take(gradient, labels, call)
+            return loss._take(gradient, labels, call, piece_logits=PIECE_LOGITS)
 
         tokens = max(1, CHUNK_LOGITS // len(weight))
+        piece = max(PIECE_LOGITS, weight.nbytes // (FLOAT32_COPIES * torch.float32.itemsize))
         x_grad = torch.empty_like(x) if call.with_gradient else None
         weight_grad: Tensor | None = None
         total = torch.zeros((), device=x.device)
@@ -163,7 +166,7 @@ class _Loss(torch.autograd.Function):
         for start in range(0, len(x), tokens):
             chunk = slice(start, start + tokens)
             logits = x[chunk] @ weight.t()
-            total += loss._take(logits, labels[chunk], call)
+            total += loss._take(logits, labels[chunk], call, piece_logits=piece)
             if x_grad is None:
                 continue
             # The logits are now their gradient. Several chunks are summed in float32.

@@ -231,12 +231,12 @@ def _loss(rank: Rank, kept_from: int) -> Moment:
     if rank.fuses_loss and rank.degrees.dp_shard > 1:
         buffers += rank.groups[-1].gathered
 
-    # The gradient replaces the logits. An eager loss also has one piece of them in float32.
+    # The gradient replaces the logits. An eager loss also has a piece of them in float32.
     eager = not rank.config.compile.covers("loss")
-    in_float32 = FLOAT32 * min(loss.PIECE_LOGITS, rank.logits) if eager else 0
+    in_float32 = loss.FLOAT32_COPIES * FLOAT32 * min(loss.PIECE_LOGITS, rank.logits) * eager
     if rank.fuses_loss:
         # The weight's gradient is computed last, or accumulates in float32 (on CPU with a copy).
-        # Until then the float32 piece can use its memory.
+        # Until then the float32 piece can use its memory, and larger pieces use no more.
         several = rank.logits > loss.CHUNK_LOGITS
         added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
         logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)

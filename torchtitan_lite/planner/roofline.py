@@ -248,8 +248,10 @@ class Roofline:
         whole = self.job.config.parallelism.disable_loss_parallel
         logits = self.tokens * self.job.model_args.vocab_size
         logits //= 1 if whole else self.job.degrees.tp
-        compiled = self.job.config.compile.covers("loss")
-        return self.move(8 * logits, 1) if compiled else self.move(42 * logits, 11)
+        if self.job.config.compile.covers("loss"):
+            return self.move(8 * logits, 1)
+        # Eager, 9 kernels for each piece of dim / 4 tokens.
+        return self.move(26 * logits, 36 * self.tokens / self.job.model_args.dim)
 
     def optimizer(self, parameters: int) -> Cost:
         """Cost of clipping and AdamW on a rank's `parameters`: a weight is read and written, its
