@@ -35,6 +35,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.distributed import build_mesh
+from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, Rank, step_memory
 
@@ -86,7 +87,7 @@ def fake_process_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build_model(rank: Rank) -> nn.Module:
+def build_model(rank: Rank) -> Transformer:
     args, tp = rank.model, rank.degrees.tp
     with torch.device("meta"):
         model = Transformer(args).to(getattr(torch, rank.config.training.dtype))
@@ -118,7 +119,7 @@ def train(rank: Rank) -> None:
     for step in range(2):
         for accum_step in range(rank.accum_steps):
             last = accum_step == rank.accum_steps - 1
-            model.set_requires_gradient_sync(last)
+            start_microbatch(model, last=last)
             with record_function("measured") if step and last else contextlib.nullcontext():
                 if rank.fuses_loss:
                     total = model(tokens, partial(cross_entropy.of_linear, labels=tokens))
