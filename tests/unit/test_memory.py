@@ -87,7 +87,7 @@ def fake_process_group(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build_model(rank: Rank) -> nn.Module:
+def build_model(rank: Rank) -> Transformer:
     args, tp = rank.model, rank.degrees.tp
     with torch.device("meta"):
         model = Transformer(args).to(getattr(torch, rank.config.training.dtype))

@@ -13,6 +13,8 @@ from torchtitan_lite.config import TrainingConfig
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
+from .one_rank import MixedPrecisionTransformer
+
 
 def apply_fsdp(
     model: Transformer, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str
@@ -64,6 +66,9 @@ def apply_fsdp(
 def start_microbatch(model: Transformer, *, last: bool, reshard_after_forward: str) -> None:
     """Prepare for a microbatch's forward and backward pass: the `last` one of a step reduces the
     gradients of all. With "never", the weights of the first one serve all, and it frees them."""
+    if isinstance(model, MixedPrecisionTransformer):
+        model.copies.last_microbatch = last
+        return
     module = cast(FSDPModule, model)
     module.set_requires_gradient_sync(last)
     module.set_reshard_after_backward(last or reshard_after_forward != "never")

@@ -14,6 +14,7 @@ from torchtitan_lite.models.llama3 import Transformer
 
 from .activation_checkpoint import apply_activation_checkpointing
 from .fsdp import apply_fsdp
+from .one_rank import apply_mixed_precision, needs_no_fsdp
 from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
@@ -47,10 +48,12 @@ def parallelize(
     if compile.covers("model"):
         compile_blocks(model)
 
-    # FSDP comes last, also on one process: it applies mixed precision.
-    apply_fsdp(
-        model, mesh, training=training, reshard_after_forward=parallelism.fsdp_reshard_after_forward
-    )
+    # FSDP and mixed precision come last. On one rank FSDP would only copy.
+    if needs_no_fsdp(training, world_size=mesh.size()):
+        apply_mixed_precision(model, training=training)
+    else:
+        reshard = parallelism.fsdp_reshard_after_forward
+        apply_fsdp(model, mesh, training=training, reshard_after_forward=reshard)
 
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:

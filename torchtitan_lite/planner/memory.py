@@ -16,6 +16,7 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, block_linear_shapes
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
+from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
@@ -27,7 +28,8 @@ that one of FSDP's streams frees cannot be used by the others."""
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that FSDP gathers and scatters together, and the activations of their modules."""
+    """Weights that FSDP gathers and scatters together, and the activations of their modules. On one
+    rank the gathered weights are the copies in the compute type."""
 
     name: str
     weights: int  # number of gathered elements: this rank's share under tensor parallelism
@@ -74,6 +76,13 @@ class Rank:
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
+        # Bytes of an element of a gathered weight. Without FSDP, those that have the compute type
+        # are used as they are.
+        self.alone = needs_no_fsdp(config.training, world_size=job.degrees.world_size)
+        self.gathered_width = 0 if self.alone and self.width == self.weight_width else self.width
+        reshard = config.parallelism.fsdp_reshard_after_forward
+        self.reshard = "never" if self.alone else reshard
+
         # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
         # split along it.
         self.tokens = config.training.microbatch_tokens  # N
@@ -114,14 +123,16 @@ class Rank:
         if self.model.tie_embeddings:
             # The first group has the last one's weights too. From the loss to the end of the
             # backward they stay gathered, beside their gradient.
-            first = embedding(weights=last, gathered=self.width * (last + matrix))
+            gathered = self.gathered_width * last + self.width * matrix
+            first = embedding(weights=last, gathered=gathered)
             head = Group("output", 0, 0, 0, saved, saved + self.hidden)
         else:
-            # FSDP does not gather the embedding again for its backward.
-            never = self.config.parallelism.fsdp_reshard_after_forward == "never"
-            first = embedding(weights=matrix, gathered=self.width * matrix if never else 0)
+            # The embedding's backward does not need it.
+            stays = self.reshard == "never" and not self.alone
+            first = embedding(weights=matrix, gathered=self.width * matrix if stays else 0)
             saved += self.width * matrix if self.fuses_loss else 0
-            head = Group("output", last, 0, self.width * last, saved, saved + self.hidden)
+            head_gathered = self.gathered_width * last
+            head = Group("output", last, 0, head_gathered, saved, saved + self.hidden)
         ac, n_layers = self.config.activation_checkpoint, self.model.n_layers
         checkpointed = ac.checkpointed_layers(n_layers)
         kinds = [_block(self, checkpointed=False), _block(self, checkpointed=True)]
@@ -141,7 +152,7 @@ class Rank:
             "never": (1, 0),
             "default": (forward, blocks - self.accum_steps),
             "always": (forward, blocks),
-        }[self.config.parallelism.fsdp_reshard_after_forward]
+        }[self.reshard]
 
     def gathered(self, start: int, stop: int) -> int:
         """Bytes of the gathered weights of groups[start:stop], and of tied ones before them."""
@@ -185,9 +196,8 @@ def step_memory(rank: Rank) -> list[Moment]:
     an earlier one keeps for it is added: weights that stay gathered through its backward."""
     groups, last = rank.groups, len(rank.groups) - 1
     # The first group whose weights are not freed after its forward.
-    reshard = rank.config.parallelism.fsdp_reshard_after_forward
-    kept_from = {"never": 0, "default": last - 1, "always": last}[reshard]
-    stays = reshard == "never" and rank.accum_steps > 1
+    kept_from = {"never": 0, "default": last - 1, "always": last}[rank.reshard]
+    stays = rank.reshard == "never" and rank.accum_steps > 1
 
     moments, kept = [_loss(rank, kept_from)], sum(group.saved for group in groups)
     for i in range(last, -1, -1):
@@ -198,7 +208,8 @@ def step_memory(rank: Rank) -> list[Moment]:
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
         ahead = rank.gathered(min(kept_from, next_up), i)
         stay = sum(each.gathered for each in groups[left:]) if stays else 0
-        scattering = rank.reduce_width * sum(each.weights for each in groups[i + 1 : i + 2])
+        in_flight = () if rank.alone else groups[i + 1 : i + 2]
+        scattering = rank.reduce_width * sum(each.weights for each in in_flight)
         unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
         height = rank.moment(
             f"backward of {group.name}",
@@ -209,12 +220,15 @@ def step_memory(rank: Rank) -> list[Moment]:
         )
 
         # At the end, this group's scatter buffer replaces its weights and the previous buffer.
-        replaced = max(group.gathered + scattering, rank.reduce_width * group.weights)
+        gradients, reduced = rank.width * group.weights, rank.reduce_width * group.weights
+        scattered = gradients + max(group.gathered + scattering, reduced)
+        # On one rank each gradient is cast on its own.
+        scattered = max(gradients + group.gathered, reduced) if rank.alone else scattered
         end = rank.moment(
             f"gradients of {group.name}",
             left=left,
             activations=kept + rank.residual,
-            buffers=ahead + rank.width * group.weights + replaced,
+            buffers=ahead + scattered,
         )
         moments += [height, end]
 
@@ -268,7 +282,7 @@ def _block(rank: Rank, *, checkpointed: bool) -> Group:
     weights = sum(sizes.values()) // tp + 2 * rank.model.dim  # and two norms
     all_gather = rank.config.float8.enable_fsdp_float8_all_gather
     in_float8 = sum(sizes[name] for name in rank.float8_linears) // tp if all_gather else 0
-    gathered = rank.width * (weights - in_float8) + in_float8
+    gathered = rank.gathered_width * (weights - in_float8) + in_float8
     return Group("block", weights, in_float8, gathered, sum(kept.values()), working)
 
 
