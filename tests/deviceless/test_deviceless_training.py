@@ -147,6 +147,22 @@ def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert waits[0] == waits[1]
 
 
+@pytest.mark.parametrize(
+    # The ends of the model and its two blocks; "default" also the first block for its backward.
+    ("value", "gathers"),
+    [("never", 4), ("default", 2 * (4 + 1))],
+)
+def test_weights_that_stay_are_gathered_and_copied_once_for_two_microbatches(
+    value: str, gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((f"--parallelism.fsdp_reshard_after_forward={value}",), gpus=2)
+    run = train(tmp_path, *case.words, gpus=2)
+    copies = sum(n for name, n in run.calls.items() if "split_with_sizes_copy_out" in name)
+    assert copies == 3 * gathers
+    assert run.calls["nccl all-gather"] == 3 * (gathers + 1)  # of the losses, too
+    assert run.reserved_gib <= planned_gib(case, monkeypatch)
+
+
 def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
     """What the planner says that a GPU reserves at most."""
     for flavor, args in FLAVORS_OF_TESTS.items():
