@@ -107,6 +107,11 @@ CASES = {
     # Layouts.
     "FSDP": Case((FLOAT8, GATHERED, PRECOMPUTED), TENSORWISE, gpus=2, steady=True),
     "FSDP, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2),
+    "FSDP, never, compiled": Case(
+        (FLOAT8, GATHERED, PRECOMPUTED, COMPILED, "--parallelism.fsdp_reshard_after_forward=never"),
+        TENSORWISE,
+        gpus=2,
+    ),
     "FSDP, tied": Case((FLOAT8, GATHERED, PRECOMPUTED, *TIED), TENSORWISE, gpus=2),
     "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2, steady=True),
     "TP, compiled": Case((FLOAT8, TP, COMPILED), TENSORWISE, gpus=2),
@@ -145,6 +150,21 @@ def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             for steps in ("3", "6")
         ]
         assert waits[0] == waits[1]
+
+
+@pytest.mark.parametrize(
+    # The ends of the model and its two blocks; "default" also the first block for its backward.
+    ("value", "gathers"),
+    [("never", 4), ("default", 2 * (4 + 1))],
+)
+def test_weights_that_stay_are_gathered_and_copied_once_for_two_microbatches(
+    value: str, gathers: int, tmp_path: Path
+) -> None:
+    case = Case((f"--parallelism.fsdp_reshard_after_forward={value}",), gpus=2)
+    run = train(tmp_path, *case.words, gpus=2)
+    copies = sum(n for name, n in run.calls.items() if "split_with_sizes_copy_out" in name)
+    assert copies == 3 * gathers
+    assert run.calls["nccl all-gather"] == 3 * (gathers + 1)  # of the losses, too
 
 
 def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:

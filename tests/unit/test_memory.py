@@ -235,7 +235,7 @@ TIED_WEIGHTS = dataclasses.replace(WEIGHTS, vocab_size=8192, tie_embeddings=True
         (TIED_WEIGHTS, 8, 1, 1, {}, "gradients of layers.1"),
         (TIED_WEIGHTS, 1, 1, 1, {}, "gradients of tok_embeddings"),
         (TIED_WEIGHTS, 2, 1, 1, FOUR_PASSES, "gradients of layers.3"),
-        (TIED_WEIGHTS, 2, 1, 1, NEVER | FOUR_PASSES, "backward of layers.3"),
+        (TIED_WEIGHTS, 2, 1, 1, NEVER | FOUR_PASSES, "gradients of layers.3"),
     ],
     ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation", "never-accumulation"],
 )

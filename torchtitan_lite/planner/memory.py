@@ -145,13 +145,14 @@ class Rank:
         return [0, *accumulate(group.weights for group in self.groups)]
 
     @property
-    def gathers(self) -> tuple[int, int]:
-        """How often a step gathers all weights for a forward, and a block for its backward."""
-        forward, blocks = self.accum_steps, self.accum_steps * self.model.n_layers
+    def gathers(self) -> tuple[int, int, int]:
+        """How often a step gathers all weights for a forward, and for their backward a block and
+        the head, as counted by its kernels."""
+        steps, n_layers = self.accum_steps, self.model.n_layers
         return {
-            "never": (1, 0),
-            "default": (forward, blocks - self.accum_steps),
-            "always": (forward, blocks),
+            "never": (1, 0, 0),
+            "default": (steps, steps * (n_layers - 1), 0),
+            "always": (steps, steps * n_layers, steps),
         }[self.reshard]
 
     def gathered(self, start: int, stop: int) -> int:

@@ -270,8 +270,10 @@ class Roofline:
         """Cost of FSDP's copies of gradients in a step: a cast, to reduce them or to add others of
         later microbatches to them; these sums are read and written, and copied to be reduced."""
         accum, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
-        nbytes = 6 if accum == 1 else 6 + 10 * (accum - 1) + 8
-        return self.move(nbytes * parameters, 2 * accum * n_layers)
+        if accum == 1:
+            return self.move(6 * parameters, 2 * n_layers)
+        nbytes = 6 + 10 * (accum - 1) + 8
+        return self.move(nbytes * parameters, (9 * accum + 2) * n_layers)
 
 
 def build_roofline(

@@ -144,7 +144,7 @@ class _Step:
 
         # Computation: all but the optimizer runs once in each microbatch.
         blocks, head = self._blocks(), self._head()
-        parameters = sum(group.weights for group in self.rank.groups) // degrees.dp_shard
+        parameters = self.rank.weights[-1] // degrees.dp_shard
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()}
         parts["optimizer"] = self.roofline.optimizer(parameters)
@@ -204,15 +204,13 @@ class _Step:
 
     def _fsdp_copies(self) -> Passes:
         """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
-        (forward, again), mean = self.rank.gathers, 1 / self.job.batch.grad_accum_steps
+        (forward, blocks, heads), accum = self.rank.gathers, self.job.batch.grad_accum_steps
         embedding, block, *_, head = self.rank.groups
         copies = self.roofline.gather_copies
-        ends = copies(embedding) + copies(head)
-        gradients = self.roofline.gradient_copies(sum(group.weights for group in self.rank.groups))
-        return Passes(
-            (ends + copies(block) * self.job.model_args.n_layers) * (forward * mean),
-            (copies(block) * again + gradients) * mean,
-        )
+        all_weights = copies(embedding) + copies(block) * len(self.rank.groups[1:-1]) + copies(head)
+        again = copies(block) * blocks + copies(head) * heads
+        gradients = self.roofline.gradient_copies(self.rank.weights[-1])
+        return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     def _head(self) -> dict[str, Cost]:
         """Computation between the two passes: the projection to the vocabulary and the loss."""
@@ -226,7 +224,7 @@ class _Step:
         rank, network, degrees = self.rank, self.network, self.job.degrees
         shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
         embedding, block, *_, head = rank.groups
-        n_layers, (forwards, backwards) = self.job.model_args.n_layers, rank.gathers
+        n_layers, (forwards, again_blocks, again_heads) = len(rank.groups[1:-1]), rank.gathers
 
         def reduce_s(group: Group) -> float:
             nbytes = rank.reduce_width * group.weights
@@ -235,12 +233,13 @@ class _Step:
 
         # Weights may stay gathered from the forward to the backward pass, and between microbatches.
         gather = network.gather_s(block.gathered, shards)
-        again = gather * backwards / accum
+        gather_head = network.gather_s(rank.width * head.weights, shards)
+        again = (gather * again_blocks + gather_head * again_heads) / accum
         reductions = reduce_s(embedding) + n_layers * reduce_s(block) + reduce_s(head)
 
         # Nothing hides the first gathers and the last reductions.
         first = network.gather_s(rank.width * embedding.weights, shards) + gather
-        ahead = (n_layers - 1) * gather + network.gather_s(rank.width * head.weights, shards)
+        ahead = (n_layers - 1) * gather + gather_head
         last = reduce_s(block) + reduce_s(embedding)
 
         forward, backward = compute.forward.seconds, compute.backward.seconds
