@@ -3,11 +3,11 @@
 python scripts/benchmarks/gpu_day.py run [--out FOLDER] [--budget SECONDS] [--only PART ...]
 python scripts/benchmarks/gpu_day.py table FILE         tables for docs/performance.md
 
-Parts, the most important first: kernels, tests, rows, scaled, profile. Each is a process of its own with a
-share of the time; what a part does not use is for those after it. FOLDER gets logs, the trace, and
-results.json, which is written after every part. Ctrl-C or SIGTERM ends the running part, keeps what
-it has measured, and exits with code 75. `scripts/plan.py --measured FOLDER/results.json` plans by
-the measured rates.
+Parts, the most important first: kernels, tests, rows, scaled, profile. Each is a process of its own
+with a share of the time; what a part does not use is for those after it. FOLDER gets logs, the
+trace, and results.json, which is written after every part. Ctrl-C or SIGTERM ends the running part,
+keeps what it has measured, and exits with code 75. `scripts/plan.py --measured FOLDER/results.json`
+plans by the measured rates.
 """
 
 import argparse

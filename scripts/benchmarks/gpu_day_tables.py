@@ -18,9 +18,10 @@ Results = Mapping[str, Any]
 
 def format_results(results: Results) -> str:
     """Format all that is in the results, in the order of importance."""
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     head = (
         f"{results['device']} ({results['gpus']} in the node, one used), {results['date']}, "
-        f"commit {results['commit']}, {results['versions']}; ended: {results['ended_by']}, after "
+        f"commit {results['commit']}, {versions}; ended: {results['ended_by']}, after "
         f"{results['seconds']:.0f} s"
     )
     formats = {
