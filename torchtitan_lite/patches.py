@@ -107,6 +107,27 @@ def weigh_cudnn_attention() -> None:
     partitioners.get_default_op_list = get_default_op_list
 
 
+def fuse_norms_with_their_gradients() -> None:
+    """Compute the gradient of a norm's weight in the kernel that computes that of its input.
+
+    Changes: `MixOrderReduction.get_fusion_score` of Inductor, for kernels on GPUs.
+    Why: a fusion of sums over rows with sums over columns is rated by elements, and every other by
+    bytes. So the weight gradients of a block's two norms are fused, as both read the block's input,
+    with each other, and read again what the kernels of both norms have read.
+    Upstream: not reported. Seen: torch 2.11 to 2.13. Remove: once such fusions are rated by bytes.
+    """
+    from torch._inductor.scheduler import BaseSchedulerNode, MixOrderReduction
+    from torch._inductor.virtualized import V
+
+    def shared_bytes(rows: BaseSchedulerNode, columns: BaseSchedulerNode) -> int:
+        shared = MixOrderReduction.get_common_read(rows, columns)
+        return MixOrderReduction.get_numel(rows) * sum(
+            V.graph.get_dtype(name).itemsize for name in shared
+        )
+
+    MixOrderReduction.get_fusion_score = staticmethod(shared_bytes)  # type: ignore[method-assign, assignment]
+
+
 def count_no_memory_for_meshes() -> None:
     """Count DTensor's mesh as 0 bytes of activations under a memory budget.
 
@@ -145,6 +166,31 @@ def keep_shared_casts() -> None:
             return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
 
     config.post_grad_custom_post_pass = KeepSharedCasts()
+
+
+def recompute_transposed_casts() -> None:
+    """Transpose tensors in float8 in the backward pass, where they are multiplied.
+
+    Changes: `torch._inductor.config.joint_custom_post_pass`.
+    Why: backward multiplies weights that FSDP has gathered in float8 transposed. The partitioner
+    copies them in the forward pass, and keeps the copies beside the weights.
+    Upstream: not reported. Seen: torch 2.13, torchao 0.18, without activation checkpointing.
+    Remove: once the partitioner recomputes a copy of a parameter.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    class RecomputeTransposedCasts(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+                if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                    copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+        def uuid(self) -> object:
+            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
+
+    config.joint_custom_post_pass = RecomputeTransposedCasts()
 
 
 # ----- torchao -----

@@ -1,7 +1,8 @@
 """The kernels that Inductor generates for a block of Llama 3 8B: `kernels.py RECIPE FILE`, on the
 fake GPU. RECIPE is bf16, a recipe of float8, or "gathered", tensorwise with weights that FSDP has
 gathered in float8. FILE gets, for the forward and the backward pass, the MiB that kernels move by
-kind of access, and their number.
+kind of access, their number, and the MiB of tensors that the pass returns: forward, its output and
+what it keeps for backward beside its inputs.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,7 +34,7 @@ from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.patches import keep_shared_casts
+from torchtitan_lite.patches import keep_shared_casts, recompute_transposed_casts
 
 ARGS = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=16, max_seq_len=8192)
 KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\1', '''(.*?)'''", re.DOTALL)
@@ -69,6 +71,7 @@ def build(recipe: str) -> Transformer:
         )
         convert_linears(model, choices, float8=float8, emulate=False)
         keep_shared_casts()
+        recompute_transposed_casts()
 
     parallelize(
         model,
@@ -85,9 +88,18 @@ def main(recipe: str, file: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     model = build(recipe)
     moved: list[list[int]] = []  # bytes of each kernel, in each graph
+    returned: list[dict[str, int]] = []
     codes: list[str] = []
 
     def note_bytes(nodes: list[Any]) -> list[Any]:
+        tensors = [out for out in V.graph.graph_outputs if hasattr(out, "get_numel")]
+        returned.append(
+            {
+                out.get_name(): int(out.get_numel()) * out.get_dtype().itemsize
+                for out in tensors
+                if out.get_name() not in V.graph.graph_inputs
+            }
+        )
         moved.append(
             [each.get_read_write_buffers_sizes() for each in nodes if not each.is_extern()]
         )
@@ -100,12 +112,13 @@ def main(recipe: str, file: str) -> None:
         model(tokens).sum().backward()
 
     passes = []
-    for code, sizes in zip(codes, moved, strict=True):
+    for code, sizes, tensors in zip(codes, moved, returned, strict=True):
         kinds = {name: kind_of_access(source) for name, source in KERNEL.findall(code)}
         mib: dict[str, float] = defaultdict(float)
         for name, size in zip(LAUNCH.findall(code), sizes, strict=True):
             mib[kinds[name]] += size / 2**20
-        passes.append({"kernels": len(sizes), **mib})
+        kept = sum(tensors.values()) / 2**20
+        passes.append({"kernels": len(sizes), "returned": kept, **mib})
     Path(file).write_text(json.dumps(passes))
 
 

@@ -23,6 +23,8 @@ from torch._functorch import partitioners
 from torch._inductor import config
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.scheduler import MixOrderReduction
+from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.tensor import DTensor, Shard
@@ -60,6 +62,7 @@ PATCHED: list[tuple[Any, str]] = [
     (partitioners, "has_recomputable_rng_ops"),
     (partitioners, "get_default_op_list"),
     (VecISA, "check_build"),
+    (MixOrderReduction, "get_fusion_score"),
 ]
 ORIGINALS = [getattr(module, name) for module, name in PATCHED]
 CPP_TYPES = dict(cpp_utils.DTYPE_TO_CPP)
@@ -143,6 +146,20 @@ def test_attention_by_cudnn_is_cheap_to_recompute_unless_patched() -> None:
         torch.ops.aten._scaled_dot_product_cudnn_attention
     }
     assert not hasattr(after.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]  # once
+
+
+def test_a_norm_and_its_weight_gradient_are_rated_by_elements_unless_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    types = {"x": torch.bfloat16, "grad": torch.float32}
+    monkeypatch.setattr(MixOrderReduction, "get_numel", lambda rows: 1000)
+    monkeypatch.setattr(MixOrderReduction, "get_common_read", lambda rows, columns: list(types))
+    graph: Any = SimpleNamespace(get_dtype=types.get)
+    rows: Any = None
+    with V.set_graph_handler(graph):
+        assert MixOrderReduction.get_fusion_score(rows, rows) == 1000
+        patches.fuse_norms_with_their_gradients()
+        assert MixOrderReduction.get_fusion_score(rows, rows) == 6000
 
 
 @torch_213
@@ -234,6 +251,53 @@ def test_a_cast_is_computed_for_each_matmul_that_reads_it_unless_patched() -> No
         assert written == X.numel()
     for results in (plain, shared):
         assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+class Linear(torch.autograd.Function):
+    """A linear in float8 whose backward pass copies the weight to transpose it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch._scaled_mm(
+            x.to(weight.dtype), weight.t(), ONE, ONE, out_dtype=torch.bfloat16
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        transposed = weight.t().contiguous().t()
+        cast = grad.to(weight.dtype)
+        return torch._scaled_mm(cast, transposed, ONE, ONE, out_dtype=torch.bfloat16), None
+
+
+def compile_and_save() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gradient of a compiled linear's input, and what it saved in float8 beside its weight."""
+    x, weight = X.clone().requires_grad_(), WEIGHTS[0].t()
+    saved = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is weight.dtype and tensor.data_ptr() != weight.data_ptr():
+            saved.append(tensor)
+        return tensor
+
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            result = torch.compile(Linear.apply, fullgraph=True)(x, weight)
+        result.sum().backward()
+    assert x.grad is not None
+    return x.grad, saved
+
+
+def test_the_transpose_of_a_weight_in_float8_is_kept_unless_patched() -> None:
+    with config.patch(joint_custom_post_pass=None):
+        plain, saved = compile_and_save()
+        assert [tensor.shape for tensor in saved] == [(48, 64)]
+        patches.recompute_transposed_casts()
+        patched, saved = compile_and_save()
+        assert saved == []
+    assert torch.equal(patched, plain)
 
 
 def test_the_amax_of_a_gathered_weight_is_taken_over_fsdps_ranks_unless_patched(
