@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -259,9 +260,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        return torch._scaled_mm(
-            x.to(weight.dtype), weight.t(), ONE, ONE, out_dtype=torch.bfloat16
-        )
+        return torch._scaled_mm(x.to(weight.dtype), weight.t(), ONE, ONE, out_dtype=torch.bfloat16)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -349,6 +348,77 @@ def test_float8_activations_are_gathered_as_bytes(monkeypatch: pytest.MonkeyPatc
     gathered = table[op](send, (shard, 2, "group"), {})
     assert sent == [torch.uint8] and gathered._data.dtype is torch.float8_e4m3fn
     assert torch.equal(gathered.to_original_precision(), torch.ones(4, 4))
+
+
+def multiply_exactly(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    **options: Any,
+) -> torch.Tensor:
+    """What `torch._scaled_mm` computes on a GPU: it rounds once, after scaling."""
+    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+
+def scaled_by_torchao_and_in_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product without fast accumulation, unpatched and patched."""
+    types = torch.float8_e4m3fn, torch.bfloat16
+
+    def multiply() -> Any:
+        operands = a.to(types[0]), a_scale, b.to(types[0]), b_scale
+        return float8_ops.addmm_float8_unwrapped(*operands, types[1], use_fast_accum=False)
+
+    plain = multiply()
+    patches.scale_gradients_in_matmul()
+    return plain, multiply()
+
+
+@pytest.fixture
+def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts the calls of `torch._scaled_mm`, and computes without a GPU."""
+    counter = Mock(side_effect=multiply_exactly)
+    monkeypatch.setattr(torch, "_scaled_mm", counter)
+    multiply = inspect.unwrap(float8_ops.addmm_float8_unwrapped)
+    monkeypatch.setattr(float8_ops, "addmm_float8_unwrapped", multiply)
+    return counter
+
+
+def test_gradients_are_scaled_after_their_matmul_unless_patched(scaled_mm: Mock) -> None:
+    m, n, k = 48, 32, 64
+    a_scale, b_scale = (2.0 ** torch.randint(-30, 30, shape) for shape in ((m, 1), (1, n)))
+    plain, patched = scaled_by_torchao_and_in_matmul(
+        torch.randn(m, k) * 50, a_scale, torch.randn(k, n) * 50, b_scale
+    )
+    assert torch.equal(plain, patched)
+    first, second = (call.kwargs | dict(enumerate(call.args)) for call in scaled_mm.call_args_list)
+    assert first["scale_a"].shape == first["scale_b"].shape == ()
+    assert (second[2].shape, second[3].shape) == ((m, 1), (1, n))
+
+    # Fast accumulation, and a scale per tensor, stay torchao's.
+    operands = torch.ones(16, 16), torch.full((16, 1), 2.0), torch.ones(16, 16)
+    for b_scale, fast in ((torch.full((1, 16), 2.0), True), (torch.tensor(2.0), False)):
+        out = float8_ops.addmm_float8_unwrapped(
+            *operands, b_scale, torch.bfloat16, use_fast_accum=fast
+        )
+        assert scaled_mm.call_args.kwargs["use_fast_accum"] is fast
+        assert out.unique().tolist() == [4.0]
+
+
+def test_a_gradient_below_the_normal_numbers_of_bf16_is_rounded_once(
+    scaled_mm: Mock,
+) -> None:
+    # Between 8 and 9 times the smallest number, 2^-133, a little above the middle: rounded to bf16
+    # first, it is in the middle, and goes to the even one.
+    a = torch.zeros(1, 16)
+    a[0, :3] = torch.tensor([1, 2**-4, 2**-9])
+    scale = torch.full((1, 1), 2.0**65)
+    plain, patched = scaled_by_torchao_and_in_matmul(a, scale, torch.ones(16, 1), scale)
+    assert (plain.item(), patched.item()) == (8 * 2.0**-133, 9 * 2.0**-133)
 
 
 def cast_to_float8(tensor: torch.Tensor) -> Any:
