@@ -64,6 +64,8 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         patches.save_no_rng_state()
         patches.name_mxfp8_scales_in_cpp()
         patches.trust_instruction_set()
+    else:
+        patches.store_transposes_in_tiles()
 
     # Share of a block's activations that the compiler keeps; 1.0 leaves the choice to the modes of
     # activation checkpointing.
