@@ -129,6 +129,37 @@ def fuse_norms_with_their_gradients() -> None:
     scored.get_fusion_score = staticmethod(shared_bytes)
 
 
+def store_transposes_in_tiles() -> None:
+    """Store a transposed tensor from a kernel of its own rather than from a reduction.
+
+    Changes: `InductorChoices.can_fuse`, Inductor's hook for such choices.
+    Why: a reduction over rows works on tiles of one or a few rows. A transposed cast of the same
+    tensor, fused with it, is stored byte by byte, a whole column apart. A kernel with square tiles
+    reads the tensor once more, but stores 64 bytes or more at a time.
+    Upstream: not reported. Seen: torch 2.13, torchao 0.18, on GPUs.
+    Remove: once `tiling_prevents_reduction_fusion` prevents it for tiles of the reduction's shape.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+    default: Callable[..., bool] = inspect.unwrap(InductorChoices.can_fuse)
+
+    @wraps(default)
+    def can_fuse(
+        scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared: int
+    ) -> bool:
+        if node1.is_reduction() != node2.is_reduction():
+            pointwise = node2 if node1.is_reduction() else node1
+            _, (elements, _) = pointwise.group
+            tiling = TritonScheduling.select_tiling(pointwise.get_nodes(), elements)
+            if len(tiling) > 2:  # two axes of the tensor, and that of a reduction
+                return False
+        return default(scheduler, node1, node2, shared)
+
+    InductorChoices.can_fuse = staticmethod(can_fuse)  # type: ignore[assignment, method-assign]
+
+
 def count_no_memory_for_meshes() -> None:
     """Count DTensor's mesh as 0 bytes of activations under a memory budget.
 

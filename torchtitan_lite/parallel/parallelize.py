@@ -67,9 +67,10 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         patches.save_no_rng_state()
         patches.name_mxfp8_scales_in_cpp()
         patches.trust_instruction_set()
-
-    # One kernel for each norm's backward pass.
-    patches.fuse_norms_with_their_gradients()
+    # Kernels on GPUs that move more bytes than they need, or move them slowly.
+    else:
+        patches.fuse_norms_with_their_gradients()
+        patches.store_transposes_in_tiles()
 
     # Share of a block's activations that the compiler keeps; 1.0 leaves the choice to the modes of
     # activation checkpointing.
