@@ -62,12 +62,11 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
     if mesh["tp"].size() > 1:
         patches.tag_compiler_cache(f"rank {mesh.get_rank()} of {mesh.size()}")
 
-    # Faults of the compiler on CPU only.
+    # Faults of the compiler: on CPU, and in the choice of kernels on GPUs.
     if mesh.device_type == "cpu":
         patches.save_no_rng_state()
         patches.name_mxfp8_scales_in_cpp()
         patches.trust_instruction_set()
-    # Kernels on GPUs that move more bytes than they need, or move them slowly.
     else:
         patches.fuse_norms_with_their_gradients()
         patches.store_transposes_in_tiles()
