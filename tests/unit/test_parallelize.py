@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
+from torch._inductor.graph import GraphLowering
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import patches
 from torchtitan_lite.config import ActivationCheckpointConfig, Float8Config
@@ -16,6 +21,7 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.parallelize import compile_blocks, set_up_compiler
+from torchtitan_lite.parallel.tensor_parallel import apply_tensor_parallel
 
 ARGS = ModelArgs(
     dim=32, n_layers=6, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=48, max_seq_len=16
@@ -45,6 +51,38 @@ def frames(n_layers: int, *, recipe: str | None) -> int:
 def test_blocks_that_are_equal_are_compiled_once_however_many_they_are(recipe: str | None) -> None:
     assert frames(6, recipe=recipe) == 1
     assert frames(32, recipe=recipe) == 1
+
+
+class Generated(Exception):
+    """Generated code, which is not compiled."""
+
+
+def test_float8_scales_of_tensor_parallelism_share_an_all_reduce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 4 inputs and 7 weights, all weights and the first input are there from the start."""
+
+    def stop(code: str) -> None:
+        raise Generated(code)
+
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(stop))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+        with torch.device("meta"):
+            model = Transformer(replace(ARGS, n_layers=1, n_kv_heads=2, ffn_dim=64))
+        choices = select_linears(model, filter_fqns=("output",), tp_degree=2, tokens=32)
+        convert_linears(model, choices, float8=Float8Config(), emulate=True)
+        with inductor.patch(bucket_all_reduces_fx="none", fx_graph_cache=False):
+            set_up_compiler(mesh, ActivationCheckpointConfig(mode="none"))
+            apply_tensor_parallel(model, mesh["tp"], loss_parallel=True)
+            compile_blocks(model)
+            model.to_empty(device="cpu")
+            with pytest.raises(Exception, match="all_reduce") as raised:
+                model(torch.zeros(2, 16, dtype=torch.long))
+    finally:
+        dist.destroy_process_group()
+    assert str(raised.value).count("_c10d_functional.all_reduce_.default(") == 4
 
 
 def set_up(

@@ -58,9 +58,11 @@ def parallelize(
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Configure the compiler of this process for `mesh` and for a memory budget."""
-    # Under tensor parallelism ranks compile different code.
+    # Under tensor parallelism ranks compile different code. The scale of a float8 cast is the
+    # maximum over ranks: those that do not wait for each other share an all-reduce.
     if mesh["tp"].size() > 1:
         patches.tag_compiler_cache(f"rank {mesh.get_rank()} of {mesh.size()}")
+        torch._inductor.config.bucket_all_reduces_fx = "all"
 
     # Faults of the compiler: on CPU, and in the choice of kernels on GPUs.
     if mesh.device_type == "cpu":
