@@ -572,6 +572,24 @@ def test_fsdp_copies_what_it_gathers_and_casts_what_it_reduces(reshard: str) -> 
         assert copies.backward.seconds == pytest.approx((again + 6) * 1e9 / 2e12)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_one_rank_copies_weights_once_a_step(microbatches: int) -> None:
+    at = roofline_of(
+        8192,
+        args=SMALL,
+        rates=replace(RATES, kernel_seconds=0),
+        training={"local_batch_size": 1, "global_batch_size": microbatches},
+    )
+    # A weight is read in 4 bytes and written in 2. For float8 it is read in 4 bytes to be scaled,
+    # multiplied and clamped in 8 each, and read in 4 to be written in 1. A gradient is read in 2
+    # bytes and written in 4, which later microbatches read too.
+    for in_float8, copied in ((0, 6), (10**9, 25)):
+        copies = at.fsdp_copies(10**9, in_float8)
+        summed = 6 + 10 * (microbatches - 1)
+        assert microbatches * copies.forward.seconds == pytest.approx(copied * 1e9 / 2e12)
+        assert microbatches * copies.backward.seconds == pytest.approx(summed * 1e9 / 2e12)
+
+
 @pytest.mark.parametrize("part", ["loss", "attention", "pointwise"])
 def test_twice_the_tokens_take_twice_as_long(part: str) -> None:
     free = replace(RATES, kernel_seconds=0)

@@ -21,6 +21,7 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
+from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 from .constants import Rates, rates_of
 from .memory import WIDTHS
@@ -262,6 +263,13 @@ class Roofline:
         """Cost of FSDP's copies for `parameters`, of which it gathers some `in_float8`: around each
         gather, bytes of the whole and of a shard, and gradients that are cast to be reduced."""
         degrees, n_layers = self.job.degrees, self.job.model_args.n_layers
+        if needs_no_fsdp(self.job.config.training, world_size=degrees.world_size):
+            # Weights are copied once a step, and gradients added to those of earlier microbatches.
+            accum = self.job.batch.grad_accum_steps
+            kernels = (2 + 21 * bool(in_float8)) * n_layers
+            copies = self.move(6 * parameters + 19 * in_float8, kernels) * (1 / accum)
+            return Passes(copies, self.move((10 - 4 / accum) * parameters, 9 * n_layers))
+
         whole = 4 * parameters - 2 * in_float8
         shard = (10 * parameters + 13 * in_float8) / degrees.dp_shard
         gather = self.move(whole + shard, (6 + 21 * bool(in_float8)) * n_layers)
