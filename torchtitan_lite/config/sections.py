@@ -182,7 +182,8 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: AllOrCount = -1
     """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after a block's forward pass; default: all but the last block's."""
+    """Free gathered parameters after a block's forward; default: not the last block's. One rank
+    gathers none."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False
@@ -235,7 +236,8 @@ class Float8Config(Section):
     recipe_name: RecipeName = DEFAULT_RECIPE
     """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell)."""
     enable_fsdp_float8_all_gather: bool = False
-    """FSDP gathers float8 weights, 1 byte an element (tensorwise only)."""
+    """FSDP gathers float8 weights, 1 byte an element (tensorwise only); one rank casts them once a
+    step."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """One all-reduce a step for all weight scales; needs enable_fsdp_float8_all_gather."""
     filter_fqns: Names = ()
