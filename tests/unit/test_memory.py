@@ -223,6 +223,25 @@ def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, 
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        training(mixed_precision_param="float32"),
+        training(mixed_precision_reduce="bfloat16"),
+        {"training": TrainingConfig(seq_len=4, dtype="bfloat16")},
+        {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")},
+        training(global_batch_size=16),
+        COMPILED,
+    ],
+    ids=["float32", "bf16-reduce", "bf16-weights", "never", "accumulation", "compiled"],
+)
+def test_peak_on_one_rank(changes: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    bf16_weights = changes.get("training", TrainingConfig()).dtype == "bfloat16"
+    rank = build_rank(WEIGHTS if bf16_weights else WIDE, **changes)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
 TIED_VOCABULARY = dataclasses.replace(VOCABULARY, tie_embeddings=True)
 TIED_WEIGHTS = dataclasses.replace(WEIGHTS, vocab_size=8192, tie_embeddings=True)
 
@@ -317,6 +336,19 @@ def check_kept(rank: Rank) -> None:
 
 
 GPU = {"on_cpu": False, "batch": 1}
+
+
+def test_8b_on_one_gpu_holds_copies_or_gradients() -> None:
+    rank = build_rank(FLAVORS["3-8B"], activation_checkpoint=BY_OP, **GPU, **COMPILED)
+    moments = {moment.name: moment for moment in step_memory(rank)}
+    block, output, rotary = 218_112_000, 128256 * 4096 + 4096, 2 * 4 * 8192 * 64
+    # The loss needs copies of all weights but the embedding's. At the end of a block's backward
+    # there are those of the blocks before it, its own and its gradients, and the float32 ones of
+    # the blocks behind it.
+    assert moments["loss"].buffers == 2 * (32 * block + output) + rotary
+    assert moments["gradients of layers.5"].buffers == 2 * 5 * block + (2 + 2) * block + rotary
+    assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4
+    assert moments["gradients of tok_embeddings"].buffers == 4 * 128256 * 4096 + rotary
 
 
 def test_8b_on_8_gpus() -> None:

@@ -594,9 +594,28 @@ def test_fsdp_casts_gradients_and_adds_them_up(microbatches: int, nbytes: int) -
     at = roofline_of(
         8192,
         rates=replace(RATES, kernel_seconds=0),
-        training={"global_batch_size": microbatches},
+        degrees=(1, 2, 1),
+        training={"global_batch_size": 2 * microbatches},
     )
     assert at.gradient_copies(10**9).seconds == pytest.approx(nbytes * 1e9 / 2e12)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_one_rank_copies_weights_once_a_step(microbatches: int) -> None:
+    at = roofline_of(
+        8192,
+        args=SMALL,
+        rates=replace(RATES, kernel_seconds=0),
+        training={"local_batch_size": 1, "global_batch_size": microbatches},
+    )
+    # A weight is read in 4 bytes and written in 2. For float8 it is read in 4 bytes to be scaled,
+    # multiplied and clamped in 8 each, and read in 4 to be written in 1. A gradient is read in 2
+    # bytes and written in 4, which later microbatches read too.
+    for in_float8, copied in ((0, 6), (10**9, 25)):
+        group = Group("some", 10**9, in_float8, gathered=0, saved=0, working=0)
+        assert at.gather_copies(group).seconds == pytest.approx(copied * 1e9 / 2e12)
+    summed = 6 + 10 * (microbatches - 1)
+    assert at.gradient_copies(10**9).seconds == pytest.approx(summed * 1e9 / 2e12)
 
 
 @pytest.mark.parametrize("part", ["loss", "attention", "pointwise"])

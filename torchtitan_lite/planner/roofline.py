@@ -21,6 +21,7 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
+from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 from .constants import Rates, rates_of
 from .memory import WIDTHS, Group
@@ -264,20 +265,32 @@ class Roofline:
         moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
         return self.move((6 * weight + 4 * moment) * parameters, 37)
 
+    @property
+    def alone(self) -> bool:
+        """Whether one rank trains without FSDP."""
+        return needs_no_fsdp(self.job.config.training, world_size=self.job.degrees.world_size)
+
     def gather_copies(self, group: Group) -> Cost:
-        """Cost of FSDP's copies around a gather of `group`: bytes of the whole and of a shard."""
+        """Cost of the copies around a gather of `group`, in bytes of the whole and of a shard. One
+        rank casts its weights."""
+        if self.alone:
+            nbytes = 6 * group.weights + 19 * group.in_float8
+            return self.move(nbytes, 2 + 21 * bool(group.in_float8))
         whole = 4 * group.weights - 2 * group.in_float8
         shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.dp_shard
         return self.move(whole + shard, 6 + 21 * bool(group.in_float8))
 
     def gradient_copies(self, parameters: int) -> Cost:
-        """Cost of FSDP's copies of gradients in a step: a cast, to reduce them or to add others of
-        later microbatches to them; these sums are read and written, and copied to be reduced."""
+        """Cost of the copies of gradients in a step: a cast, to reduce them or to add others of
+        later microbatches to them. These sums are read and written, and FSDP copies them to be
+        reduced."""
         accum, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
+        nbytes = 6 + 10 * (accum - 1)
+        if self.alone:
+            return self.move(nbytes * parameters, 9 * accum * n_layers)
         if accum == 1:
-            return self.move(6 * parameters, 2 * n_layers)
-        nbytes = 6 + 10 * (accum - 1) + 8
-        return self.move(nbytes * parameters, (9 * accum + 2) * n_layers)
+            return self.move(nbytes * parameters, 2 * n_layers)
+        return self.move((nbytes + 8) * parameters, (9 * accum + 2) * n_layers)
 
 
 def build_roofline(
