@@ -254,9 +254,8 @@ TIED_WEIGHTS = dataclasses.replace(WEIGHTS, vocab_size=8192, tie_embeddings=True
         (TIED_WEIGHTS, 8, 1, 1, {}, "gradients of layers.1"),
         (TIED_WEIGHTS, 1, 1, 1, {}, "gradients of tok_embeddings"),
         (TIED_WEIGHTS, 2, 1, 1, FOUR_PASSES, "gradients of layers.3"),
-        (TIED_WEIGHTS, 2, 1, 1, NEVER | FOUR_PASSES, "gradients of layers.3"),
     ],
-    ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation", "never-accumulation"],
+    ids=["tp", "gathered-logits", "fsdp", "alone", "accumulation"],
 )
 def test_peak_with_tied_embeddings(
     args: ModelArgs, dp_shard: int, tp: int, batch: int, changes: dict[str, Any], height: str

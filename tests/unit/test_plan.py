@@ -77,7 +77,7 @@ def test_keys_of_float8_that_its_recipe_excludes_have_no_effect_while_it_is_off(
 
 
 def test_the_report_says_that_what_a_memory_budget_recomputes_is_not_counted():
-    words = ["llama3_8b", "--activation_checkpoint.memory_budget=0.0"]
+    words = ["llama3_8b", "--activation_checkpoint.memory_budget=0.0", RESHARD_DEFAULT]
     none, budget = (
         plan(*words, f"--activation_checkpoint.mode={mode}") for mode in ("none", "memory_budget")
     )
@@ -228,7 +228,7 @@ def test_auto_converts_all_seven_of_8b_on_fsdp():
 def test_auto_is_no_slower_than_all_or_none(config, device, tp, kept):
     on = [
         *(config, "--world-size=64", f"--parallelism.tensor_parallel_degree={tp}"),
-        *("--float8.enable_float8_linear", "--float8.filter_fqns"),
+        *(RESHARD_DEFAULT, "--float8.enable_float8_linear", "--float8.filter_fqns"),
     ]
     auto, every = plan(*on, "auto", device=device), plan(*on, "[]", device=device)
     fastest = min(every["prediction"][name]["step_s"] for name in ("bf16", "float8"))
@@ -440,7 +440,7 @@ def test_collectives_are_those_of_the_step_as_configured(layout):
 
 
 def test_every_second_of_fsdps_collectives_is_exposed_or_hidden():
-    found = plan("llama3_8b_float8")
+    found = plan("llama3_8b_float8", RESHARD_DEFAULT)
     (sharding,) = found["communication"]["collectives"]
     rates = rates_of(find_device("H100 SXM"))
 
@@ -808,6 +808,7 @@ def test_the_report_names_every_section_and_the_verdict():
         assert text in result.stdout
 
 
+RESHARD_DEFAULT = "--parallelism.fsdp_reshard_after_forward=default"
 CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
 
 

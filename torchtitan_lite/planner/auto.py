@@ -95,7 +95,8 @@ def kept_options(
 ) -> list[KeptOption]:
     """Return the choices in place of "auto" for [activation_checkpoint] mode and [parallelism]
     fsdp_reshard_after_forward whose step should fit: the best, then the others by time. If none
-    fits, return the smallest. The best is the smallest of those that are as fast as the fastest.
+    fits, return the smallest. The best is the smallest of those that are as fast as the fastest,
+    and recompute no more.
 
     Without a data sheet they are timed on a stand-in: what is recomputed or gathered again takes
     time on every device."""
@@ -106,11 +107,6 @@ def kept_options(
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "the stand-in is in the table of devices"
 
-    def weigh(tried: Job, choices: list[LinearChoice] | None = None) -> KeptOption:
-        work = build_workload(model, tried, device=device, choices=choices)
-        step_s = work.time(spec, attention_kernel).step_s
-        return KeptOption(work, step_s, reserved_bytes(work.moments(on_cpu=on_cpu)) / 2**30)
-
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
     options: list[KeptOption] = []
     for (mode, option), each in product(modes, values):
@@ -118,16 +114,25 @@ def kept_options(
             continue
         tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
         tried = tried.choose("parallelism", fsdp_reshard_after_forward=each)
-        options.append(weigh(tried, options[0].work.choices if options else None))
+        known = options[0].work.choices if options else None
+        work = build_workload(model, tried, device=device, choices=known)
+        reserved_gib = reserved_bytes(work.moments(on_cpu=on_cpu)) / 2**30
+        options.append(KeptOption(work, work.time(spec, attention_kernel).step_s, reserved_gib))
 
     smallest = min(options, key=lambda each: each.reserved_gib)
     fitting = [each for each in options if each.reserved_gib <= memory_gib] or [smallest]
     fitting.sort(key=lambda each: each.step_s)
-    fast = [each for each in fitting if each.step_s < SAME_TIME * fitting[0].step_s]
+
+    # Nothing more is recomputed for less memory.
+    fastest = fitting[0]
+    fast = [
+        each
+        for each in fitting
+        if each.step_s < SAME_TIME * fastest.step_s
+        and len(each.work.recomputed) <= len(fastest.work.recomputed)
+    ]
     best = min(fast, key=lambda each: each.reserved_gib)
-    others = [each for each in fitting if each is not best]
-    decides_linears = AUTO in job.config.float8.filter_fqns
-    return [weigh(best.work.job) if decides_linears else best, *others]
+    return [best, *(each for each in fitting if each is not best)]
 
 
 def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, block_linear_shapes
+from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
@@ -68,6 +68,7 @@ class Rank:
         self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
         self.accum_steps = job.batch.grad_accum_steps
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
+        self.float8_output = OUTPUT in float8_linears
 
         # Bytes of an element of a weight, of a moment, of the compute type, and of a gradient that
         # is being reduced.
@@ -131,8 +132,9 @@ class Rank:
             stays = self.reshard == "never" and not self.alone
             first = embedding(weights=matrix, gathered=self.width * matrix if stays else 0)
             saved += self.width * matrix if self.fuses_loss else 0
-            head_gathered = self.gathered_width * last
-            head = Group("output", last, 0, head_gathered, saved, saved + self.hidden)
+            all_gather = self.config.float8.enable_fsdp_float8_all_gather and self.float8_output
+            in_float8, gathered = matrix * all_gather, self.gathered_width * last
+            head = Group("output", last, in_float8, gathered, saved, saved + self.hidden)
         ac, n_layers = self.config.activation_checkpoint, self.model.n_layers
         checkpointed = ac.checkpointed_layers(n_layers)
         kinds = [_block(self, checkpointed=False), _block(self, checkpointed=True)]

@@ -126,7 +126,8 @@ def _run(request: Plan, converted: Sequence[str]) -> str:
         + f"float8 {recipe or 'off'}{gather}, activation "
         f"checkpointing {request['activation_checkpoint']}"
         f"{budget if request['activation_checkpoint'] == 'memory_budget' else ''}"
-        f", fsdp_reshard_after_forward {request['fsdp_reshard_after_forward']}, compile {compiled}"
+        f", compile {compiled}"
+        f", fsdp_reshard_after_forward {request['fsdp_reshard_after_forward']}"
         f"{mask if request['document_mask'] else ''}"
     )
 

@@ -22,7 +22,8 @@ from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
 from .auto import find_fitting, kept_options, name_kept
-from .meta_model import Workload
+from .memory import reserved_bytes
+from .meta_model import Workload, build_workload
 from .plan import check_planned, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
@@ -168,6 +169,7 @@ def find_candidates(space: Space) -> list[Candidate]:
             # "auto" can choose what another candidate has already, or bf16 where float8 is given.
             work = best.work
             if chosen[FLOAT8] and AUTO in chosen[FILTERS]:
+                work = build_workload(model, work.job, device=device)
                 work = replace(work, job=name_kept(work.job, work.choices))
                 if not work.converted and space.keeps_float8:
                     continue
@@ -177,9 +179,10 @@ def find_candidates(space: Space) -> list[Candidate]:
                 continue
 
             chosen |= {name: _get(work.job.config, name) for name in (MODE, OPTION, RESHARD)}
-            fits = best.reserved_gib <= device.memory_gib
-            step_s = best.step_s if fits else math.inf
-            found[same] = Candidate(chosen, work, best.reserved_gib * GIB, step_s)
+            reserved = reserved_bytes(work.moments())
+            fits = reserved <= device.memory_gib * GIB
+            step_s = work.time(device, space.attention_kernel).step_s if fits else math.inf
+            found[same] = Candidate(chosen, work, reserved, step_s)
             if not fits:
                 break
     if not found:
