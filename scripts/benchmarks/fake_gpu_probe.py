@@ -1,4 +1,4 @@
-"""A training run on the fake GPU that notes what its steps do; versus_on_fake_gpu.py starts it.
+"""A training run on the fake GPU that counts what its steps do; versus_on_fake_gpu.py starts it.
 
 torchrun fake_gpu_probe.py SETTINGS ...    SETTINGS is the JSON of `Settings`; the rest are the
                                            trainer's own options
@@ -35,26 +35,29 @@ NOT_COUNTED = re.compile(r"mm\b|scaled_dot_product")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run is told beside the trainer's own options."""
+    """Settings of a run besides the trainer's own options."""
 
     out: str
+    """File for the figures, which rank 0 writes."""
     began: float
     """When the run was launched, in seconds since the epoch."""
     compiled: bool
+    """Whether the run compiles."""
     dimensions: dict[str, Any] | None = None
     """torchtitan's model arguments; None: our trainer runs."""
     shard_one: bool = False
+    """Whether torchtitan shards on one rank, too."""
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of the programs that it ran and that ended."""
+    """Return the CPU time of this process and of its children that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is known when a step begins. Times are in seconds."""
+    """Clocks and counters at the start of a step. Times are in seconds."""
 
     arrived: tuple[float, float]
     """Time since the epoch, and CPU time."""
@@ -64,6 +67,7 @@ class Moment:
 
     @classmethod
     def now(cls, counters: Path) -> "Moment":
+        """Read the clocks, the file `counters`, and the clocks again."""
         arrived = time.time(), cpu_seconds()
         content = counters.read_bytes()
         return cls(arrived, content, (time.time(), cpu_seconds()))
@@ -81,14 +85,18 @@ def note_steps(trainer: Any, settings: Settings, block_bytes: list[int]) -> None
         return train_step(self, *args, **kwargs)
 
     trainer.train_step = noted_step
-    # torchtitan forgets the peak of each step that it logs. Here it is the run's.
+
+    # torchtitan resets the peak of memory whenever it logs. The compared peak is the whole run's.
     torch.cuda.reset_peak_memory_stats = lambda device=None: None
 
 
 def write_figures(moments: list[Moment], settings: Settings, block_bytes: list[int]) -> None:
-    """Write the run's figures: of its launch, of its steady steps, and of all of it."""
+    """Write the figures of the launch, of the steady steps and of the whole run."""
+    # A span is from the start of a steady step to the start of the next.
     steady = moments[FIRST_STEADY - 1 :]
     spans = list(zip(steady, steady[1:], strict=False))
+
+    # The first step ends where the second begins.
     second = moments[1].arrived
     figures = {
         "first_step_s": second[0] - settings.began,
@@ -129,7 +137,7 @@ def note_block_bytes(block_bytes: list[int]) -> None:
 
 
 def operator_name(node: Any) -> str:
-    """Name of the operator that runs in place of a kernel of the compiler's; "" for its kernels."""
+    """Return the operator that a node of the compiler calls, or "" if it generates a kernel."""
     if not node.is_extern():
         return ""
     return str(getattr(node.node, "op_overload", None) or node.node.python_kernel_name)

@@ -51,13 +51,14 @@ GATHERED = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_fo
 """Keys, in either trainer's table of float8, of weights that are gathered in float8."""
 
 Run: TypeAlias = dict[str, Any]
-"""What fake_gpu_probe.py wrote of a run."""
+"""Figures of one run, as fake_gpu_probe.py writes them."""
 Figure: TypeAlias = Callable[[Sequence[Run]], float]
+"""Compute a figure from a trainer's runs, of which the first had empty compiler caches."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both trainers run: a word of each axis."""
+    """One comparison: a word of each axis."""
 
     layout: str
     mode: str
@@ -137,6 +138,7 @@ def run_torchtitan(config: Config, settings: Settings, *, gpus: int, env: dict[s
 def measure(case: Case, config: Config, *, caches: Path, theirs: bool) -> Run:
     """Run one trainer with the compiler's caches in the folder `caches`, and return its figures."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
+        # Each run has counters of its own.
         (Path(folder) / "calls").mkdir()
         env = fake_gpu.environment(fake_gpu.build()) | {
             "FAKE_GPU_COUNT": str(case.gpus),
@@ -145,6 +147,8 @@ def measure(case: Case, config: Config, *, caches: Path, theirs: bool) -> Run:
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
         }
+
+        # torchtitan is recognized by its model arguments.
         settings = Settings(
             out=f"{folder}/figures.json",
             began=time.time(),
@@ -184,8 +188,9 @@ def calls_a_step(*prefixes: str) -> Figure:
 
 
 def sent_mib(runs: Sequence[Run]) -> float:
-    """MiB that each of two GPUs sends in a step: its part of what is gathered or scattered, and as
-    much as all of what is reduced. On one GPU, what it would copy within its memory."""
+    """Return the MiB that each of two GPUs sends in a step. A rank sends its part of a gathered or
+    scattered tensor, and as many bytes as a reduced tensor has. One GPU sends nothing: there it is
+    the size of the buffers."""
     steps = runs[-1]["calls"]
     collectives = [item for calls in steps for item in calls.items() if item[0].startswith("nccl ")]
     return sum(n * int(name.split()[-2]) for name, n in collectives) / len(steps) / 2**20
@@ -208,9 +213,9 @@ FIGURES: dict[str, Figure] = {
     "warm s": lambda runs: min(run["first_step_s"] for run in runs[1:]),
     "warm CPU s": lambda runs: min(run["first_step_cpu_s"] for run in runs[1:]),
 }
-"""What is compared, by title: figures of a trainer's runs. The peaks are those of a whole run, the
-calls and the host's time a step's: the median, and the least CPU time, which a busy machine
-disturbs least. Cold and warm are from the launch to the end of step 1."""
+"""The compared figures, by title. Memory is the peak of a whole run; calls are those of a step. The
+host's time of a step is the median; its CPU time is the least, because a busy machine only adds to
+it. "cold" and "warm" are from the launch to the end of step 1."""
 
 
 def format_ratio(ours: float, theirs: float) -> str:
@@ -245,11 +250,14 @@ def main(argv: list[str]) -> None:
     option("--pairs", type=int, default=2, help="of runs with warm caches (default: 2)")
     option("--json", type=Path, help="file for the figures of all runs, by case")
     options = parser.parse_args(argv)
+
+    # Refuse what cannot run before the first run, which takes a minute.
     check_can_run()
     if options.pairs < 1:
         raise ConfigError(f"--pairs {options.pairs} must be at least 1")
     cases = choose_cases(options.words)
 
+    # Print and keep the figures of each case as soon as it ends.
     runs, values = {}, {}
     for case in cases:
         name = " ".join(asdict(case).values())
