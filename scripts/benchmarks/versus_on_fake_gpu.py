@@ -79,6 +79,7 @@ class Case:
         """Config of layers of Llama 3.1 8B, a sequence of 8,192 tokens on each GPU."""
         selective, float8 = self.recompute == "op", self.recipe != "bf16"
         words = [f"model.n_layers={layers}", f"training.steps={STEPS}", "metrics.log_freq=1"]
+        words.append("parallelism.fsdp_reshard_after_forward=default")
         words.append(f"activation_checkpoint.mode={'selective' if selective else self.recompute}")
         words.append(f"compile.enable={str(self.compiled).lower()}")
         words.append(f"float8.enable_float8_linear={str(float8).lower()}")

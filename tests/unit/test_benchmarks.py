@@ -322,6 +322,7 @@ def test_a_case_on_the_fake_gpu_is_the_same_for_both() -> None:
         "--training.seq_len=8192", "--training.local_batch_size=1", "--training.steps=8",
         "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op",
         "--compile.enable", "--optimizer.implementation=fused", "--training.max_norm=1.0",
+        "--parallelism.fsdp_reshard_after_forward=default",
         "--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=float32",
     } <= set(torchtitan_options(config))  # fmt: skip
     table = "--quantize.linear.float8."
