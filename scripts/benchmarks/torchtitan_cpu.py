@@ -70,6 +70,31 @@ def import_torchtitan() -> None:
     utils._get_available_device_type, utils._get_device_module = found
 
 
+def shard_on_one_rank() -> None:
+    """Make torchtitan use FSDP2 on one rank too."""
+    from torchtitan.distributed import ParallelDims
+
+    ParallelDims.fsdp_enabled = True
+    ParallelDims._mesh_exist = lambda self, name, degree: degree > 1 or name == "fsdp"
+
+
+def register_model(dimensions: dict[str, Any]) -> None:
+    """Make torchtitan's Llama 3 a model of `dimensions`, trained on random batches."""
+    from torchtitan.models import llama3
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs
+    from torchtitan.protocols import train_spec
+
+    scaling = RoPEScalingArgs(**dimensions.pop("rope_scaling_args"))
+    args = llama3.TransformerModelArgs(**dimensions, rope_scaling_args=scaling)
+    spec = dataclasses.replace(
+        llama3.get_train_spec(),
+        model_args={"debugmodel": args},
+        build_tokenizer_fn=None,
+        build_dataloader_fn=lambda *, job_config, **_: RandomBatches(job_config, args.vocab_size),
+    )
+    train_spec.register_train_spec("llama3", spec)
+
+
 def main() -> None:
     """Train with the options on the command line."""
     parser = argparse.ArgumentParser(
@@ -86,26 +111,12 @@ def main() -> None:
     sys.argv[:] = [word for word in sys.argv if word != SHARD_ONE]
     import_torchtitan()
     from torchtitan import train
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.models import llama3
     from torchtitan.models.llama3.infra import parallelize
-    from torchtitan.models.llama3.model.args import RoPEScalingArgs
-    from torchtitan.protocols import train_spec
 
     parallelize.disable_fsdp_gradient_division = lambda model: None
     if shard_one:
-        ParallelDims.fsdp_enabled = True
-        ParallelDims._mesh_exist = lambda self, name, degree: degree > 1 or name == "fsdp"
-
-    scaling = RoPEScalingArgs(**dimensions.pop("rope_scaling_args"))
-    args = llama3.TransformerModelArgs(**dimensions, rope_scaling_args=scaling)
-    spec = dataclasses.replace(
-        llama3.get_train_spec(),
-        model_args={"debugmodel": args},
-        build_tokenizer_fn=None,
-        build_dataloader_fn=lambda *, job_config, **_: RandomBatches(job_config, args.vocab_size),
-    )
-    train_spec.register_train_spec("llama3", spec)
+        shard_on_one_rank()
+    register_model(dimensions)
     train.main(train.Trainer)
 
     # gloo's threads can outlive the process group and would abort the process at its end.

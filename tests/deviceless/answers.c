@@ -31,6 +31,13 @@ void fake_pinned_free(void *start);
 enum { NVML_UNSUPPORTED = 3, NOT_FOUND = 500, UNSUPPORTED = 801, CUDNN_UNSUPPORTED = 3000 };
 static char context[8];
 
+// Collectives are counted with the bytes of `count` elements: each rank's part of what is gathered
+// or scattered, and all of what is reduced or sent. NCCL numbers its types.
+static void count_collective(const char *name, size_t count, int type) {
+    static const char bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    fake_count("nccl %s of %zu bytes", name, count * bytes[type]);
+}
+
 // Memory.
 ANSWER(cudaMalloc, return fake_malloc(a, (size_t)b))
 ANSWER(cudaMallocAsync, return fake_malloc(a, (size_t)b))
@@ -44,6 +51,7 @@ ANSWER(cudaFreeHost, fake_pinned_free(a))
 ANSWER(cudaMemcpy, fake_count("wait for cudaMemcpy"); fake_copy(a, b, (size_t)c))
 ANSWER(cudaMemcpyAsync, fake_copy(a, b, (size_t)c))
 ANSWER(cudaMemcpyPeerAsync, fake_copy(a, c, (size_t)e))
+ANSWER(cudaMemsetAsync, fake_count("set memory"))
 ANSWER(cudaMemPoolGetAttribute, *(long *)c = 0)
 ANSWER(cuMemGetAllocationGranularity, *(size_t *)a = 2 << 20)
 ANSWER(cudaIpcGetMemHandle, return UNSUPPORTED)  // no process can open another's memory
@@ -121,10 +129,10 @@ ANSWER(ncclGetLastError, TEXT(""))
 ANSWER(ncclCommInitRankConfig, HANDLE(a) = malloc(1))
 ANSWER(ncclCommSplit, HANDLE(d) = malloc(1))
 ANSWER(ncclCommGetAsyncError, INT(b) = 0)
-ANSWER(ncclAllReduce, fake_count("nccl all-reduce"))
-ANSWER(ncclAllGather, fake_count("nccl all-gather"))
-ANSWER(ncclReduceScatter, fake_count("nccl reduce-scatter"))
-ANSWER(ncclBroadcast, fake_count("nccl broadcast"))
+ANSWER(ncclAllReduce, count_collective("all-reduce", (size_t)c, (int)(long)d))
+ANSWER(ncclAllGather, count_collective("all-gather", (size_t)c, (int)(long)d))
+ANSWER(ncclReduceScatter, count_collective("reduce-scatter", (size_t)c, (int)(long)d))
+ANSWER(ncclBroadcast, count_collective("broadcast", (size_t)c, (int)(long)d))
 
 // NVML.
 ANSWER(nvmlInit, return 0)

@@ -102,8 +102,11 @@ def environment(folder: Path) -> dict[str, str]:
 def read_counts(folder: Path, rank: int = 0) -> Counter[str]:
     """How often the processes of a rank called what is counted, by name; `folder` was
     FAKE_GPU_COUNTS."""
-    counts: Counter[str] = Counter()
-    for path in folder.glob(f"rank{rank}-*"):
-        rows = COUNTER.iter_unpack(path.read_bytes())
-        counts.update({name.partition(b"\0")[0].decode(): n for n, name in rows if n})
-    return counts
+    files = folder.glob(f"rank{rank}-*")
+    return sum((count_calls(path.read_bytes()) for path in files), Counter[str]())
+
+
+def count_calls(counters: bytes) -> Counter[str]:
+    """How often a process called what is counted, by name; `counters` is its file's content."""
+    rows = COUNTER.iter_unpack(counters)
+    return Counter({name.partition(b"\0")[0].decode(): n for n, name in rows if n})

@@ -1,12 +1,14 @@
 """scripts/benchmarks: what they compute from measurements, and what they refuse to compare."""
 
 import itertools
+import json
 import math
 import os
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import bare_loop
@@ -15,7 +17,16 @@ import pytest
 import torch
 from bare_loop import BARE, check_comparable, plain_loss
 from common import Figures, Ratios, Watched, check_values, measure_pairs, tokens_a_step, watch
+from fake_gpu_probe import FIRST_STEADY, STEPS, Settings, fake_gpu, note_steps
 from micro import measure_loss
+from versus_on_fake_gpu import (
+    FIGURES,
+    Case,
+    check_can_run,
+    choose_cases,
+    format_ratio,
+    torchtitan_float8,
+)
 from versus_torchtitan import (
     ADAPTER,
     PARAMETERS,
@@ -281,3 +292,99 @@ def test_the_bare_loop_is_compared_by_its_losses_too(monkeypatch: pytest.MonkeyP
     assert "0.500 +- 0.000" in table and "losses differ by 1.0e-03 at most" in table
     assert [bool(program) for program in programs] == [False, False, True, True, False]
     assert programs[2][1:] == ["--our-loss"]
+
+
+def test_words_choose_cases_on_the_fake_gpu() -> None:
+    def names(*words: str) -> list[str]:
+        return [" ".join(asdict(case).values()) for case in choose_cases(words)]
+
+    assert names("fsdp1", "compiled", "op") == [
+        "fsdp1 compiled op bf16",
+        "fsdp1 compiled op tensorwise",
+    ]
+    assert names("gathered", "eager", "full") == ["fsdp2 eager full gathered"]
+    assert len(names()) == (2 + 2 + 3) * 2 * 3
+    with pytest.raises(ConfigError, match="^rowwise: no such word; choose from one fsdp1"):
+        names("one", "rowwise")
+    with pytest.raises(ConfigError, match="add the word fsdp2"):
+        names("one", "gathered")
+
+
+def test_the_fake_gpu_needs_torchtitan_and_the_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match="needs torchtitan 0.2.2 and PyTorch's CUDA build"):
+        check_can_run()
+
+
+def test_a_case_on_the_fake_gpu_is_the_same_for_both() -> None:
+    config = Case("fsdp2", "compiled", "op", "gathered").config(layers=3)
+    assert {
+        "--training.seq_len=8192", "--training.local_batch_size=1", "--training.steps=8",
+        "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op",
+        "--compile.enable", "--optimizer.implementation=fused", "--training.max_norm=1.0",
+        "--parallelism.fsdp_reshard_after_forward=default",
+        "--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=float32",
+    } <= set(torchtitan_options(config))  # fmt: skip
+    table = "--quantize.linear.float8."
+    assert torchtitan_float8(config) == [
+        "--model.converters=quantize.linear.float8",
+        f"{table}filter_fqns=output",
+        f"{table}enable_fsdp_float8_all_gather",
+        f"{table}precompute_float8_dynamic_scale_for_fsdp",
+    ]
+    assert torchtitan_float8(Case("one", "eager", "none", "bf16").config(layers=3)) == []
+    dimensions = torchtitan_dimensions(config)
+    assert (dimensions["n_layers"], dimensions["vocab_size"]) == (3, 128256)
+
+
+class CountingTrainer:
+    """A trainer whose step launches a kernel and, in the first one, compiles."""
+
+    def __init__(self, counters: Path) -> None:
+        self.counters = counters
+        self.launched = {"kernel a": 5, "wait for a stream": 1}
+        self.train_step(9)
+
+    def train_step(self, kernels: int) -> None:
+        self.launched["kernel a"] += kernels
+        rows = [fake_gpu.COUNTER.pack(n, name.encode()) for name, n in self.launched.items()]
+        self.counters.write_bytes(b"".join(rows))
+
+
+def test_a_probe_counts_the_calls_of_steady_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("FAKE_GPU_COUNTS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", None)  # restored after the test
+    trainer = CountingTrainer(tmp_path / f"rank0-{os.getpid()}")
+    monkeypatch.setattr(CountingTrainer, "train_step", CountingTrainer.train_step)
+    out = tmp_path / "figures.json"
+    settings = Settings(out=str(out), began=time.time() - 100, compiled=True)
+    note_steps(CountingTrainer, settings, [3 * 2**20, 2**20])
+
+    for step in range(1, STEPS + 1):
+        assert not out.exists()
+        trainer.train_step(1000 if step < FIRST_STEADY else step)
+    figures = json.loads(out.read_text())
+    assert figures["calls"] == [{"kernel a": step} for step in range(FIRST_STEADY, STEPS)]
+    assert len(figures["host_s"]) == len(figures["host_cpu_s"]) == STEPS - FIRST_STEADY
+    assert 100 < figures["first_step_s"] < 110
+
+    assert FIGURES["launches"]([figures]) == statistics.mean(range(FIRST_STEADY, STEPS))
+    assert FIGURES["waits"]([figures]) == 0
+    assert FIGURES["block MiB"]([figures]) == 4
+
+
+def test_figures_of_calls_on_the_fake_gpu() -> None:
+    calls = {
+        "kernel a": 4, "matmul e4m3 x e5m2, scales: tensor, tensor": 3, "set memory": 1,
+        "nccl all-gather of 1048576 bytes": 2, "nccl all-reduce of 524288 bytes": 1,
+        "copy from pageable to device": 1, "copy from device to pageable": 1,
+        "wait for cudaFree": 1,
+    }  # fmt: skip
+    runs = [{"calls": [{}]}, {"calls": [calls, calls]}]
+    values = {name: FIGURES[name](runs) for name in ("launches", "matmuls", "copies", "waits")}
+    assert values == {"launches": 10, "matmuls": 3, "copies": 3, "waits": 2}
+    assert (FIGURES["collectives"](runs), FIGURES["sent MiB"](runs)) == (3, 2.5)
+    assert [format_ratio(*both) for both in ((1.0, 2.0), (3.0, 0.0))] == ["0.50", "3 : 0"]
