@@ -75,8 +75,11 @@ def test_all_ranks_scale_a_weight_as_one_process_does(
 ) -> None:
     (expected,) = scales(runs("one process") / recipe)
     for rank_scales in scales(runs(layout) / recipe):
-        found = rank_scales["WEIGHT"]  # of fewer microbatches
-        assert len(set(found)) > 7 and found == expected["WEIGHT"][: len(found)]
+        # The first 14 are those of the first forward pass. One process that would gather in float8
+        # casts a weight once a step.
+        found = rank_scales["WEIGHT"]
+        assert len(set(found)) > 7 and set(found) == set(expected["WEIGHT"])
+        assert found[:14] == expected["WEIGHT"][:14]
 
 
 def test_tensor_parallel_ranks_scale_activations_and_gradients_as_one_process_does(

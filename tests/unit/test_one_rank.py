@@ -1,0 +1,289 @@
+"""One rank trains as FSDP2 would, bit by bit, with one copy of each weight a step."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan_lite.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Float8Config,
+    OptimizerConfig,
+    ParallelDegrees,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan_lite.float8.convert import convert_linears, update_scales
+from torchtitan_lite.float8.selection import select_linears
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.loss import CrossEntropy
+from torchtitan_lite.optim import build_optimizer
+from torchtitan_lite.parallel import parallelize as parallel
+from torchtitan_lite.parallel.distributed import build_mesh
+from torchtitan_lite.parallel.fsdp import start_microbatch
+from torchtitan_lite.torchao_types import is_float8_tensor
+
+ARGS = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=128, max_seq_len=32
+)
+TOKENS = torch.arange(3 * 64).reshape(3, 2, 32) * 7 % 128  # of three microbatches
+GATHERED = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True}
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    microbatches: int = 1
+    tied: bool = False
+    ac: str = "none"
+    compiled: bool = False
+    float8: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def float8_config(self) -> Float8Config:
+        return Float8Config.model_validate(
+            {"enable_float8_linear": bool(self.float8), **self.float8}
+        )
+
+    def build(self) -> Transformer:
+        training = TrainingConfig(seq_len=32, local_batch_size=2, **self.training)
+        with torch.device("meta"):
+            model = Transformer(dataclasses.replace(ARGS, tie_embeddings=self.tied))
+            model = model.to(getattr(torch, training.dtype))
+        if self.float8:
+            choices = select_linears(model, filter_fqns=(), tp_degree=1, tokens=64)
+            convert_linears(model, choices, float8=self.float8_config, emulate=True)
+        parallel.parallelize(
+            model,
+            build_mesh(ParallelDegrees(1, 1, 1), device_type="cpu"),
+            parallelism=ParallelismConfig(),
+            activation_checkpoint=ActivationCheckpointConfig.model_validate({"mode": self.ac}),
+            compile=CompileConfig(enable=self.compiled),
+            training=training,
+        )
+        model.to_empty(device="cpu")
+        init_weights(model, seed=0)
+        return model
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Without DTensor, and without torchao's wrapper."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor, "_tensor", tensor).detach()
+
+
+def loss(model: Transformer, tokens: Tensor) -> Tensor:
+    total: Tensor = model(
+        tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens, scale=1 / 64)
+    )
+    return total
+
+
+def train(case: Case, model: Transformer, *, steps: int = 3) -> list[Tensor]:
+    """The losses, with a validation after each step, the gradient norms, and the last weights."""
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig(lr=1e-2))
+    update_scales(model, case.float8_config)
+    seen = []
+    for _ in range(steps):
+        for i in range(case.microbatches):
+            start_microbatch(model, last=i == case.microbatches - 1)
+            total = loss(model, TOKENS[i])
+            total.backward()
+            seen.append(total.detach())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        seen.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        update_scales(model, case.float8_config)
+        with torch.no_grad():
+            seen.append(loss(model, TOKENS[0]))
+    # FSDP does not put all masters back after a pass without gradients.
+    return seen + [local(weight) for weight in optimizer.param_groups[0]["params"]]
+
+
+CASES = {
+    "bf16": Case(),
+    "microbatches": Case(microbatches=3),
+    "full": Case(ac="full"),
+    "selective": Case(ac="selective"),
+    "tied": Case(tied=True, microbatches=2),
+    "compiled": Case(compiled=True, microbatches=2, ac="full"),
+    "tensorwise": Case(float8={"recipe_name": "tensorwise"}, microbatches=2),
+    "tensorwise, compiled": Case(float8={"recipe_name": "tensorwise"}, compiled=True),
+    "rowwise": Case(float8={"recipe_name": "rowwise"}, ac="selective", compiled=True),
+    "gathered": Case(float8=GATHERED, microbatches=2, ac="full"),
+    "gathered, compiled": Case(float8=GATHERED, microbatches=2, compiled=True),
+    "gathered, tied": Case(float8=GATHERED, tied=True),
+    "precomputed": Case(float8=GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}),
+}
+TYPES = [
+    {"dtype": dtype, "mixed_precision_param": compute, "mixed_precision_reduce": reduce}
+    for dtype in ("float32", "bfloat16")
+    for compute in ("float32", "bfloat16")
+    for reduce in ("float32", "bfloat16")
+]
+
+
+def check_as_fsdp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without an optimizing backend, which takes minutes, the graphs are the same.
+    graphs = []
+    for without_fsdp in (True, False):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        monkeypatch.setattr(parallel, "needs_no_fsdp", lambda *_, answer=without_fsdp, **__: answer)
+        model = case.build()
+        assert isinstance(model, FSDPModule) is not without_fsdp
+        with torch.compiler.set_stance("default", force_backend=counter):
+            values = train(case, model)
+        graphs.append((counter.frame_count, values))
+    (compiled, values), (_, expected) = graphs
+    assert compiled == (2 if case.compiled else 0)  # with and without gradients
+    for value, right in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_with_fsdp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_as_fsdp(CASES[name], monkeypatch)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(types.values()))
+def test_it_sums_gradients_in_the_types_of_fsdp(
+    types: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_as_fsdp(Case(microbatches=3, training=types), monkeypatch)
+
+
+class Written(TorchDispatchMode):
+    """Elements of the matrices that operators cast, and of what they copy together, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "_foreach_copy_":
+            self.elements.setdefault(name, []).append(sum(each.numel() for each in args[0]))
+        elif name in ("clamp", "_to_copy") and args[0].ndim == 2:
+            self.elements.setdefault(name, []).append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_copies_each_weight_once_and_casts_each_gradient_once() -> None:
+    case = Case(microbatches=3)
+    model = case.build()
+    train(case, model, steps=1)
+    elements = sum(weight.numel() for weight in model.parameters())
+    in_norms = 5 * ARGS.dim
+    for i in range(3):
+        start_microbatch(model, last=i == 2)
+        with Written() as forward:
+            total = loss(model, TOKENS[i])
+        with Written() as backward:
+            total.backward()
+        assert forward.elements.get("_foreach_copy_", []) == ([elements] if i == 0 else [])
+        # Later gradients are added to the first ones.
+        casts = sum(backward.elements.get("_to_copy", []))
+        assert casts == (elements - in_norms if i == 0 else 0)
+
+
+def test_a_step_casts_weights_to_float8_once() -> None:
+    case = Case(microbatches=2, float8=GATHERED)
+    model = case.build()
+    train(case, model, steps=1)
+    linears = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    casts = []
+    for i in range(2):
+        start_microbatch(model, last=i == 1)
+        with Written() as written:
+            model.copies.enter()
+        casts.append(written.elements.get("clamp", []))
+        loss(model, TOKENS[i]).backward()
+    assert casts == [[weight.numel() for weight in linears], []]
+
+
+def bytes_of_copies(model: Transformer) -> int:
+    return sum(weight.storage.size() for weight in model.copies._weights)
+
+
+def test_copies_live_from_the_forward_to_the_backward() -> None:
+    model = Case(tied=True).build()
+    masters = list(model.parameters())
+    elements = sum(weight.numel() for weight in masters)
+    for last in (False, True):
+        start_microbatch(model, last=last)
+        total = loss(model, TOKENS[0])
+        assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
+        assert bytes_of_copies(model) == 2 * elements
+        total.backward()
+        assert all(map(lambda a, b: a is b, model.parameters(), masters))
+        assert all((weight.grad is not None) is last for weight in masters)
+    assert bytes_of_copies(model) == 0
+    assert model.output.weight is model.tok_embeddings.weight is masters[0]
+
+
+def test_the_last_microbatch_frees_the_embedding_before_its_backward() -> None:
+    model = Case().build()
+    for last, freed in ((False, 0), (True, 2 * 128 * 64)):
+        start_microbatch(model, last=last)
+        total = loss(model, TOKENS[0])
+        elements = sum(weight.numel() for weight in model.parameters())
+        assert bytes_of_copies(model) == 2 * elements - freed
+        total.backward()
+
+
+def raise_error(x: Tensor, weight: Tensor) -> Tensor:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model: torch.no_grad()(loss)(model, TOKENS[0]),
+        lambda model: pytest.raises(ArithmeticError, model, TOKENS[0], raise_error),
+    ],
+    ids=["validation", "error"],
+)
+@pytest.mark.parametrize("float8", [{}, GATHERED], ids=["bf16", "gathered"])
+def test_nothing_is_left_in_the_model(
+    run: Callable[[Transformer], object], float8: dict[str, Any]
+) -> None:
+    model = Case(float8=float8).build()
+    masters = list(model.parameters())
+    run(model)
+    assert all(map(lambda a, b: a is b, model.parameters(), masters))
+    assert bytes_of_copies(model) == 0
+
+
+def test_masters_are_plain_tensors() -> None:
+    model = Case(float8=GATHERED).build()
+    assert all(type(weight) is nn.Parameter for weight in model.parameters())
+    loss(model, TOKENS[0])
+    assert sum(map(is_float8_tensor, model.parameters())) == 7 * ARGS.n_layers
+
+
+def test_weights_in_cpu_memory_need_fsdp() -> None:
+    assert isinstance(Case(training={"enable_cpu_offload": True}).build(), FSDPModule)
