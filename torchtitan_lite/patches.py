@@ -173,6 +173,20 @@ def count_no_memory_for_meshes() -> None:
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
 
 
+def _graph_pass(change: Callable[[torch.fx.Graph], None]) -> Any:
+    """Return `change` as a pass of the compiler, whose cache's keys then depend on this file."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> object:
+            return get_hash_for_files((__file__,))
+
+    return Pass()
+
+
 def keep_shared_casts() -> None:
     """Compute a cast to float8 once for all matmuls of a compiled graph that read it.
 
@@ -182,49 +196,38 @@ def keep_shared_casts() -> None:
     Upstream: not reported. Seen: torch 2.13, torchao 0.18. Remove: once Inductor stores it itself.
     """
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     scaled_mm = torch.ops.aten._scaled_mm.default
 
-    class KeepSharedCasts(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for matmul in graph.find_nodes(op="call_function", target=scaled_mm):
-                for operand in matmul.args[:2]:
-                    # Stored for one reader, a cast of another layout would only be copied.
-                    if sum(reader.target is scaled_mm for reader in operand.users) > 1:
-                        operand.meta["inductor_realize_to_strides"] = True
+    def mark_shared_casts(graph: torch.fx.Graph) -> None:
+        for matmul in graph.find_nodes(op="call_function", target=scaled_mm):
+            for operand in matmul.args[:2]:
+                # Stored for one reader, a cast of another layout would only be copied.
+                if sum(reader.target is scaled_mm for reader in operand.users) > 1:
+                    operand.meta["inductor_realize_to_strides"] = True
 
-        def uuid(self) -> object:
-            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
-
-    config.post_grad_custom_post_pass = KeepSharedCasts()
+    config.post_grad_custom_post_pass = _graph_pass(mark_shared_casts)
 
 
 def recompute_transposed_casts() -> None:
     """Transpose tensors in float8 in the backward pass, where they are multiplied.
 
     Changes: `torch._inductor.config.joint_custom_post_pass`.
-    Why: backward multiplies transposed copies of the weights that FSDP has gathered in float8. The
-    partitioner would not copy parameters in the forward pass, which are free to keep. But it finds
-    them by their places among the inputs before a float8 tensor becomes two, data and scale, and
-    so keeps copies of w1, w2 and w3.
+    Why: parameters are free to keep. But the partitioner finds them by their places among the
+    inputs before a float8 tensor becomes two, data and scale. It takes gathered w1, w2 and w3 for
+    activations, and keeps the transposed copies that backward needs.
     Upstream: not reported. Seen: torch 2.13, torchao 0.18, without activation checkpointing.
     Remove: once the partitioner gets the places of unwrapped parameters.
     """
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
     from torch.utils.checkpoint import CheckpointPolicy
 
-    class RecomputeTransposedCasts(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-                if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                    copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    def mark_transposed_casts(graph: torch.fx.Graph) -> None:
+        for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+            if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
-        def uuid(self) -> object:
-            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
-
-    config.joint_custom_post_pass = RecomputeTransposedCasts()
+    config.joint_custom_post_pass = _graph_pass(mark_transposed_casts)
 
 
 # ----- torchao -----
@@ -279,10 +282,9 @@ def scale_gradients_in_matmul() -> None:
     """Give matmuls that accumulate in float32 their scales of rows and columns.
 
     Changes: `addmm_float8_unwrapped` in torchao's `float8_ops`.
-    Why: torchao multiplies the gradients of the recipes with row-wise scales with scales of 1, and
-    scales the product in another pass, because the kernel without fast accumulation was slow.
-    cuBLAS 12.9 has another on Hopper. Their scales are powers of two, so that a product in bf16 is
-    the same, unless it is below 2^-126: it is then rounded once instead of twice.
+    Why: torchao scales their products in another pass, as CUTLASS's kernel was slow. cuBLAS 12.9
+    has one for Hopper. The recipes' scales are powers of two, so that a product in bf16 is the same
+    unless it is below 2^-126: it is then rounded once instead of twice.
     Upstream: pytorch/ao#1325 added the pass; pytorch/pytorch#153555. Seen: torchao 0.18.
     Remove: once torchao leaves the scales to `_scaled_mm`.
     """
