@@ -43,7 +43,11 @@ from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
-from torchtitan_lite.patches import keep_shared_casts, tag_compiler_cache
+from torchtitan_lite.patches import (
+    keep_shared_casts,
+    recompute_transposed_casts,
+    tag_compiler_cache,
+)
 from torchtitan_lite.planner.meta_model import build_meta_model, resolve_auto
 from torchtitan_lite.planner.step import format_verdict
 
@@ -112,6 +116,7 @@ def build_model(
         tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
         keep_shared_casts()
+        recompute_transposed_casts()
     parallelize(
         model,
         mesh,

@@ -138,6 +138,28 @@ def store_transposes_in_tiles() -> None:
     InductorChoices.can_fuse = staticmethod(can_fuse)  # type: ignore[assignment, method-assign]
 
 
+def fuse_norms_with_their_gradients() -> None:
+    """Compute the gradient of a norm's weight in the kernel that computes that of its input.
+
+    Changes: `MixOrderReduction.get_fusion_score` of Inductor, for kernels on GPUs.
+    Why: a fusion of sums over rows with sums over columns is rated by elements, and every other by
+    bytes. So the weight gradients of a block's two norms are fused, as both read the block's input,
+    with each other, and read again what the kernels of both norms have read.
+    Upstream: not reported. Seen: torch 2.11 to 2.13. Remove: once such fusions are rated by bytes.
+    """
+    from torch._inductor.scheduler import BaseSchedulerNode, MixOrderReduction
+    from torch._inductor.virtualized import V
+
+    def shared_bytes(rows: BaseSchedulerNode, columns: BaseSchedulerNode) -> int:
+        shared = MixOrderReduction.get_common_read(rows, columns)
+        return MixOrderReduction.get_numel(rows) * sum(
+            V.graph.get_dtype(name).itemsize for name in shared
+        )
+
+    scored: Any = MixOrderReduction
+    scored.get_fusion_score = staticmethod(shared_bytes)
+
+
 def count_no_memory_for_meshes() -> None:
     """Count DTensor's mesh as 0 bytes of activations under a memory budget.
 
@@ -176,6 +198,33 @@ def keep_shared_casts() -> None:
             return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
 
     config.post_grad_custom_post_pass = KeepSharedCasts()
+
+
+def recompute_transposed_casts() -> None:
+    """Transpose tensors in float8 in the backward pass, where they are multiplied.
+
+    Changes: `torch._inductor.config.joint_custom_post_pass`.
+    Why: backward multiplies transposed copies of the weights that FSDP has gathered in float8. The
+    partitioner would not copy parameters in the forward pass, which are free to keep. But it finds
+    them by their places among the inputs before a float8 tensor becomes two, data and scale, and
+    so keeps copies of w1, w2 and w3.
+    Upstream: not reported. Seen: torch 2.13, torchao 0.18, without activation checkpointing.
+    Remove: once the partitioner gets the places of unwrapped parameters.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    class RecomputeTransposedCasts(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+                if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                    copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+        def uuid(self) -> object:
+            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
+
+    config.joint_custom_post_pass = RecomputeTransposedCasts()
 
 
 # ----- torchao -----
@@ -224,6 +273,42 @@ def gather_float8_as_bytes() -> None:
 
     for namespace in (torch.ops.c10d_functional, torch.ops._c10d_functional):
         float8_ops.FLOAT8_OPS_TABLE[namespace.all_gather_into_tensor.default] = gather
+
+
+def scale_gradients_in_matmul() -> None:
+    """Give matmuls that accumulate in float32 their scales of rows and columns.
+
+    Changes: `addmm_float8_unwrapped` in torchao's `float8_ops`.
+    Why: torchao multiplies the gradients of the recipes with row-wise scales with scales of 1, and
+    scales the product in another pass, because the kernel without fast accumulation was slow.
+    cuBLAS 12.9 has another on Hopper. Their scales are powers of two, so that a product in bf16 is
+    the same, unless it is below 2^-126: it is then rounded once instead of twice.
+    Upstream: pytorch/ao#1325 added the pass; pytorch/pytorch#153555. Seen: torchao 0.18.
+    Remove: once torchao leaves the scales to `_scaled_mm`.
+    """
+    from torchao.float8 import float8_ops
+
+    multiply: Callable[..., Tensor] = inspect.unwrap(float8_ops.addmm_float8_unwrapped)
+
+    @wraps(multiply)
+    def multiply_scaled(
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        output_dtype: torch.dtype,
+        *,
+        use_fast_accum: bool,
+        **options: Any,
+    ) -> Tensor:
+        by_row = a_scale.shape == (a.shape[0], 1) and b_scale.shape == (1, b.shape[1])
+        if use_fast_accum or not by_row:
+            options["use_fast_accum"] = use_fast_accum
+            return multiply(a, a_scale, b, b_scale, output_dtype, **options)
+        inverses = a_scale.reciprocal(), b_scale.reciprocal()
+        return torch._scaled_mm(a, b, *inverses, out_dtype=torch.bfloat16).to(output_dtype)
+
+    float8_ops.addmm_float8_unwrapped = multiply_scaled
 
 
 @contextmanager

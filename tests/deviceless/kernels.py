@@ -1,7 +1,7 @@
 """The kernels that Inductor generates for a block of Llama 3 8B: `kernels.py RECIPE FILE`, on the
-fake GPU. RECIPE is bf16, a recipe of float8, or "gathered", tensorwise with weights that FSDP has
-gathered in float8. FILE gets, for the forward and the backward pass, the MiB that kernels move by
-kind of access, and their number.
+fake GPU. RECIPE is bf16, a recipe of float8, or one of SETTINGS. FILE gets, for the forward and the
+backward pass, the MiB that kernels move by kind of access, their number, and the MiB of tensors
+that the pass returns: forward, its output, and what it keeps for backward beside its inputs.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,9 +33,18 @@ from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.patches import keep_shared_casts
+from torchtitan_lite.patches import keep_shared_casts, recompute_transposed_casts
 
 ARGS = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=16, max_seq_len=8192)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gathered": {"enable_fsdp_float8_all_gather": True},
+    "rowwise scaled": {"recipe_name": "rowwise", "scale_gradients_in_matmul": True},
+    "rowwise_with_gw_hp scaled": {
+        "recipe_name": "rowwise_with_gw_hp",
+        "scale_gradients_in_matmul": True,
+    },
+}
+"""Float8 with more than a recipe."""
 KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\1', '''(.*?)'''", re.DOTALL)
 LAUNCH = re.compile(r"(triton_\w+)\.run\(")
 ACCESS = re.compile(r"tl\.(load|store)\(\w+ \+ \((.*?)\), ")
@@ -55,20 +65,23 @@ def kind_of_access(kernel: str) -> str:
     return "strided" if "r" in along["load"] | along["store"] else "transposing"
 
 
+def is_removed(kernel: Any) -> bool:
+    """Whether the scheduler has found other ways for all that a kernel was to compute."""
+    names = {node.get_name() for node in kernel.get_nodes()}
+    return names <= set(kernel.scheduler.removed_ops)
+
+
 def build(recipe: str) -> Transformer:
     with torch.device("meta"):
         model = Transformer(ARGS)
     if recipe != "bf16":
-        gathered = recipe == "gathered"
-        float8 = Float8Config(
-            recipe_name="tensorwise" if gathered else recipe,
-            enable_fsdp_float8_all_gather=gathered,
-        )
+        float8 = Float8Config(**SETTINGS.get(recipe, {"recipe_name": recipe}))
         choices = select_linears(
             model, filter_fqns=(), tp_degree=1, tokens=ARGS.max_seq_len, recipe=float8.recipe
         )
         convert_linears(model, choices, float8=float8, emulate=False)
         keep_shared_casts()
+        recompute_transposed_casts()
 
     parallelize(
         model,
@@ -84,12 +97,21 @@ def build(recipe: str) -> Transformer:
 def main(recipe: str, file: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     model = build(recipe)
-    moved: list[list[int]] = []  # bytes of each kernel, in each graph
+    moved: list[list[tuple[Any, int]]] = []  # each graph's kernels, with their bytes
+    returned: list[dict[str, int]] = []
     codes: list[str] = []
 
     def note_bytes(nodes: list[Any]) -> list[Any]:
+        tensors = [out for out in V.graph.graph_outputs if hasattr(out, "get_numel")]
+        returned.append(
+            {
+                out.get_name(): int(out.get_numel()) * out.get_dtype().itemsize
+                for out in tensors
+                if out.get_name() not in V.graph.graph_inputs
+            }
+        )
         moved.append(
-            [each.get_read_write_buffers_sizes() for each in nodes if not each.is_extern()]
+            [(each, each.get_read_write_buffers_sizes()) for each in nodes if not each.is_extern()]
         )
         return nodes
 
@@ -100,12 +122,14 @@ def main(recipe: str, file: str) -> None:
         model(tokens).sum().backward()
 
     passes = []
-    for code, sizes in zip(codes, moved, strict=True):
+    for code, kernels, tensors in zip(codes, moved, returned, strict=True):
+        # Without the ends of reductions that another kernel has completed.
+        sizes = [size for each, size in kernels if not is_removed(each)]
         kinds = {name: kind_of_access(source) for name, source in KERNEL.findall(code)}
         mib: dict[str, float] = defaultdict(float)
         for name, size in zip(LAUNCH.findall(code), sizes, strict=True):
             mib[kinds[name]] += size / 2**20
-        passes.append({"kernels": len(sizes), **mib})
+        passes.append(({"kernels": len(sizes), **mib}, sum(tensors.values()) / 2**20))
     Path(file).write_text(json.dumps(passes))
 
 

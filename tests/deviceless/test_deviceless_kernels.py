@@ -3,6 +3,7 @@ for a block, less what the kernels of a block in bf16 move."""
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from running import run
@@ -12,6 +13,8 @@ from torchtitan_lite.planner.roofline import GATHERED_WEIGHT
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
 KERNELS = Path(__file__).with_name("kernels.py")
+KEPT_MIB = {"bf16": 1089, "tensorwise": 737, "rowwise": 737, "rowwise_with_gw_hp": 1089}
+"""What a block keeps for backward beside its weights, with its output in place of its input."""
 KINDS = ("contiguous", "transposing", "strided", "kernels")
 
 # A block of 8B and a sequence of 8192 tokens.
@@ -21,51 +24,71 @@ WEIGHTS = D * (2 * D + 2 * KV + 3 * F)
 GRAD_OUTPUTS = M * (3 * D + 2 * KV + 2 * F)
 
 
-def count(folder: Path, recipe: str) -> list[Traffic]:
-    """What the forward and the backward pass move, in MiB, and their kernels."""
+class Pass(NamedTuple):
+    """What the compiled forward or backward pass of a block does."""
+
+    traffic: Traffic
+    """MiB that kernels move, and their number."""
+    returned: float
+    """MiB that it returns."""
+
+
+def count(folder: Path, recipe: str) -> list[Pass]:
+    """The forward and the backward pass."""
     out = folder / "kernels.json"
     run(folder, str(KERNELS), recipe, str(out))
-    return [Traffic(**counted) for counted in json.loads(out.read_text())]
+    return [Pass(Traffic(**counted), returned) for counted, returned in json.loads(out.read_text())]
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[Traffic]:
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[Pass]:
     return count(tmp_path_factory.mktemp("bf16"), "bf16")
 
 
-def test_a_block_in_bf16_moves_what_its_norms_and_activations_need(bf16: list[Traffic]) -> None:
+def test_a_block_in_bf16_moves_what_its_norms_and_activations_need(bf16: list[Pass]) -> None:
     # Elements of 2 bytes per token; beside them are the rotary tables, of 8 MiB in each pass.
     forward = 9 * D + 2 * (D + KV) + 3 * F
-    backward = 19 * D + 2 * (D + KV) + 5 * F
+    backward = 12 * D + 2 * (D + KV) + 5 * F
     mib = [2 * M * elements / 2**20 for elements in (forward, backward)]
-    assert [each.contiguous for each in bf16] == pytest.approx(mib, rel=0.01)
-    assert [each.kernels for each in bf16] == [6, 8]
-    assert all(each.transposing == each.strided == 0 for each in bf16)
+    traffic = [each.traffic for each in bf16]
+    assert [each.contiguous for each in traffic] == pytest.approx(mib, rel=0.01)
+    assert [each.kernels for each in traffic] == [6, 7]
+    assert all(each.transposing == each.strided == 0 for each in traffic)
+    assert bf16[0].returned == pytest.approx(KEPT_MIB["bf16"], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "gathered", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensorwise",
+        "gathered",
+        "rowwise",
+        "rowwise scaled",
+        "rowwise_with_gw_hp",
+        "rowwise_with_gw_hp scaled",
+    ],
+)
 def test_a_recipe_adds_the_traffic_of_its_casts(
-    name: str, bf16: list[Traffic], tmp_path: Path
+    name: str, bf16: list[Pass], tmp_path: Path
 ) -> None:
-    casts = RECIPES["tensorwise" if name == "gathered" else name].compiled_casts
+    recipe, _, scaled = ("tensorwise" if name == "gathered" else name).partition(" ")
+    casts = RECIPES[recipe].casts_scaled_in_matmul if scaled else RECIPES[recipe].compiled_casts
+    assert casts is not None
     weight = GATHERED_WEIGHT if name == "gathered" else casts.weight
-    # Each pass, with the elements and the number of its tensors. The compiler can transpose a
-    # gathered weight in either.
+    # Each pass, with the elements and the number of its tensors.
     forward = [(casts.input[0], INPUTS, 4), (weight[0], WEIGHTS, 7)]
     backward = [
         (casts.input[1], INPUTS, 4),
         (weight[1], WEIGHTS, 7),
         (casts.grad_output, GRAD_OUTPUTS, 7),
     ]
-    passes = [forward, backward] if name != "gathered" else [forward + backward]
-    counted, plain = count(tmp_path, name), bf16
-    if name == "gathered":
-        counted, plain = ([Traffic(*map(sum, zip(*both, strict=True)))] for both in (counted, bf16))
-
-    for found, without, tensors in zip(counted, plain, passes, strict=True):
+    counted = count(tmp_path, name)
+    for found, without, tensors in zip(counted, bf16, (forward, backward), strict=True):
         for kind in KINDS[:3]:
             added = sum(getattr(cast, kind) * elements for cast, elements, _ in tensors) / 2**20
-            expected = getattr(without, kind) + added
-            assert getattr(found, kind) == pytest.approx(expected, rel=0.05, abs=30), kind
-        launched = without.kernels + sum(cast.kernels * count for cast, _, count in tensors)
-        assert found.kernels == pytest.approx(launched, rel=0.05, abs=1)
+            expected = getattr(without.traffic, kind) + added
+            assert getattr(found.traffic, kind) == pytest.approx(expected, rel=0.05, abs=30), kind
+        launched = sum(cast.kernels * count for cast, _, count in tensors)
+        launched += without.traffic.kernels
+        assert found.traffic.kernels == pytest.approx(launched, rel=0.05, abs=1)
+    assert counted[0].returned == pytest.approx(KEPT_MIB[recipe], rel=0.01)

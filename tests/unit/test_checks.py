@@ -145,6 +145,12 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"float8": {"enable_float8_linear": True, "scale_gradients_in_matmul": True}},
+            "[float8] scale_gradients_in_matmul = true changes nothing under recipe_name = "
+            '"tensorwise"; set it to false, or the recipe to "rowwise" or "rowwise_with_gw_hp"',
+        ),
+        (
+            1,
             {
                 "float8": {
                     "enable_float8_linear": True,

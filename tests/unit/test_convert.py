@@ -11,6 +11,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.float8 import convert
 from torchtitan_lite.float8.convert import (
     MXFP8Linear,
     convert_linears,
@@ -117,6 +118,29 @@ def test_a_gpu_without_mxfp8_is_refused_by_name_and_capability(
         must_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     assert not must_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda"),
+    [((8, 9), (13, 0)), ((10, 0), (13, 0)), ((9, 0), (12, 8)), ((9, 4), (0,))],
+)
+def test_gradients_are_scaled_in_matmul_only_on_hopper(
+    capability: tuple[int, int], cuda: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GPU")
+    float8 = Float8Config(recipe_name="rowwise", scale_gradients_in_matmul=True)
+    for found, version, works in (((9, 0), (12, 9), True), (capability, cuda, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+        monkeypatch.setattr(convert, "CUDA_VERSION", version)
+        if works:
+            assert not must_emulate(float8, device=CUDA)
+            continue
+        with pytest.raises(
+            ConfigError,
+            match=r"scale_gradients_in_matmul = true needs .* 9\.x, with CUDA 12\.9 or newer .* or "
+            r"scale_gradients_in_matmul = false",
+        ):
+            must_emulate(float8, device=CUDA)
 
 
 def test_mxfp8_is_another_linear() -> None:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from torch._functorch import partitioners
 from torch._inductor import config
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.scheduler import MixOrderReduction
+from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.tensor import DTensor, Shard
@@ -60,6 +63,7 @@ PATCHED: list[tuple[Any, str]] = [
     (partitioners, "has_recomputable_rng_ops"),
     (partitioners, "get_default_op_list"),
     (VecISA, "check_build"),
+    (MixOrderReduction, "get_fusion_score"),
 ]
 ORIGINALS = [getattr(module, name) for module, name in PATCHED]
 CPP_TYPES = dict(cpp_utils.DTYPE_TO_CPP)
@@ -143,6 +147,20 @@ def test_attention_by_cudnn_is_cheap_to_recompute_unless_patched() -> None:
         torch.ops.aten._scaled_dot_product_cudnn_attention
     }
     assert not hasattr(after.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]  # once
+
+
+def test_a_norm_and_its_weight_gradient_are_rated_by_elements_unless_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    types = {"x": torch.bfloat16, "grad": torch.float32}
+    monkeypatch.setattr(MixOrderReduction, "get_numel", lambda rows: 1000)
+    monkeypatch.setattr(MixOrderReduction, "get_common_read", lambda rows, columns: list(types))
+    graph: Any = SimpleNamespace(get_dtype=types.get)
+    rows: Any = None
+    with V.set_graph_handler(graph):
+        assert MixOrderReduction.get_fusion_score(rows, rows) == 1000
+        patches.fuse_norms_with_their_gradients()
+        assert MixOrderReduction.get_fusion_score(rows, rows) == 6000
 
 
 @torch_213
@@ -236,6 +254,51 @@ def test_a_cast_is_computed_for_each_matmul_that_reads_it_unless_patched() -> No
         assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
 
 
+class Linear(torch.autograd.Function):
+    """A linear in float8 whose backward pass copies the weight to transpose it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch._scaled_mm(x.to(weight.dtype), weight.t(), ONE, ONE, out_dtype=torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        transposed = weight.t().contiguous().t()
+        cast = grad.to(weight.dtype)
+        return torch._scaled_mm(cast, transposed, ONE, ONE, out_dtype=torch.bfloat16), None
+
+
+def compile_and_save() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gradient of a compiled linear's input, and what it saved in float8 beside its weight."""
+    x, weight = X.clone().requires_grad_(), WEIGHTS[0].t()
+    saved = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is weight.dtype and tensor.data_ptr() != weight.data_ptr():
+            saved.append(tensor)
+        return tensor
+
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            result = torch.compile(Linear.apply, fullgraph=True)(x, weight)
+        result.sum().backward()
+    assert x.grad is not None
+    return x.grad, saved
+
+
+def test_the_transpose_of_a_weight_in_float8_is_kept_unless_patched() -> None:
+    with config.patch(joint_custom_post_pass=None):
+        plain, saved = compile_and_save()
+        assert [tensor.shape for tensor in saved] == [(48, 64)]
+        patches.recompute_transposed_casts()
+        patched, saved = compile_and_save()
+        assert saved == []
+    assert torch.equal(patched, plain)
+
+
 def test_the_amax_of_a_gathered_weight_is_taken_over_fsdps_ranks_unless_patched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -285,6 +348,77 @@ def test_float8_activations_are_gathered_as_bytes(monkeypatch: pytest.MonkeyPatc
     gathered = table[op](send, (shard, 2, "group"), {})
     assert sent == [torch.uint8] and gathered._data.dtype is torch.float8_e4m3fn
     assert torch.equal(gathered.to_original_precision(), torch.ones(4, 4))
+
+
+def multiply_exactly(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    **options: Any,
+) -> torch.Tensor:
+    """What `torch._scaled_mm` computes on a GPU: it rounds once, after scaling."""
+    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+
+def scaled_by_torchao_and_in_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product without fast accumulation, unpatched and patched."""
+    types = torch.float8_e4m3fn, torch.bfloat16
+
+    def multiply() -> Any:
+        operands = a.to(types[0]), a_scale, b.to(types[0]), b_scale
+        return float8_ops.addmm_float8_unwrapped(*operands, types[1], use_fast_accum=False)
+
+    plain = multiply()
+    patches.scale_gradients_in_matmul()
+    return plain, multiply()
+
+
+@pytest.fixture
+def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts the calls of `torch._scaled_mm`, and computes without a GPU."""
+    counter = Mock(side_effect=multiply_exactly)
+    monkeypatch.setattr(torch, "_scaled_mm", counter)
+    multiply = inspect.unwrap(float8_ops.addmm_float8_unwrapped)
+    monkeypatch.setattr(float8_ops, "addmm_float8_unwrapped", multiply)
+    return counter
+
+
+def test_gradients_are_scaled_after_their_matmul_unless_patched(scaled_mm: Mock) -> None:
+    m, n, k = 48, 32, 64
+    a_scale, b_scale = (2.0 ** torch.randint(-30, 30, shape) for shape in ((m, 1), (1, n)))
+    plain, patched = scaled_by_torchao_and_in_matmul(
+        torch.randn(m, k) * 50, a_scale, torch.randn(k, n) * 50, b_scale
+    )
+    assert torch.equal(plain, patched)
+    first, second = (call.kwargs | dict(enumerate(call.args)) for call in scaled_mm.call_args_list)
+    assert first["scale_a"].shape == first["scale_b"].shape == ()
+    assert (second[2].shape, second[3].shape) == ((m, 1), (1, n))
+
+    # Fast accumulation, and a scale per tensor, stay torchao's.
+    operands = torch.ones(16, 16), torch.full((16, 1), 2.0), torch.ones(16, 16)
+    for b_scale, fast in ((torch.full((1, 16), 2.0), True), (torch.tensor(2.0), False)):
+        out = float8_ops.addmm_float8_unwrapped(
+            *operands, b_scale, torch.bfloat16, use_fast_accum=fast
+        )
+        assert scaled_mm.call_args.kwargs["use_fast_accum"] is fast
+        assert out.unique().tolist() == [4.0]
+
+
+def test_a_gradient_below_the_normal_numbers_of_bf16_is_rounded_once(
+    scaled_mm: Mock,
+) -> None:
+    # Between 8 and 9 times the smallest number, 2^-133, a little above the middle: rounded to bf16
+    # first, it is in the middle, and goes to the even one.
+    a = torch.zeros(1, 16)
+    a[0, :3] = torch.tensor([1, 2**-4, 2**-9])
+    scale = torch.full((1, 1), 2.0**65)
+    plain, patched = scaled_by_torchao_and_in_matmul(a, scale, torch.ones(16, 1), scale)
+    assert (plain.item(), patched.item()) == (8 * 2.0**-133, 9 * 2.0**-133)
 
 
 def cast_to_float8(tensor: torch.Tensor) -> Any:

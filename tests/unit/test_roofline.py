@@ -240,6 +240,29 @@ def test_which_matmuls_accumulate_slowly_and_which_have_row_scales(
     assert passes.backward == at.gemm(m, k, n, fp8=True, slowdown=grad_input) + of_weight
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_gradients_scaled_in_matmul_have_row_scales_and_fewer_bytes(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, n, k = 8192, 4096, 2048
+    bare = Casts((Traffic(), Traffic()), (Traffic(), Traffic()), Traffic())
+    scaled = scheme_of(recipe).model_copy(update={"scale_gradients_in_matmul": True})
+    after, within = (
+        roofline_of(m, each).float8(one_linear(n, k)) for each in (scheme_of(recipe), scaled)
+    )
+    assert within.both.kernels < after.both.kernels
+
+    row = replace(RECIPES[recipe], compiled_casts=bare, casts_scaled_in_matmul=bare)
+    monkeypatch.setitem(RECIPES, recipe, row)
+    at = roofline_of(m, scaled)
+    slow = 1.25 * 1.125
+    in_float8 = recipe == "rowwise"
+    of_weight = at.gemm(n, k, m, fp8=in_float8, slowdown=slow if in_float8 else 1)
+    passes = at.float8(one_linear(n, k))
+    assert passes.backward == at.gemm(m, k, n, fp8=True, slowdown=slow) + of_weight
+    assert passes.forward == at.gemm(m, n, k, fp8=True, slowdown=1.125)
+
+
 def test_a_weight_gathered_in_float8_is_not_cast_again() -> None:
     linear = one_linear(4096, 4096)
     cast, gathered = (roofline_of(8192, each).float8(linear) for each in (TENSORWISE, GATHERED))

@@ -208,6 +208,12 @@ def _check_float8(config: Config) -> Iterator[str]:
             f"for a tensor or a row, not those of recipe_name = {name}; "
             "set it to 0, or change the recipe"
         )
+    if float8.scale_gradients_in_matmul and recipe.casts_scaled_in_matmul is None:
+        yield (
+            "[float8] scale_gradients_in_matmul = true changes nothing under recipe_name = "
+            f"{name}; set it to false, or the recipe to "
+            f"{_recipes(lambda other: other.casts_scaled_in_matmul is not None)}"
+        )
     if float8.enable_fsdp_float8_all_gather and not recipe.gathers_float8:
         yield (
             "[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "

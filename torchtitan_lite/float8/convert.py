@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from torchtitan_lite import patches
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
@@ -16,6 +17,8 @@ from .selection import LinearChoice
 
 # The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
+
+CUDA_VERSION = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
 def has_float8_units(device: torch.device) -> bool:
@@ -37,6 +40,9 @@ def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     elif not has_float8_units(device):
         key, needs = "enable_float8_linear = true", f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
         other = "enable_float8_linear = false"
+    elif float8.scale_gradients_in_matmul and (capability[0] != 9 or CUDA_VERSION < (12, 9)):
+        key, other = (f"scale_gradients_in_matmul = {value}" for value in ("true", "false"))
+        needs = f"9.x, with CUDA 12.9 or newer (this PyTorch has {torch.version.cuda})"
     else:
         return False
     raise ConfigError(
@@ -64,6 +70,8 @@ def convert_linears(
         # torchao is slow to import, and bf16 runs do not need it.
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        if float8.scale_gradients_in_matmul:
+            patches.scale_gradients_in_matmul()
         settings = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(float8.recipe.torchao_recipe),
             emulate=emulate,

@@ -64,6 +64,8 @@ class Recipe:
     """Whether the matmuls of both gradients accumulate in float32, which is slower."""
     compiled_casts: Casts
     eager_casts: Casts
+    casts_scaled_in_matmul: Casts | None = None
+    """Compiled casts with [float8] scale_gradients_in_matmul; None: it would change nothing."""
     scale_reductions: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Small all-reduces of a compiled block under tensor parallelism, for the scales of what is
     split over the ranks: forward, backward, recomputed under "op" and under full activation
@@ -97,9 +99,9 @@ _ROWS = (
         # One scale per tensor needs its amax first: 2 bytes in two kernels. Backward keeps it for
         # weights and computes it again for inputs.
         compiled_casts=Casts(
-            input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),
+            input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1, kernels=2.25)),
             weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
-            grad_output=Traffic(-1.9, 4.2, 0.7, kernels=2.4),
+            grad_output=Traffic(-1.3, 3.9, 0.6, kernels=2.6),
         ),
         eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
         scale_reductions=(11, 7, 8, 11),
@@ -111,11 +113,17 @@ _ROWS = (
         # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its
         # own. torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales
         # them afterwards: grad_weight in a separate pass of 4 bytes, counted in the weight's;
-        # grad_input in the kernel that reads it next, which then stores float32.
+        # grad_input in the kernel that reads it next, which then stores float32, and of a norm is
+        # not fused with the weight's gradient.
         compiled_casts=Casts(
             input=(Traffic(-0.4, kernels=0.25), Traffic(-0.5, 0.5, 3.8, kernels=2)),
             weight=(Traffic(3, kernels=1), Traffic(5.5, 2.2, 0.8, kernels=3.7)),
-            grad_output=Traffic(-0.8, 0.5, 9.3, kernels=3),
+            grad_output=Traffic(0.4, 0.5, 9.5, kernels=3),
+        ),
+        casts_scaled_in_matmul=Casts(
+            input=(Traffic(-0.4, kernels=0.25), Traffic(-0.5, 0.5, 3.8, kernels=2)),
+            weight=(Traffic(3, kernels=1), Traffic(1.5, 2.2, 0.8, kernels=2.7)),
+            grad_output=Traffic(-0.4, 0.8, 3.2, kernels=2.4),
         ),
         eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
         scale_reductions=(9, 7, 3, 5),
@@ -128,7 +136,12 @@ _ROWS = (
         compiled_casts=Casts(
             input=(Traffic(1.3, kernels=0.25), Traffic()),
             weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
-            grad_output=Traffic(1.7, kernels=1.3),
+            grad_output=Traffic(3, kernels=1.3),
+        ),
+        casts_scaled_in_matmul=Casts(
+            input=(Traffic(1.3, kernels=0.25), Traffic()),
+            weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
+            grad_output=Traffic(1.5, kernels=1.9),
         ),
         eager_casts=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
         scale_reductions=(9, 7, 3, 5),

@@ -67,6 +67,9 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
     else:
         patches.store_transposes_in_tiles()
 
+    # One kernel for each norm's backward pass.
+    patches.fuse_norms_with_their_gradients()
+
     # Share of a block's activations that the compiler keeps; 1.0 leaves the choice to the modes of
     # activation checkpointing.
     torch._functorch.config.activation_memory_budget = 1.0

@@ -31,7 +31,7 @@ Multiplication Background User's Guide. A larger tile, at the same rate, is neve
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
 ATTENTION_KERNELS = ("cudnn", "flash", "flex")
-GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=0.6)
+GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
 
@@ -42,7 +42,7 @@ class Pointwise(NamedTuple):
     kernels: int
 
 
-COMPILED_POINTWISE = Pointwise((9, 2, 3), 6), Pointwise((19, 2, 5), 8)  # forward and backward
+COMPILED_POINTWISE = Pointwise((9, 2, 3), 6), Pointwise((12, 2, 5), 7)  # forward and backward
 EAGER_POINTWISE = Pointwise((10, 10, 5), 14), Pointwise((22, 10, 9), 19)
 
 
@@ -150,6 +150,9 @@ class Roofline:
         """Cost of the same in float8. Compiled, `readers` linears share the casts of an input."""
         m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
         casts = recipe.compiled_casts if self.compiled else recipe.eager_casts
+        scaled_in_matmul = self.job.config.float8.scale_gradients_in_matmul
+        if scaled_in_matmul and self.compiled:
+            casts = recipe.casts_scaled_in_matmul or casts
         weight = GATHERED_WEIGHT if self.gathers_float8(linear) else casts.weight
         share = 1 / readers if self.compiled else 1.0
 
@@ -166,6 +169,7 @@ class Roofline:
 
         # grad_input [M, K] over N, then grad_weight [N, K] over M
         slow = self.rates.slow_accumulation if recipe.slow_accumulation else fast
+        slow *= self.rates.row_scales if scaled_in_matmul else 1.0
         fp8 = recipe.divides_tokens
         backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])
         backward += cast(m * n, casts.grad_output)
