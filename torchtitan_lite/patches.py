@@ -173,60 +173,6 @@ def count_no_memory_for_meshes() -> None:
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def keep_shared_casts() -> None:
-    """Compute a cast to float8 once for all matmuls of a compiled graph that read it.
-
-    Changes: `torch._inductor.config.post_grad_custom_post_pass`.
-    Why: Inductor computes a cast that several matmuls read, as wq, wk and wv do, once for each of
-    them. Marked to be stored in the layout that matmuls take, it is computed once.
-    Upstream: not reported. Seen: torch 2.13, torchao 0.18. Remove: once Inductor stores it itself.
-    """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    scaled_mm = torch.ops.aten._scaled_mm.default
-
-    class KeepSharedCasts(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for matmul in graph.find_nodes(op="call_function", target=scaled_mm):
-                for operand in matmul.args[:2]:
-                    # Stored for one reader, a cast of another layout would only be copied.
-                    if sum(reader.target is scaled_mm for reader in operand.users) > 1:
-                        operand.meta["inductor_realize_to_strides"] = True
-
-        def uuid(self) -> object:
-            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
-
-    config.post_grad_custom_post_pass = KeepSharedCasts()
-
-
-def recompute_transposed_casts() -> None:
-    """Transpose tensors in float8 in the backward pass, where they are multiplied.
-
-    Changes: `torch._inductor.config.joint_custom_post_pass`.
-    Why: backward multiplies transposed copies of the weights that FSDP has gathered in float8. The
-    partitioner would not copy parameters in the forward pass, which are free to keep. But it finds
-    them by their places among the inputs before a float8 tensor becomes two, data and scale, and
-    so keeps copies of w1, w2 and w3.
-    Upstream: not reported. Seen: torch 2.13, torchao 0.18, without activation checkpointing.
-    Remove: once the partitioner gets the places of unwrapped parameters.
-    """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    class RecomputeTransposedCasts(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-                if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                    copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-        def uuid(self) -> object:
-            return get_hash_for_files((__file__,))  # part of the key of the compiler's cache
-
-    config.joint_custom_post_pass = RecomputeTransposedCasts()
-
-
 # ----- torchao -----
 
 
