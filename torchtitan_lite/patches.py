@@ -225,10 +225,9 @@ def scale_gradients_in_matmul() -> None:
     """Give matmuls that accumulate in float32 their scales of rows and columns.
 
     Changes: `addmm_float8_unwrapped` in torchao's `float8_ops`.
-    Why: torchao multiplies the gradients of the recipes with row-wise scales with scales of 1, and
-    scales the product in another pass, because the kernel without fast accumulation was slow.
-    cuBLAS 12.9 has another on Hopper. Their scales are powers of two, so that a product in bf16 is
-    the same, unless it is below 2^-126: it is then rounded once instead of twice.
+    Why: torchao scales their products in another pass, as CUTLASS's kernel was slow. cuBLAS 12.9
+    has one for Hopper. The recipes' scales are powers of two, so that a product in bf16 is the same
+    unless it is below 2^-126: it is then rounded once instead of twice.
     Upstream: pytorch/ao#1325 added the pass; pytorch/pytorch#153555. Seen: torchao 0.18.
     Remove: once torchao leaves the scales to `_scaled_mm`.
     """

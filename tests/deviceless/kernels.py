@@ -103,17 +103,13 @@ def main(recipe: str, file: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     model = build(recipe)
     moved: list[list[tuple[Any, int]]] = []  # each graph's kernels, with their bytes
-    returned: list[dict[str, int]] = []
+    returned: list[int] = []  # bytes
     codes: list[str] = []
 
     def note_bytes(nodes: list[Any]) -> list[Any]:
-        tensors = [out for out in V.graph.graph_outputs if hasattr(out, "get_numel")]
+        names = set(V.graph.get_output_names()) - set(V.graph.graph_inputs)
         returned.append(
-            {
-                out.get_name(): int(out.get_numel()) * out.get_dtype().itemsize
-                for out in tensors
-                if out.get_name() not in V.graph.graph_inputs
-            }
+            sum(int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize for name in names)
         )
         moved.append(
             [(each, each.get_read_write_buffers_sizes()) for each in nodes if not each.is_extern()]
@@ -127,14 +123,14 @@ def main(recipe: str, file: str) -> None:
         model(tokens).sum().backward()
 
     passes = []
-    for code, kernels, tensors in zip(codes, moved, returned, strict=True):
+    for code, kernels, nbytes in zip(codes, moved, returned, strict=True):
         # Without the ends of reductions that another kernel has completed.
         sizes = [size for each, size in kernels if not is_removed(each)]
         kinds = {name: kind_of_access(source) for name, source in KERNEL.findall(code)}
         mib: dict[str, float] = defaultdict(float)
         for name, size in zip(LAUNCH.findall(code), sizes, strict=True):
             mib[kinds[name]] += size / 2**20
-        passes.append(({"kernels": len(sizes), **mib}, sum(tensors.values()) / 2**20))
+        passes.append(({"kernels": len(sizes), **mib}, nbytes / 2**20))
     Path(file).write_text(json.dumps(passes))
 
 

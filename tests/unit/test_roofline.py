@@ -241,18 +241,13 @@ def test_which_matmuls_accumulate_slowly_and_which_have_row_scales(
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_gradients_scaled_in_matmul_have_row_scales_and_fewer_bytes(
+def test_gradients_scaled_in_matmul_have_row_scales_and_casts_of_their_own(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, n, k = 8192, 4096, 2048
     bare = Casts((Traffic(), Traffic()), (Traffic(), Traffic()), Traffic())
     scaled = scheme_of(recipe).model_copy(update={"scale_gradients_in_matmul": True})
-    after, within = (
-        roofline_of(m, each).float8(one_linear(n, k)) for each in (scheme_of(recipe), scaled)
-    )
-    assert within.both.kernels < after.both.kernels
-
-    row = replace(RECIPES[recipe], compiled_casts=bare, casts_scaled_in_matmul=bare)
+    row = replace(RECIPES[recipe], casts_scaled_in_matmul=bare)
     monkeypatch.setitem(RECIPES, recipe, row)
     at = roofline_of(m, scaled)
     slow = 1.25 * 1.125

@@ -22,14 +22,14 @@ def keep_shared_casts() -> None:
     """
     scaled_mm = torch.ops.aten._scaled_mm.default
 
-    def store(graph: Graph) -> None:
+    def mark_shared_casts(graph: Graph) -> None:
         for matmul in graph.find_nodes(op="call_function", target=scaled_mm):
             for operand in matmul.args[:2]:
                 # Stored for one reader, a cast of another layout would only be copied.
                 if sum(reader.target is scaled_mm for reader in operand.users) > 1:
                     operand.meta["inductor_realize_to_strides"] = True
 
-    _add("post_grad_custom_post_pass", store)
+    _add("post_grad_custom_post_pass", mark_shared_casts)
 
 
 def keep_input_amax() -> None:
@@ -58,21 +58,20 @@ def recompute_transposed_casts() -> None:
     """Transpose tensors in float8 in the backward pass, where they are multiplied.
 
     Changes: `torch._inductor.config.joint_custom_post_pass`.
-    Why: backward multiplies transposed copies of the weights that FSDP has gathered in float8. The
-    partitioner would not copy parameters in the forward pass, which are free to keep. But it finds
-    them by their places among the inputs before a float8 tensor becomes two, data and scale, and
-    so keeps copies of w1, w2 and w3.
+    Why: parameters are free to keep. But the partitioner finds them by their places among the
+    inputs before a float8 tensor becomes two, data and scale. It takes gathered w1, w2 and w3 for
+    activations, and keeps the transposed copies that backward needs.
     Upstream: not reported. Seen: torch 2.13, torchao 0.18, without activation checkpointing.
     Remove: once the partitioner gets the places of unwrapped parameters.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    def recompute(graph: Graph) -> None:
+    def mark_transposed_casts(graph: Graph) -> None:
         for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
             if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
                 copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
-    _add("joint_custom_post_pass", recompute)
+    _add("joint_custom_post_pass", mark_transposed_casts)
 
 
 def _add(hook: str, change: Callable[[Graph], None]) -> None:
