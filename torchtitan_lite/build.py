@@ -26,6 +26,11 @@ from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import has_float8_units, must_emulate
+from torchtitan_lite.float8.graph_passes import (
+    keep_input_amax,
+    keep_shared_casts,
+    recompute_transposed_casts,
+)
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import LinearChoice, format_choices
 from torchtitan_lite.job import Job, build_job
@@ -43,11 +48,7 @@ from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
-from torchtitan_lite.patches import (
-    keep_shared_casts,
-    recompute_transposed_casts,
-    tag_compiler_cache,
-)
+from torchtitan_lite.patches import tag_compiler_cache
 from torchtitan_lite.planner.auto import resolve_auto
 from torchtitan_lite.planner.meta_model import build_meta_model
 from torchtitan_lite.planner.step import format_verdict
@@ -116,6 +117,7 @@ def build_model(
     if config.compile.enable:
         tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
+        keep_input_amax()
         keep_shared_casts()
         recompute_transposed_casts()
     parallelize(

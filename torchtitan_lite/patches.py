@@ -173,63 +173,6 @@ def count_no_memory_for_meshes() -> None:
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def _graph_pass(change: Callable[[torch.fx.Graph], None]) -> Any:
-    """Return `change` as a pass of the compiler, whose cache's keys then depend on this file."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            change(graph)
-
-        def uuid(self) -> object:
-            return get_hash_for_files((__file__,))
-
-    return Pass()
-
-
-def keep_shared_casts() -> None:
-    """Compute a cast to float8 once for all matmuls of a compiled graph that read it.
-
-    Changes: `torch._inductor.config.post_grad_custom_post_pass`.
-    Why: Inductor computes a cast that several matmuls read, as wq, wk and wv do, once for each of
-    them. Marked to be stored in the layout that matmuls take, it is computed once.
-    Upstream: not reported. Seen: torch 2.13, torchao 0.18. Remove: once Inductor stores it itself.
-    """
-    from torch._inductor import config
-
-    scaled_mm = torch.ops.aten._scaled_mm.default
-
-    def mark_shared_casts(graph: torch.fx.Graph) -> None:
-        for matmul in graph.find_nodes(op="call_function", target=scaled_mm):
-            for operand in matmul.args[:2]:
-                # Stored for one reader, a cast of another layout would only be copied.
-                if sum(reader.target is scaled_mm for reader in operand.users) > 1:
-                    operand.meta["inductor_realize_to_strides"] = True
-
-    config.post_grad_custom_post_pass = _graph_pass(mark_shared_casts)
-
-
-def recompute_transposed_casts() -> None:
-    """Transpose tensors in float8 in the backward pass, where they are multiplied.
-
-    Changes: `torch._inductor.config.joint_custom_post_pass`.
-    Why: parameters are free to keep. But the partitioner finds them by their places among the
-    inputs before a float8 tensor becomes two, data and scale. It takes gathered w1, w2 and w3 for
-    activations, and keeps the transposed copies that backward needs.
-    Upstream: not reported. Seen: torch 2.13, torchao 0.18, without activation checkpointing.
-    Remove: once the partitioner gets the places of unwrapped parameters.
-    """
-    from torch._inductor import config
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    def mark_transposed_casts(graph: torch.fx.Graph) -> None:
-        for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-            if copy.meta["val"].dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-    config.joint_custom_post_pass = _graph_pass(mark_transposed_casts)
-
-
 # ----- torchao -----
 
 

@@ -29,11 +29,15 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.graph_passes import (
+    keep_input_amax,
+    keep_shared_casts,
+    recompute_transposed_casts,
+)
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.patches import keep_shared_casts, recompute_transposed_casts
 
 ARGS = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=16, max_seq_len=8192)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -80,6 +84,7 @@ def build(recipe: str) -> Transformer:
             model, filter_fqns=(), tp_degree=1, tokens=ARGS.max_seq_len, recipe=float8.recipe
         )
         convert_linears(model, choices, float8=float8, emulate=False)
+        keep_input_amax()
         keep_shared_casts()
         recompute_transposed_casts()
 

@@ -35,6 +35,7 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from torchtitan_lite import patches
 from torchtitan_lite.config import ActivationCheckpointConfig
+from torchtitan_lite.float8 import graph_passes
 from torchtitan_lite.launch import Launch
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
@@ -247,7 +248,7 @@ def test_a_cast_is_computed_for_each_matmul_that_reads_it_unless_patched() -> No
     with config.patch(post_grad_custom_post_pass=None):
         plain, written = compile_and_count()
         assert written == 2 * X.numel()
-        patches.keep_shared_casts()
+        graph_passes.keep_shared_casts()
         shared, written = compile_and_count()
         assert written == X.numel()
     for results in (plain, shared):
@@ -293,9 +294,49 @@ def test_the_transpose_of_a_weight_in_float8_is_kept_unless_patched() -> None:
     with config.patch(joint_custom_post_pass=None):
         plain, saved = compile_and_save()
         assert [tensor.shape for tensor in saved] == [(48, 64)]
-        patches.recompute_transposed_casts()
+        graph_passes.recompute_transposed_casts()
         patched, saved = compile_and_save()
         assert saved == []
+    assert torch.equal(patched, plain)
+
+
+class Scaled(torch.autograd.Function):
+    """x [2, 16, 64] times its amax; the gradient is multiplied by the amax of x as [32, 64]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x.abs().max()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.view(-1, 64).abs().max()
+
+
+def compile_and_reduce() -> tuple[torch.Tensor, list[bool]]:
+    """The gradient of the compiled function, and whether each of its passes has a reduction."""
+    x = X.view(2, 16, 64).clone().requires_grad_()
+    reduces: list[bool] = []
+
+    def note(nodes: list[Any]) -> list[Any]:
+        reduces.append(any(node.is_reduction() for node in nodes))
+        return nodes
+
+    torch._dynamo.reset()
+    with config.patch(force_disable_caches=True, _post_fusion_custom_pass=note):
+        torch.compile(Scaled.apply, fullgraph=True)(x).backward(torch.ones_like(x))
+    assert x.grad is not None
+    return x.grad, reduces
+
+
+def test_the_amax_of_an_input_is_computed_again_backward_unless_patched() -> None:
+    with config.patch(joint_custom_pre_pass=None):
+        plain, reduces = compile_and_reduce()
+        assert reduces == [True, True]
+        graph_passes.keep_input_amax()
+        patched, reduces = compile_and_reduce()
+        assert reduces == [True, False]
     assert torch.equal(patched, plain)
 
 

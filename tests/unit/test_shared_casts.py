@@ -9,11 +9,11 @@ from torch._inductor import config
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
+from torchtitan_lite.float8.graph_passes import keep_shared_casts
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.patches import keep_shared_casts
 
 N, D, F, KV = 64, 256, 896, 128  # tokens, dim, ffn_dim, width of all keys: 8B's over 16
 ARGS = replace(
