@@ -102,7 +102,7 @@ _ROWS = (
             grad_output=Traffic(-1.9, 4.2, 0.7, kernels=2.4),
         ),
         eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
-        scale_reductions=(11, 7, 8, 11),
+        scale_reductions=(4, 7, 0, 3),
     ),
     Recipe(
         name="rowwise",
@@ -118,7 +118,7 @@ _ROWS = (
             grad_output=Traffic(-0.8, 0.5, 9.3, kernels=3),
         ),
         eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
-        scale_reductions=(9, 7, 3, 5),
+        scale_reductions=(2, 4, 0, 2),
     ),
     Recipe(
         name="rowwise_with_gw_hp",
@@ -131,7 +131,7 @@ _ROWS = (
             grad_output=Traffic(1.7, kernels=1.3),
         ),
         eager_casts=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
-        scale_reductions=(9, 7, 3, 5),
+        scale_reductions=(2, 4, 0, 2),
     ),
     Recipe(
         name="mxfp8",
