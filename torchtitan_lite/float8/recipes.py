@@ -104,7 +104,7 @@ _ROWS = (
             grad_output=Traffic(-0.5, 4.4, kernels=2.3),
         ),
         eager_casts=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
-        scale_reductions=(11, 7, 8, 11),
+        scale_reductions=(4, 7, 0, 3),
     ),
     Recipe(
         name="rowwise",
@@ -126,7 +126,7 @@ _ROWS = (
             grad_output=Traffic(1.7, 4.2, kernels=3.2),
         ),
         eager_casts=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
-        scale_reductions=(9, 7, 3, 5),
+        scale_reductions=(2, 4, 0, 2),
     ),
     Recipe(
         name="rowwise_with_gw_hp",
@@ -144,7 +144,7 @@ _ROWS = (
             grad_output=Traffic(1.5, kernels=1.9),
         ),
         eager_casts=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
-        scale_reductions=(9, 7, 3, 5),
+        scale_reductions=(2, 4, 0, 2),
     ),
     Recipe(
         name="mxfp8",
