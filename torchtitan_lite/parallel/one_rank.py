@@ -187,7 +187,7 @@ def _cast(weights: Sequence[_Weight]) -> None:
     from torchao.float8.float8_utils import amax_to_scale
 
     masters = [weight.master for weight in weights]
-    copies = [weight.copy for weight in weights if is_float8_tensor(weight.copy)]
+    copies: list[Any] = [weight.copy for weight in weights]
     dtype = copies[0]._data.dtype
     scales = amax_to_scale(torch.stack(torch._foreach_norm(masters, math.inf)), dtype)
     for master, copy, scale in zip(masters, copies, scales, strict=True):
