@@ -186,7 +186,7 @@ def _cast(weights: Sequence[_Weight]) -> None:
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 
-    masters = [weight.master for weight in weights]
+    masters: list[Tensor] = [weight.master for weight in weights]
     copies: list[Any] = [weight.copy for weight in weights]
     dtype = copies[0]._data.dtype
     scales = amax_to_scale(torch.stack(torch._foreach_norm(masters, math.inf)), dtype)
