@@ -107,7 +107,7 @@ def main(recipe: str, file: str) -> None:
     codes: list[str] = []
 
     def note_bytes(nodes: list[Any]) -> list[Any]:
-        names = set(V.graph.get_output_names()) - set(V.graph.graph_inputs)
+        names = set(V.graph.get_output_names()) & set(V.graph.name_to_buffer)
         returned.append(
             sum(int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize for name in names)
         )
