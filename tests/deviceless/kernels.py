@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -106,7 +107,7 @@ def main(recipe: str, file: str) -> None:
     returned: list[int] = []  # bytes
     codes: list[str] = []
 
-    def note_bytes(nodes: list[Any]) -> list[Any]:
+    def note_and_generate(scheduler: Scheduler, nodes: list[Any]) -> None:
         names = set(V.graph.get_output_names()) & set(V.graph.name_to_buffer)
         returned.append(
             sum(int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize for name in names)
@@ -114,11 +115,14 @@ def main(recipe: str, file: str) -> None:
         moved.append(
             [(each, each.get_read_write_buffers_sizes()) for each in nodes if not each.is_extern()]
         )
-        return nodes
+        generate(scheduler, nodes)
 
+    # Kernels have their final order only here.
+    generate = Scheduler._codegen
+    Scheduler._codegen = note_and_generate
     GraphLowering.save_output_code = staticmethod(codes.append)
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)
-    with uncached, config.patch(fx_graph_cache=False, _post_fusion_custom_pass=note_bytes):
+    with uncached, config.patch(fx_graph_cache=False):
         tokens = torch.zeros(1, ARGS.max_seq_len, dtype=torch.long, device="cuda")
         model(tokens).sum().backward()
 
