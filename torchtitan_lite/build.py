@@ -26,11 +26,7 @@ from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import has_float8_units, must_emulate
-from torchtitan_lite.float8.graph_passes import (
-    keep_input_amax,
-    keep_shared_casts,
-    recompute_transposed_casts,
-)
+from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import LinearChoice, format_choices
 from torchtitan_lite.job import Job, build_job
@@ -117,9 +113,7 @@ def build_model(
     if config.compile.enable:
         tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
-        keep_input_amax()
-        keep_shared_casts()
-        recompute_transposed_casts()
+        add_passes()
     parallelize(
         model,
         mesh,

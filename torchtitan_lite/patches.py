@@ -1,4 +1,5 @@
-"""Every change that this package makes to torch or torchao at run time, one function each.
+"""What this package changes of torch and torchao at run time, one function each. What it changes
+of compiled graphs is in float8/graph_passes.py.
 
 Each function states its change, the reason, the report upstream, the versions in which the fault
 was seen, and when to remove it. All of them can be called more than once. `test_patches.py` shows
@@ -7,11 +8,13 @@ each fault without its patch, and so fails once the installed version no longer 
 Heavy modules of torch and torchao are imported by the functions that change them.
 """
 
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,20 +22,23 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
 # ----- The compiler -----
 
 
 def tag_compiler_cache(label: str) -> None:
-    """Compile and cache separately what runs under another `label`.
+    """Compile and cache separately what runs under another `label`, or under other patches.
 
     Changes: `torch.compiler.config.cache_key_tag`.
     Why: the key of the compiler's cache contains neither the rank's place in a DTensor's mesh nor
-    the attention backend. A rank would load another rank's code and train on a wrong loss.
+    the attention backend. A rank would load another rank's code and train on a wrong loss. Nor does
+    it contain this file.
     Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.13. Remove: once the key has both.
     """
-    tag = torch.compiler.config.cache_key_tag
-    if label not in tag.split("; "):
-        torch.compiler.config.cache_key_tag = f"{tag}; {label}"
+    tags = torch.compiler.config.cache_key_tag.split("; ")
+    tags += [tag for tag in (VERSION, label) if tag not in tags]
+    torch.compiler.config.cache_key_tag = "; ".join(tags)
 
 
 def save_no_rng_state() -> None:
@@ -247,7 +253,7 @@ def scale_gradients_in_matmul() -> None:
         **options: Any,
     ) -> Tensor:
         by_row = a_scale.shape == (a.shape[0], 1) and b_scale.shape == (1, b.shape[1])
-        if use_fast_accum or not by_row:
+        if use_fast_accum or not by_row or any(each is not None for each in options.values()):
             options["use_fast_accum"] = use_fast_accum
             return multiply(a, a_scale, b, b_scale, output_dtype, **options)
         inverses = a_scale.reciprocal(), b_scale.reciprocal()

@@ -12,7 +12,7 @@ from torchtitan_lite.float8.recipes import RECIPES, Traffic
 from torchtitan_lite.planner.roofline import GATHERED_WEIGHT
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
-KERNELS = Path(__file__).with_name("kernels.py")
+KERNELS = Path(__file__).with_name("block_kernels.py")
 KEPT_MIB = {"bf16": 1089, "tensorwise": 737, "rowwise": 737, "rowwise_with_gw_hp": 1089}
 """What a block keeps for backward beside its weights, with its output in place of its input."""
 KINDS = ("contiguous", "transposing", "strided", "kernels")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from kernels import KERNEL, kind_of_access
+from block_kernels import KERNEL, kind_of_access
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering

@@ -97,7 +97,7 @@ def test_a_tag_of_the_compilers_cache_is_added_once() -> None:
         for label in ("rank 1 of 2", "FLASH_ATTENTION", "rank 1 of 2", "rank 1 of 20"):
             patches.tag_compiler_cache(label)
         tag = torch.compiler.config.cache_key_tag
-    assert tag == "; rank 1 of 2; FLASH_ATTENTION; rank 1 of 20"
+    assert tag == f"; {patches.VERSION}; rank 1 of 2; FLASH_ATTENTION; rank 1 of 20"
 
 
 def compile_recomputed_block() -> None:
@@ -248,7 +248,7 @@ def test_a_cast_is_computed_for_each_matmul_that_reads_it_unless_patched() -> No
     with config.patch(post_grad_custom_post_pass=None):
         plain, written = compile_and_count()
         assert written == 2 * X.numel()
-        graph_passes.keep_shared_casts()
+        graph_passes.add_passes(["post_grad_custom_post_pass"])
         shared, written = compile_and_count()
         assert written == X.numel()
     for results in (plain, shared):
@@ -294,7 +294,7 @@ def test_the_transpose_of_a_weight_in_float8_is_kept_unless_patched() -> None:
     with config.patch(joint_custom_post_pass=None):
         plain, saved = compile_and_save()
         assert [tensor.shape for tensor in saved] == [(48, 64)]
-        graph_passes.recompute_transposed_casts()
+        graph_passes.add_passes(["joint_custom_post_pass"])
         patched, saved = compile_and_save()
         assert saved == []
     assert torch.equal(patched, plain)
@@ -334,7 +334,7 @@ def test_the_amax_of_an_input_is_computed_again_for_its_view_unless_patched() ->
     with config.patch(joint_custom_pre_pass=None):
         plain, reductions = compile_and_reduce()
         assert reductions == 2
-        graph_passes.keep_input_amax()
+        graph_passes.add_passes(["joint_custom_pre_pass"])
         patched, reductions = compile_and_reduce()
         assert reductions == 1
     assert torch.equal(patched, plain)

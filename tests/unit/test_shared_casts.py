@@ -9,7 +9,7 @@ from torch._inductor import config
 
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
-from torchtitan_lite.float8.graph_passes import keep_shared_casts
+from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
@@ -61,7 +61,7 @@ def count_casts(*, shared: bool) -> list[int]:
     settings = {"fx_graph_cache": False, "_post_fusion_custom_pass": count}
     with uncached, config.patch(post_grad_custom_post_pass=None, **settings):
         if shared:
-            keep_shared_casts()
+            add_passes(["post_grad_custom_post_pass"])
         torch.compile(block, fullgraph=True)(x, cos, sin, None).sum().backward()
     return found
 
@@ -97,6 +97,6 @@ def test_shared_casts_change_no_result() -> None:
     expected = multiply(x)
     torch._dynamo.reset()
     with config.patch(post_grad_custom_post_pass=None):  # restores it for the other tests
-        keep_shared_casts()
+        add_passes(["post_grad_custom_post_pass"])
         found = torch.compile(multiply, fullgraph=True)(x)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

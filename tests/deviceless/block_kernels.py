@@ -1,6 +1,6 @@
-"""The kernels that Inductor generates for a block of Llama 3 8B: `kernels.py RECIPE FILE`, on the
-fake GPU. RECIPE is bf16, a recipe of float8, or one of SETTINGS. FILE gets, for the forward and the
-backward pass, the MiB that kernels move by kind of access, their number, and the MiB of tensors
+"""The kernels that Inductor generates for a block of Llama 3 8B: `block_kernels.py RECIPE FILE`, on
+the fake GPU. RECIPE is bf16, a recipe of float8, or one of SETTINGS. FILE gets, for the forward and
+the backward pass, the MiB that kernels move by kind of access, their number, and the MiB of tensors
 that the pass returns: forward, its output, and what it keeps for backward beside its inputs.
 """
 
@@ -30,11 +30,7 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.float8.convert import convert_linears
-from torchtitan_lite.float8.graph_passes import (
-    keep_input_amax,
-    keep_shared_casts,
-    recompute_transposed_casts,
-)
+from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
@@ -85,9 +81,7 @@ def build(recipe: str) -> Transformer:
             model, filter_fqns=(), tp_degree=1, tokens=ARGS.max_seq_len, recipe=float8.recipe
         )
         convert_linears(model, choices, float8=float8, emulate=False)
-        keep_input_amax()
-        keep_shared_casts()
-        recompute_transposed_casts()
+        add_passes()
 
     parallelize(
         model,
