@@ -207,7 +207,6 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
-        reshard = self.config.parallelism.fsdp_reshard_after_forward
         schedule = self.config.lr_scheduler.model_dump()
         at = step - self.schedule_start
         lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
@@ -215,14 +214,14 @@ class Trainer:
             group["lr"] = lr
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
-        # FSDP averages the gradients over ranks, in the backward pass of the last microbatch.
+        # FSDP averages the gradients over ranks, after each of them or after the last one.
         scale = 1 / (accum_steps * training.microbatch_tokens)
         losses = []
         for accum_step in range(accum_steps):
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
             last = accum_step == accum_steps - 1
-            start_microbatch(self.model, last=last, reshard_after_forward=reshard)
+            start_microbatch(self.model, self.config.parallelism, last=last)
             losses.append(self.loss(*batch, scale=scale))
         loss = torch.stack(losses).sum()
 

@@ -1,5 +1,5 @@
 """Weights that stay gathered over the microbatches of a step train, validate and are saved as those
-that are gathered for each."""
+that are gathered for each, and gradients that each microbatch reduces sum up to the same."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ from launching import finish, read_records, train_arguments
 pytestmark = pytest.mark.timeout(400)
 SETTINGS = {
     "FSDP": [],
+    "HSDP": ["--parallelism.data_parallel_replicate_degree=2"],
     "TP, compiled, gathered in float8": [
         "--parallelism.tensor_parallel_degree=2",
         "--compile.enable",
@@ -25,26 +26,32 @@ GATHERS = {
     ("FSDP", "never"): "4 in bfloat16",
     ("FSDP", "default"): "20 in bfloat16",
     ("FSDP", "always"): "28 in bfloat16",
+    ("HSDP", "default"): "10 in bfloat16",  # in half as many microbatches
     ("TP, compiled, gathered in float8", "never"): "2 in bfloat16, 2 in float8",
     ("TP, compiled, gathered in float8", "default"): "8 in bfloat16, 12 in float8",
 }
 
 
 @pytest.mark.parametrize("layout", SETTINGS)
-def test_weights_that_stay_gathered_change_no_bit(layout: str, tmp_path: Path) -> None:
+def test_gathers_change_no_bit_and_reductions_only_the_order_of_sums(
+    layout: str, tmp_path: Path
+) -> None:
     settings = [
         *(SETTINGS[layout]),
         *("--model.n_layers=2", "--training.steps=4", FOUR_MICROBATCHES),
         *("--debug.deterministic", "--checkpoint.enable", "--checkpoint.interval=2"),
         *("--validation.enable", "--validation.freq=1", "--validation.steps=4"),
     ]
+    processes = 2 if layout == "FSDP" else 4
     found = {}
-    for (of, value), gathers in GATHERS.items():
-        if of != layout:
-            continue
-        folder, again = tmp_path / value, f"--parallelism.fsdp_reshard_after_forward={value}"
-        processes = 4 if "TP" in layout else 2
-        output = finish(*train_arguments(folder, *settings, again), processes=processes)
+    cases = [(value, "each", gathers) for (of, value), gathers in GATHERS.items() if of == layout]
+    for value, reduced, gathers in [*cases, ("default", "last", GATHERS[layout, "default"])]:
+        folder, again = (
+            tmp_path / value / reduced,
+            f"--parallelism.fsdp_reshard_after_forward={value}",
+        )
+        reducing = f"--parallelism.fsdp_reduce_gradients={reduced}"
+        output = finish(*train_arguments(folder, *settings, again, reducing), processes=processes)
         assert re.findall(r"ran: gathers of weights by FSDP: (.*)", output) == [gathers]
         records = [
             {name: record.get(name) for name in ("loss", "grad_norm", "validation_loss")}
@@ -54,5 +61,10 @@ def test_weights_that_stay_gathered_change_no_bit(layout: str, tmp_path: Path) -
             str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.distcp")
         }
         assert len(saved) == 2 * processes
-        found[value] = records, saved
-    assert all(each == found["never"] for each in found.values())
+        found[value, reduced] = records, saved
+
+    (last, _), (each, _) = found.pop(("default", "last")), found["default", "each"]
+    assert all(of_value == found["default", "each"] for of_value in found.values())
+    for name, rel in {"loss": 5e-4, "validation_loss": 5e-4, "grad_norm": 1e-3}.items():
+        values = [[record[name] for record in of if record[name]] for of in (each, last)]
+        assert values[0] == pytest.approx(values[1], rel=rel)

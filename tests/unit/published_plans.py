@@ -139,6 +139,7 @@ def job_of_run(run: PublishedRun) -> Job:
         parallelism=ParallelismConfig(
             enable_async_tensor_parallel=run.async_tp,
             fsdp_reshard_after_forward="never" if whole else "default",
+            fsdp_reduce_gradients="last" if whole else "each",
         ),
         activation_checkpoint=ActivationCheckpointConfig(
             **CHECKPOINTING[run.checkpointing or "op"]

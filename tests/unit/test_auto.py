@@ -104,24 +104,57 @@ def sequences(number: int, *, checkpoint: str = "auto") -> Config:
 @pytest.mark.parametrize(
     ("number", "memory_gib", "checkpoint", "chosen"),
     [
-        (8, 141, "auto", ("none", "never")),
+        (8, 141, "auto", ("none", "never", "last")),
         # Where all weights do not fit, the last block is not worth its memory.
-        (8, 70, "none", ("none", "always")),
+        (8, 70, "none", ("none", "always", "last")),
         # Two of 32 blocks are recomputed, to keep all weights.
-        (8, 80, "auto", ("selective 16", "never")),
-        (128, 141, "auto", ("none", "never")),
-        (128, 80, "auto", ("selective", "always")),
+        (8, 80, "auto", ("selective 16", "never", "last")),
+        (128, 141, "auto", ("none", "never", "last")),
+        # Whole float32 gradients are faster where they fit.
+        (128, 80, "auto", ("none", "default", "each")),
     ],
 )
-def test_auto_chooses_what_is_recomputed_and_what_stays_gathered_together(
-    number: int, memory_gib: float, checkpoint: str, chosen: tuple[str, str]
+def test_auto_chooses_what_is_recomputed_gathered_again_and_reduced_together(
+    number: int, memory_gib: float, checkpoint: str, chosen: tuple[str, str, str]
 ) -> None:
     job = job_of(sequences(number, checkpoint=checkpoint), SHORT_8B, degrees=(1, 8, 1))
     job = resolve_auto(job, device=H100, memory_gib=memory_gib)
-    config = job.config
-    kept = config.activation_checkpoint.label, config.parallelism.fsdp_reshard_after_forward
+    ac, sharding = job.config.activation_checkpoint, job.config.parallelism
+    kept = ac.label, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients
     assert kept == chosen
-    assert "parallelism.fsdp_reshard_after_forward" in job.chosen
+    assert {f"parallelism.fsdp_{key}" for key in ("reshard_after_forward", "reduce_gradients")} <= {
+        *job.chosen
+    }
+
+
+@pytest.mark.parametrize(
+    ("degrees", "training"),
+    [
+        ((1, 8, 1), {}),
+        ((1, 1, 1), {"global_batch_size": 16}),
+        # Their sums would be in bf16.
+        ((1, 8, 1), {"global_batch_size": 128, "dtype": "bfloat16"}),
+    ],
+    ids=["one microbatch", "one rank", "bf16"],
+)
+def test_auto_reduces_in_the_last_microbatch_where_each_is_no_alternative(
+    degrees: tuple[int, int, int], training: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torchtitan_lite.planner.auto.kept_options")  # nothing is planned
+    config = Config(training=TrainingConfig(local_batch_size=1, seq_len=8192, **training))
+    job = resolve_auto(job_of(config, SHORT_8B, degrees=degrees), device=H100, memory_gib=1)
+    assert job.config.parallelism.fsdp_reduce_gradients == "last"
+
+
+def test_70b_accumulates_gradients_on_64_gpus() -> None:
+    args = dataclasses.replace(FLAVORS["3-70B"], max_seq_len=8192)
+    job = job_of(sequences(8 * 64), args, degrees=(1, 64, 1))
+    with torch.device("meta"):
+        model = Transformer(args)
+    best, *_ = kept_options(model, job, device=H100, memory_gib=80)
+    assert round(best.reserved_gib, 1) == 46.5
+    moments = best.work.moments()
+    assert {moment.gradients for moment in moments} == {70_553_706_496 * 4 // 64}
 
 
 def test_no_choice_that_fits_is_faster_by_more_than_a_half_percent() -> None:
@@ -134,9 +167,9 @@ def test_no_choice_that_fits_is_faster_by_more_than_a_half_percent() -> None:
     assert min(each.step_s for each in others) * 1.005 > best.step_s
     assert [each.step_s for each in others] == sorted(each.step_s for each in others)
 
-    # None of those left out fits: with 1e9 GiB there are all seven times three.
+    # None of those left out fits: with 1e9 GiB there are all seven times three times two.
     every = kept_options(model, job, device=H100, memory_gib=1e9)
-    assert len(every) == 7 * 3
+    assert len(every) == 7 * 3 * 2
     left_out = [each for each in every if each.reserved_gib > 100]
     assert len(left_out) + len(chosen) == len(every)
 
@@ -151,8 +184,11 @@ def test_auto_recomputes_no_block_that_a_model_does_not_have() -> None:
 
 
 def test_a_config_without_auto_is_returned_as_it_is() -> None:
-    config = Config(activation_checkpoint=ActivationCheckpointConfig(mode="full"))
-    assert resolve(config, device=None) is config
+    config = Config(
+        activation_checkpoint=ActivationCheckpointConfig(mode="full"),
+        parallelism=ParallelismConfig(fsdp_reduce_gradients="each"),
+    )
+    assert resolve(config, device=None) == config
 
 
 def auto_float8(*filters: str, compiled: bool = True, **float8: Any) -> Config:

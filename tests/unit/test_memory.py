@@ -119,8 +119,7 @@ def train(rank: Rank) -> None:
     for step in range(2):
         for accum_step in range(rank.accum_steps):
             last = accum_step == rank.accum_steps - 1
-            reshard = rank.config.parallelism.fsdp_reshard_after_forward
-            start_microbatch(model, last=last, reshard_after_forward=reshard)
+            start_microbatch(model, rank.config.parallelism, last=last)
             measured = step and (last or accum_step)
             with record_function("measured") if measured else contextlib.nullcontext():
                 if rank.fuses_loss:
@@ -184,6 +183,7 @@ def test_peak_of_a_step(
 
 
 NEVER = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}
+EACH = {"parallelism": ParallelismConfig(fsdp_reduce_gradients="each")}
 FOUR_PASSES = {"training": TrainingConfig(seq_len=4, local_batch_size=1, global_batch_size=8)}
 
 
@@ -202,6 +202,7 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
         (WIDE, 1, training(global_batch_size=16)),
         (WIDE, 1, NEVER | training(global_batch_size=16)),
         (WEIGHTS, 1, NEVER | FOUR_PASSES),
+        (WEIGHTS, 1, EACH | FOUR_PASSES),
         (VOCABULARY, 2, GATHERED_LOGITS),
         (WEIGHTS, 1, {"optimizer": OptimizerConfig(implementation="foreach")}),
     ],
@@ -214,6 +215,7 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
         "accumulation",
         "never-accumulation",
         "never-four-passes",
+        "each-four-passes",
         "gathered-logits",
         "foreach",
     ],
@@ -221,6 +223,15 @@ def training(**changes: Any) -> dict[str, TrainingConfig]:
 def test_peak_under_other_settings(args: ModelArgs, tp: int, changes: dict[str, Any]) -> None:
     rank = build_rank(args, 2, tp, activation_checkpoint=BY_OP, **changes)
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("changes", "microbatches"), [({}, 1), (EACH, 4)])
+def test_gradients_of_each_group_are_reduced(changes: dict[str, Any], microbatches: int) -> None:
+    rank = build_rank(WEIGHTS, 2, **changes, **FOUR_PASSES)
+    with fake_process_group(2), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        train(rank)
+    reduced = [event for event in profiler.events() if event.name == "c10d::_reduce_scatter_base_"]
+    assert len(reduced) == 2 * microbatches * 6  # of four blocks and both ends, in two steps
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def train(case: Case, model: Transformer, *, steps: int = 3) -> list[Tensor]:
     seen = []
     for _ in range(steps):
         for i in range(case.microbatches):
-            start_microbatch(model, last=i == case.microbatches - 1)
+            start_microbatch(model, ParallelismConfig(), last=i == case.microbatches - 1)
             total = loss(model, TOKENS[i])
             total.backward()
             seen.append(total.detach())
@@ -199,7 +199,7 @@ def test_a_step_copies_each_weight_once_and_casts_each_gradient_once() -> None:
     elements = sum(weight.numel() for weight in model.parameters())
     in_norms = 5 * ARGS.dim
     for i in range(3):
-        start_microbatch(model, last=i == 2)
+        start_microbatch(model, ParallelismConfig(), last=i == 2)
         with Written() as forward:
             total = loss(model, TOKENS[i])
         with Written() as backward:
@@ -217,7 +217,7 @@ def test_a_step_casts_weights_to_float8_once() -> None:
     linears = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
     casts = []
     for i in range(2):
-        start_microbatch(model, last=i == 1)
+        start_microbatch(model, ParallelismConfig(), last=i == 1)
         with Written() as written:
             model.copies.enter()
         casts.append(written.elements.get("clamp", []))
@@ -234,7 +234,7 @@ def test_copies_live_from_the_forward_to_the_backward() -> None:
     masters = list(model.parameters())
     elements = sum(weight.numel() for weight in masters)
     for last in (False, True):
-        start_microbatch(model, last=last)
+        start_microbatch(model, ParallelismConfig(), last=last)
         total = loss(model, TOKENS[0])
         assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
         assert bytes_of_copies(model) == 2 * elements
@@ -248,7 +248,7 @@ def test_copies_live_from_the_forward_to_the_backward() -> None:
 def test_the_last_microbatch_frees_the_embedding_before_its_backward() -> None:
     model = Case().build()
     for last, freed in ((False, 0), (True, 2 * 128 * 64)):
-        start_microbatch(model, last=last)
+        start_microbatch(model, ParallelismConfig(), last=last)
         total = loss(model, TOKENS[0])
         elements = sum(weight.numel() for weight in model.parameters())
         assert bytes_of_copies(model) == 2 * elements - freed

@@ -582,17 +582,23 @@ def test_fsdp_copies_what_it_gathers(in_float8: int, nbytes: float) -> None:
     assert at.gather_copies(group).seconds == pytest.approx(nbytes * 1e9 / 2e12)
 
 
-@pytest.mark.parametrize(("microbatches", "nbytes"), [(1, 6), (2, 6 + 10 + 8), (4, 6 + 3 * 10 + 8)])
-def test_fsdp_casts_gradients_and_adds_them_up(microbatches: int, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("microbatches", "reductions", "nbytes"),
+    [(1, 1, 6), (2, 1, 6 + 10 + 8), (4, 1, 6 + 3 * 10 + 8), (4, 4, 4 * 6 + 3 * 12 / 2)],
+)
+def test_fsdp_casts_gradients_and_adds_them_up(
+    microbatches: int, reductions: int, nbytes: int
+) -> None:
     # A gradient is read in 2 bytes and written in 4. Each other is read in 2 and added in 4, and
-    # their sum is copied to be reduced.
+    # their sum is copied to be reduced. If each is reduced, halves of them are added.
     at = roofline_of(
         8192,
         rates=replace(RATES, kernel_seconds=0),
         degrees=(1, 2, 1),
         training={"global_batch_size": 2 * microbatches},
     )
-    assert at.gradient_copies(10**9).seconds == pytest.approx(nbytes * 1e9 / 2e12)
+    copies = at.gradient_copies(10**9, reductions)
+    assert copies.seconds == pytest.approx(nbytes * 1e9 / 2e12)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -610,7 +616,7 @@ def test_one_rank_copies_weights_once_a_step(microbatches: int) -> None:
         group = Group("some", 10**9, in_float8, gathered=0, saved=0, working=0)
         assert at.gather_copies(group).seconds == pytest.approx(copied * 1e9 / 2e12)
     summed = 6 + 10 * (microbatches - 1)
-    assert at.gradient_copies(10**9).seconds == pytest.approx(summed * 1e9 / 2e12)
+    assert at.gradient_copies(10**9, 1).seconds == pytest.approx(summed * 1e9 / 2e12)
 
 
 @pytest.mark.parametrize("part", ["loss", "attention", "pointwise"])

@@ -109,9 +109,8 @@ def test_the_host_issues_each_kernel_of_each_microbatch() -> None:
         for n in (1, 3)
     )
     optimizer = roofline().optimizer(1).kernels
-    # A block's nine gradients are added, or cast, one by one, and then copied as one is.
-    added = 4 * (3 * 9 + 2 - 3 * 2)
-    assert thrice - optimizer == pytest.approx(3 * (once - optimizer) + added)
+    # One rank casts the weights of six groups, by two kernels each, only once a step.
+    assert thrice - optimizer == pytest.approx(3 * (once - optimizer) - 2 * 2 * 6)
     in_float8 = time(TENSORWISE, rates=at).host_s
     assert in_float8 > once  # for the casts
     with_tp = time(degrees=(1, 1, 2), rates=at).host_s
@@ -280,6 +279,24 @@ def test_accumulation_repeats_everything_but_reductions_and_the_optimizer() -> N
     # Each microbatch waits for its first gather.
     first = 2 * (EMBEDDING + BLOCK) * 7 / 8 / 400e9
     assert thrice.exposed_s[SHARDING] - once.exposed_s[SHARDING] == pytest.approx(2 * first)
+
+
+def test_reductions_in_each_microbatch_repeat_everything_but_the_optimizer() -> None:
+    once, thrice = (
+        time(
+            degrees=(2, 8, 1),
+            training={"local_batch_size": 1, "global_batch_size": 16 * n},
+            parallelism={"fsdp_reduce_gradients": "each"},
+        )
+        for n in (1, 3)
+    )
+    for part, seconds in once.device_parts_s.items():
+        more = 2 * 12 / 8 * PARAMETERS / 2e12 if part == "fsdp copies" else 0  # shards are added
+        times = 1 if part == "optimizer" else 3
+        assert thrice.device_parts_s[part] == pytest.approx(times * seconds + more)
+    for seconds in (sharded_s, replicas_s):
+        assert seconds(thrice) == pytest.approx(3 * seconds(once))
+    assert thrice.exposed_s[SHARDING] == pytest.approx(3 * once.exposed_s[SHARDING])
 
 
 @pytest.mark.parametrize("scheme", [BF16, GATHERED])

@@ -183,6 +183,8 @@ class ParallelismConfig(Section):
     """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never", "auto"] = "default"
     """Free gathered weights after a forward: all but the last block's, all, none; auto: planned."""
+    fsdp_reduce_gradients: Literal["auto", "each", "last"] = "auto"
+    """Microbatches of a step that end with a reduction of gradients over ranks; auto: planned."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix multiplication; 1: none."""
     disable_loss_parallel: bool = False

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import patches
-from torchtitan_lite.config import TrainingConfig
+from torchtitan_lite.config import ParallelismConfig, TrainingConfig
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
@@ -63,12 +63,16 @@ def apply_fsdp(
     shard(model, reshard_after_forward=reshard_last)
 
 
-def start_microbatch(model: Transformer, *, last: bool, reshard_after_forward: str) -> None:
-    """Prepare for a microbatch's forward and backward pass: the `last` one of a step reduces the
-    gradients of all. With "never", the weights of the first one serve all, and it frees them."""
+def start_microbatch(model: Transformer, parallelism: ParallelismConfig, *, last: bool) -> None:
+    """Prepare for a microbatch's forward and backward pass.
+
+    With fsdp_reduce_gradients = "each", it reduces its gradients, whose sums are then sharded and
+    have training.dtype. Else the `last` one of a step reduces the sums of all, which each rank
+    holds whole, in training.mixed_precision_reduce. With fsdp_reshard_after_forward = "never", the
+    weights of the first one serve all, and the last one frees them."""
     if isinstance(model, MixedPrecisionTransformer):
         model.copies.last_microbatch = last
         return
     module = cast(FSDPModule, model)
-    module.set_requires_gradient_sync(last)
-    module.set_reshard_after_backward(last or reshard_after_forward != "never")
+    module.set_requires_gradient_sync(last or parallelism.fsdp_reduce_gradients == "each")
+    module.set_reshard_after_backward(last or parallelism.fsdp_reshard_after_forward != "never")

@@ -1,5 +1,5 @@
-"""What "auto" becomes in a job: the linears in float8, what is recomputed, what stays gathered; and
-the layouts that would fit."""
+"""What "auto" becomes in a job: the linears in float8, what is recomputed, what stays gathered, and
+when gradients are reduced; and the layouts that would fit."""
 
 import math
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 from .memory import reserved_bytes
 from .meta_model import Workload, build_meta_model, build_workload
@@ -46,8 +47,11 @@ def resolve_auto(
     """
     float8, ac = job.config.float8, job.config.activation_checkpoint
     chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
-    reshard = job.config.parallelism.fsdp_reshard_after_forward
-    if AUTO in (ac.mode, reshard):
+    reductions = _reductions(job)
+    if len(reductions) == 1:
+        job = job.choose("parallelism", fsdp_reduce_gradients=reductions[0])
+    sharding = job.config.parallelism
+    if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
         with torch.device("meta"):
             model = Transformer(job.model_args)
         best, *others = kept_options(
@@ -69,18 +73,20 @@ def resolve_auto(
 
 
 class KeptOption(NamedTuple):
-    """A choice of what is recomputed and what stays gathered."""
+    """A choice of what is recomputed, what stays gathered and when gradients are reduced."""
 
     work: Workload
     step_s: float
     reserved_gib: float
 
     def __str__(self) -> str:
-        config = self.work.job.config
-        kept = config.activation_checkpoint.label, config.parallelism.fsdp_reshard_after_forward
+        ac, sharding = self.work.job.config.activation_checkpoint, self.work.job.config.parallelism
+        accumulates = self.work.job.batch.grad_accum_steps > 1
+        reduced = f', fsdp_reduce_gradients "{sharding.fsdp_reduce_gradients}"' * accumulates
         return (
-            'activation_checkpoint "{}", fsdp_reshard_after_forward "{}": {:.4g} s a step, '
-            "{:.1f} GiB".format(*kept, self.step_s, self.reserved_gib)
+            f'activation_checkpoint "{ac.label}", fsdp_reshard_after_forward '
+            f'"{sharding.fsdp_reshard_after_forward}"{reduced}: {self.step_s:.4g} s a step, '
+            f"{self.reserved_gib:.1f} GiB"
         )
 
 
@@ -94,9 +100,9 @@ def kept_options(
     on_cpu: bool = False,
 ) -> list[KeptOption]:
     """Return the choices in place of "auto" for [activation_checkpoint] mode and [parallelism]
-    fsdp_reshard_after_forward whose step should fit: the best, then the others by time. If none
-    fits, return the smallest. The best is the smallest of those that are as fast as the fastest,
-    and recompute no more.
+    fsdp_reshard_after_forward and fsdp_reduce_gradients whose step should fit: the best, then the
+    others by time. If none fits, return the smallest. The best is the smallest of those that are as
+    fast as the fastest, and recompute no more.
 
     Without a data sheet they are timed on a stand-in: what is recomputed or gathered again takes
     time on every device."""
@@ -109,11 +115,13 @@ def kept_options(
 
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
     options: list[KeptOption] = []
-    for (mode, option), each in product(modes, values):
+    for (mode, option), each, reduction in product(modes, values, _reductions(job)):
         if option.isdecimal() and int(option) > job.model_args.n_layers:
             continue
         tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
-        tried = tried.choose("parallelism", fsdp_reshard_after_forward=each)
+        tried = tried.choose(
+            "parallelism", fsdp_reshard_after_forward=each, fsdp_reduce_gradients=reduction
+        )
         known = options[0].work.choices if options else None
         work = build_workload(model, tried, device=device, choices=known)
         reserved_gib = reserved_bytes(work.moments(on_cpu=on_cpu)) / 2**30
@@ -133,6 +141,17 @@ def kept_options(
     ]
     best = min(fast, key=lambda each: each.reserved_gib)
     return [best, *(each for each in fitting if each is not best)]
+
+
+def _reductions(job: Job) -> Sequence[str]:
+    """Return the values of fsdp_reduce_gradients to choose from: "last" where "each" would mean the
+    same, or would add up gradients in bf16."""
+    value, training = job.config.parallelism.fsdp_reduce_gradients, job.config.training
+    if value != AUTO:
+        return [value]
+    same = job.batch.grad_accum_steps == 1
+    same |= needs_no_fsdp(training, world_size=job.degrees.world_size)
+    return ["last"] if same or training.dtype == "bfloat16" else ["last", "each"]
 
 
 def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:

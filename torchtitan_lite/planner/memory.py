@@ -84,6 +84,10 @@ class Rank:
         reshard = config.parallelism.fsdp_reshard_after_forward
         self.reshard = "never" if self.alone else reshard
 
+        # How often a step reduces all gradients.
+        each = config.parallelism.fsdp_reduce_gradients == "each" and not self.alone
+        self.reductions = self.accum_steps if each else 1
+
         # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
         # split along it.
         self.tokens = config.training.microbatch_tokens  # N
@@ -146,17 +150,6 @@ class Rank:
         """Weights of the first groups: of none, of one, and so on to all."""
         return [0, *accumulate(group.weights for group in self.groups)]
 
-    @property
-    def gathers(self) -> tuple[int, int, int]:
-        """How often a step gathers all weights for a forward, and for their backward a block and
-        the head, as counted by its kernels."""
-        steps, n_layers = self.accum_steps, self.model.n_layers
-        return {
-            "never": (1, 0, 0),
-            "default": (steps, steps * (n_layers - 1), 0),
-            "always": (steps, steps * n_layers, steps),
-        }[self.reshard]
-
     def gathered(self, start: int, stop: int) -> int:
         """Bytes of the gathered weights of groups[start:stop], and of tied ones before them."""
         tied = self.groups[: min(start, 1)] if self.model.tie_embeddings else []
@@ -170,15 +163,16 @@ class Rank:
 
     def moment(self, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
-        # Gradients of earlier microbatches accumulate unsharded; only the last backward scatters.
+        # Sums over microbatches are sharded if each is reduced. Else they are whole until the last
+        # backward scatters them.
+        whole = self.weights[left] if self.reductions == 1 else 0
         width = self.reduce_width if self.accum_steps > 1 else 0
         parameters = self.sharded(self.weights[-1])
         rotary_tables = FLOAT32 * self.model.max_seq_len * self.model.head_dim
         return Moment(
             name,
             parameters,
-            gradients=self.sharded(self.weights[-1] - self.weights[left])
-            + width * self.weights[left],
+            gradients=self.sharded(self.weights[-1] - whole) + width * whole,
             optimizer_states=2 * parameters * self.moment_width // self.weight_width,
             buffers=rotary_tables + buffers,
             **parts,

@@ -280,16 +280,18 @@ class Roofline:
         shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.dp_shard
         return self.move(whole + shard, 6 + 21 * bool(group.in_float8))
 
-    def gradient_copies(self, parameters: int) -> Cost:
+    def gradient_copies(self, parameters: int, reductions: int) -> Cost:
         """Cost of the copies of gradients in a step: a cast, to reduce them or to add others of
-        later microbatches to them. These sums are read and written, and FSDP copies them to be
-        reduced."""
+        later microbatches to them. These sums are read and written, as shards if each microbatch
+        is reduced. Else FSDP copies them to be reduced."""
         accum, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
         nbytes = 6 + 10 * (accum - 1)
         if self.alone:
             return self.move(nbytes * parameters, 9 * accum * n_layers)
-        if accum == 1:
-            return self.move(nbytes * parameters, 2 * n_layers)
+        if reductions == accum:
+            shards = parameters / self.job.degrees.dp_shard
+            each = self.move(6 * parameters, 2 * n_layers)
+            return each * accum + self.move(12 * shards, 9 * n_layers) * (accum - 1)
         return self.move((nbytes + 8) * parameters, (9 * accum + 2) * n_layers)
 
 

@@ -250,7 +250,7 @@ def _nothing_fits(space: Space, closest: Candidate) -> str:
         f"activation checkpointing {job.config.activation_checkpoint.label}, of the "
         f"{device.memory_gib:g} of the {device.name}; "
         f"would fit: {', or '.join(would_fit) or 'no number of GPUs'}, or a lower [training] "
-        "seq_len, or global_batch_size if it accumulates gradients, which are not sharded then"
+        "seq_len"
     )
 
 

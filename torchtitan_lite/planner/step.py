@@ -191,6 +191,17 @@ class _Step:
             + tensors * rates.host_seconds_per_parameter
         )
 
+    @property
+    def _gathers(self) -> tuple[int, int, int]:
+        """How often a step gathers all weights for a forward, and for their backward a block and
+        the head, as counted by its kernels."""
+        steps, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
+        return {
+            "never": (1, 0, 0),
+            "default": (steps, steps * (n_layers - 1), 0),
+            "always": (steps, steps * n_layers, steps),
+        }[self.rank.reshard]
+
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
         in_blocks = [linear for linear in self.linears if linear.kind != OUTPUT]
@@ -204,12 +215,12 @@ class _Step:
 
     def _fsdp_copies(self) -> Passes:
         """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
-        (forward, blocks, heads), accum = self.rank.gathers, self.job.batch.grad_accum_steps
+        (forward, blocks, heads), accum = self._gathers, self.job.batch.grad_accum_steps
         embedding, block, *_, head = self.rank.groups
         copies = self.roofline.gather_copies
         all_weights = copies(embedding) + copies(block) * len(self.rank.groups[1:-1]) + copies(head)
         again = copies(block) * blocks + copies(head) * heads
-        gradients = self.roofline.gradient_copies(self.rank.weights[-1])
+        gradients = self.roofline.gradient_copies(self.rank.weights[-1], self.rank.reductions)
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     def _head(self) -> dict[str, Cost]:
@@ -224,7 +235,7 @@ class _Step:
         rank, network, degrees = self.rank, self.network, self.job.degrees
         shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
         embedding, block, *_, head = rank.groups
-        n_layers, (forwards, again_blocks, again_heads) = len(rank.groups[1:-1]), rank.gathers
+        n_layers, (forwards, again_blocks, again_heads) = len(rank.groups[1:-1]), self._gathers
 
         def reduce_s(group: Group) -> float:
             nbytes = rank.reduce_width * group.weights
@@ -243,9 +254,11 @@ class _Step:
         last = reduce_s(block) + reduce_s(embedding)
 
         forward, backward = compute.forward.seconds, compute.backward.seconds
-        hidden = forwards * min(ahead, forward) + (accum - 1) * min(again, backward)
-        hidden += min(again + reductions - last, backward)
-        return forwards * (first + ahead) + accum * again + reductions - hidden, hidden
+        reducing, others = rank.reductions, accum - rank.reductions
+        hidden = forwards * min(ahead, forward) + others * min(again, backward)
+        hidden += reducing * min(again + reductions - last, backward)
+        total = forwards * (first + ahead) + accum * again + reducing * reductions
+        return total - hidden, hidden
 
     def _tensor_parallel(self, *, asynchronous: bool = False) -> Passes:
         """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks, or what
