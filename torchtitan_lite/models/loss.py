@@ -25,11 +25,11 @@ CHUNK_LOGITS = 2**30
 """Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. More chunks take less memory,
 but each one after the first costs a pass over the weight's gradient in float32."""
 PIECE_LOGITS = 2**23
-"""Number of logits that eager kernels process at a time: 32 MiB in float32. Those of a large linear
-are more, for fewer kernels: as many as fit into the memory that the weight's gradient takes
+"""Minimum number of logits that eager kernels process at a time: 32 MiB in float32. For a large
+linear they take more, to be fewer: as many as fit into the memory that the weight's gradient takes
 afterwards. Compiled kernels store no float32 logits."""
 FLOAT32_COPIES = 2
-"""A CPU, unlike a GPU, casts the logits before it subtracts from them."""
+"""Float32 tensors of that size at a time: the scores and, on CPU, the logits."""
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:

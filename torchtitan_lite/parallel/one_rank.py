@@ -124,8 +124,8 @@ class WeightCopies:
             weight.free()
 
     def _take_gradient(self, weight: "_Weight", copy: Tensor) -> None:
-        """Add the gradient of `copy` to the sum over microbatches. The last one gives the sum to
-        the master. The types of the sums are FSDP2's."""
+        """Add the gradient of `copy` to the sum over microbatches. The last one adds the sum to the
+        master's gradient. The types of the sums are FSDP2's."""
         gradient, copy.grad = copy.grad, None
         assert gradient is not None, "autograd has just accumulated it"
         weight.put(weight.master)
@@ -137,8 +137,9 @@ class WeightCopies:
         else:
             weight.gradient += gradient
         if self.last_microbatch:
-            weight.master.grad = weight.gradient.to(weight.master.dtype)
-            weight.gradient = None
+            total, weight.gradient = weight.gradient.to(weight.master.dtype), None
+            before = weight.master.grad
+            weight.master.grad = total if before is None else before + total
 
 
 @dataclass(eq=False)
