@@ -94,7 +94,7 @@ class Job:
         """
         config, float8 = self.config, self.config.float8
         return {
-            "activation_checkpoint": config.activation_checkpoint.mode,
+            "activation_checkpoint": config.activation_checkpoint.label,
             "compile": config.compile.enable,
             "flavor": self.model_name,
             "float8": float8.recipe_name if float8.enable_float8_linear else "off",

@@ -15,7 +15,7 @@ from kernel_times import FLAVOR, TOKENS
 from torchtitan_lite.config import Config
 from torchtitan_lite.job import build_job
 from torchtitan_lite.metrics.devices import DeviceSpec
-from torchtitan_lite.planner.plan import tokenizer_values
+from torchtitan_lite.planner.meta_model import tokenizer_values
 from torchtitan_lite.planner.roofline import Roofline, build_roofline
 
 Measurement = Mapping[str, Any]  # a line of kernel_times.py

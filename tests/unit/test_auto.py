@@ -20,7 +20,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.planner.auto import kept_options, resolve_auto
+from torchtitan_lite.planner.auto import find_fitting, kept_options, resolve_auto, turn_on_float8
 from torchtitan_lite.planner.meta_model import build_meta_model
 
 H100 = lookup_device("H100 SXM")
@@ -181,6 +181,37 @@ def test_auto_recomputes_no_block_that_a_model_does_not_have() -> None:
     options = kept_options(model, job_of(sequences(8), args), device=H100, memory_gib=1e9)
     labels = {each.work.job.config.activation_checkpoint.label for each in options}
     assert labels == {"none", "selective 4", "selective 3", "selective", "full"}
+
+    # Nor is one suggested, whatever the memory.
+    *_, largest = sorted(options, key=lambda each: each.reserved_gib)
+    sizes = range(1, int(largest.reserved_gib) + 1)
+    found = [each for gib in sizes for each in find_fitting(largest.work, gib * 2**30)]
+    assert {each["activation_checkpoint"] for each in found} <= labels
+
+
+def test_one_rank_has_one_choice_of_what_stays_gathered() -> None:
+    config = sequences(8, checkpoint="full")
+    with torch.device("meta"):
+        model = Transformer(SHORT_8B)
+    jobs = [job_of(config, SHORT_8B, degrees=(1, 1, 1))]
+    parallelism = ParallelismConfig(fsdp_reshard_after_forward="always")
+    always = config.model_copy(update={"parallelism": parallelism})
+    jobs.append(job_of(always, SHORT_8B, degrees=(1, 1, 1)))
+    kept = [kept_options(model, job, device=H100, memory_gib=80) for job in jobs]
+    assert [len(each) for each in kept] == [1, 1]
+    # Larger layouts have others.
+    auto, given = (find_fitting(each[0].work, 80 * 2**30) for each in kept)
+    assert auto == given
+    assert auto
+
+
+@pytest.mark.parametrize(("recipe", "kept"), [("tensorwise", False), ("rowwise", True)])
+def test_float8_that_is_turned_on_has_no_key_that_its_recipe_excludes(
+    recipe: str, kept: bool
+) -> None:
+    float8 = Float8Config.model_validate({"recipe_name": recipe, "scale_gradients_in_matmul": True})
+    job = turn_on_float8(job_of(Config(float8=float8)), filter_fqns=())
+    assert job.config.float8.scale_gradients_in_matmul == kept
 
 
 def test_a_config_without_auto_is_returned_as_it_is() -> None:

@@ -61,9 +61,9 @@ def test_degrees_batches_and_shares_follow_from_the_config() -> None:
 def test_chosen_values_are_written_with_a_comment_and_load_again(tmp_path: Path) -> None:
     job = job_of(activation_checkpoint={"mode": "auto"})
     assert not job.to_toml().startswith("#")
-    chosen = job.choose("activation_checkpoint", mode="selective")
+    chosen = job.choose("activation_checkpoint", mode="selective", selective_ac_option="2")
     assert chosen.config.activation_checkpoint.mode == "selective"
-    assert chosen.hparams()["activation_checkpoint"] == "selective"
+    assert chosen.hparams()["activation_checkpoint"] == "selective 2"
 
     text = chosen.to_toml()
     assert text.startswith("# Chosen for this machine") and "activation_checkpoint.mode" in text

@@ -101,10 +101,16 @@ def test_a_search_uses_what_was_measured(measured: DeviceSpec) -> None:
     ("changes", "message"),
     [
         ({"version": 2}, r"is of version 2, and version 1 is read; name a results.json"),
-        ({"rates": {"bf16_matmul": 0}}, r"rates.bf16_matmul: Input should be greater than 0; meas"),
+        ({"version": True}, r"is of version True, and version 1 is read"),
+        ({"version": 1.0}, r"is of version 1.0, and version 1 is read"),
         ({"rates": {"bf16_matmul": "0.7"}}, r"rates.bf16_matmul: Input should be a valid number"),
-        ({"rates": {"bf16_matmul": float("nan")}}, r"rates.bf16_matmul: Input should be less"),
-        ({"rates": {"bf16_matmul": 40.0}}, r"rates.bf16_matmul: Input should be less than 10"),
+        ({"rates": {"link": float("nan")}}, r"rates.link = nan is not between 0.001 and 1.1; meas"),
+        ({"rates": {"link": 1.2}}, r"rates.link = 1.2 is not between 0.001 and 1.1; measure again"),
+        ({"rates": {"link": 0.001}}, r"rates.link = 0.001 is not between 0.001 and 1.1"),
+        ({"rates": {"kernel_seconds": 0.2}}, r"rates.kernel_seconds = 0.2 is not between 0 and"),
+        ({"rates": {"kernel_seconds": 0}}, r"rates.kernel_seconds = 0 is not between 0 and 0.1"),
+        ({"rates": {"row_scales": 0.4}}, r"rates.row_scales = 0.4 is not between 0.5 and 10; meas"),
+        ({"rates": {"slowest_device": 11}}, r"rates.slowest_device = 11 is not between 0.5 and 10"),
         ({"rates": {"warp": 0.5, "bf16_matmul": 0.5}}, r"the planner has no constants warp; meas"),
         ({"rates": None}, r"rates: Input should be a valid dictionary"),
         ({"device": "NVIDIA H200"}, r'is of device "NVIDIA H200", and the plan is for "H100 SXM"'),
@@ -117,6 +123,14 @@ def test_a_file_that_cannot_be_used_is_refused(
     path = write(tmp_path, **changes)
     with pytest.raises(ConfigError, match=f"--measured {re.escape(str(path))}.*{message}"):
         add_measured(H100, path)
+
+
+def test_a_date_is_shown_short_and_printable(tmp_path: Path) -> None:
+    measured = add_measured(H100, write(tmp_path, date="2026\x1b[31m\n-11" + "x" * 90))
+    shown = "2026[31m-11" + "x" * 29
+    assert {source for *_, source in measured.measured} == {
+        f"measured on NVIDIA H100 80GB HBM3, {shown}"
+    }
 
 
 def test_rates_that_are_relative_to_other_figures_are_refused(tmp_path: Path) -> None:

@@ -353,12 +353,32 @@ def test_8b_on_one_gpu_holds_copies_or_gradients() -> None:
     moments = {moment.name: moment for moment in step_memory(rank)}
     block, output, rotary = 218_112_000, 128256 * 4096 + 4096, 2 * 4 * 8192 * 64
     # The loss needs copies of all weights but the embedding's. At the end of a block's backward
-    # there are those of the blocks before it, its own and its gradients, and the float32 ones of
-    # the blocks behind it.
+    # there are those of the blocks before it, its own gradients in float32, of which the last is
+    # still there in bf16, and the float32 ones of the blocks behind it.
     assert moments["loss"].buffers == 2 * (32 * block + output) + rotary
-    assert moments["gradients of layers.5"].buffers == 2 * 5 * block + (2 + 2) * block + rotary
+    assert moments["gradients of layers.5"].buffers == (
+        2 * 5 * block + 4 * block + 2 * 14336 * 4096 + rotary
+    )
     assert moments["gradients of layers.5"].gradients == (26 * block + output) * 4
-    assert moments["gradients of tok_embeddings"].buffers == 4 * 128256 * 4096 + rotary
+    assert moments["gradients of tok_embeddings"].buffers == (2 + 4) * 128256 * 4096 + rotary
+
+
+@pytest.mark.parametrize(("microbatches", "embedding"), [(2, 0), (3, 2 * 128256 * 4096)])
+def test_one_gpu_keeps_its_embedding_in_middle_microbatches(
+    microbatches: int, embedding: int
+) -> None:
+    several = TrainingConfig(seq_len=8192, local_batch_size=1, global_batch_size=microbatches)
+    at_loss = step_memory(build_rank(FLAVORS["3-8B"], training=several, on_cpu=False))[0]
+    block, output, rotary = 218_112_000, 128256 * 4096 + 4096, 2 * 4 * 8192 * 64
+    assert at_loss.buffers == 2 * (32 * block + output) + embedding + rotary
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_peak_of_large_matrices_on_one_rank(microbatches: int) -> None:
+    few = TrainingConfig(seq_len=4, local_batch_size=1, global_batch_size=microbatches)
+    args = dataclasses.replace(WEIGHTS, vocab_size=8192)
+    rank = build_rank(args, training=few)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.03)
 
 
 def test_8b_on_8_gpus() -> None:

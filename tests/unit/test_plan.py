@@ -870,6 +870,16 @@ CONFIG = ["--job.config_file", "train_configs/llama3_8b_float8.toml"]
         ),
         (
             [
+                *(*CONFIG, "--device", "B200", "--float8.recipe_name=rowwise"),
+                *("--float8.enable_fsdp_float8_all_gather=false",),
+                *("--float8.precompute_float8_dynamic_scale_for_fsdp=false",),
+                "--float8.scale_gradients_in_matmul",
+            ],
+            "[float8] scale_gradients_in_matmul = true needs a GPU of compute capability 9.x, and "
+            "B200 is none; plan another --device, or set it to false",
+        ),
+        (
+            [
                 *CONFIG,
                 "--device",
                 "L4",

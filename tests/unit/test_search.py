@@ -7,7 +7,7 @@ import json
 import re
 import runpy
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
 SMALL = ("--model.n_layers", "2")
 ODD = (*SMALL, "--model.ffn_dim=14344", "--model.vocab_size=128264", "--float8.convert_output")
 """A model of which float8 can multiply wq, wk, wv and wo alone: the other sizes are odd eights."""
+SCALED = (
+    "--float8.recipe_name=rowwise",
+    "--float8.scale_gradients_in_matmul",
+    "--float8.enable_fsdp_float8_all_gather=false",
+    "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
+)
 TWO = (*SMALL, "--training.global_batch_size", "2")
 
 
@@ -250,16 +256,20 @@ def test_a_layout_of_one_rank_a_shard_switches_async_tensor_parallelism_off() ->
 
 
 @pytest.mark.parametrize(
-    ("device", "recipes"),
+    ("device", "words", "recipes"),
     [
-        ("A100 SXM 80GB", {"bf16"}),
-        ("H100 SXM", {"bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"}),
-        ("B200", {"bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"}),
+        ("A100 SXM 80GB", [], {"bf16"}),
+        ("H100 SXM", [], {"bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"}),
+        ("B200", [], {"bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"}),
+        ("H100 SXM", SCALED, {"bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"}),
+        ("B200", SCALED, {"bf16", "tensorwise", "mxfp8"}),
     ],
 )
-def test_recipes_are_those_of_the_device(device: str, recipes: set[str]) -> None:
+def test_recipes_are_those_of_the_device(
+    device: str, words: Sequence[str], recipes: set[str]
+) -> None:
     namespace = MAIN.__globals__["make_search"].__globals__
-    config = load_config(words_of("llama3_8b", *SMALL), world_size=1)
+    config = load_config(words_of("llama3_8b", *SMALL, *words), world_size=1)
     candidates = namespace["find_candidates"](namespace["Space"](config, 1, find_device(device)))
     trained = {
         each.work.job.config.float8.recipe_name if each.work.converted else "bf16"

@@ -235,10 +235,17 @@ def test_replicas_sum_shards_between_nodes() -> None:
     assert sharded_s(both) == sharded_s(sharded)
 
 
-def test_tied_embeddings_are_gathered_and_reduced_once() -> None:
-    tied = time(args=replace(ARGS, tie_embeddings=True), degrees=(1, 8, 1))
+@pytest.mark.parametrize(
+    ("reshard", "again"), [("default", 3 * BLOCK), ("always", 4 * BLOCK + EMBEDDING + 1024)]
+)
+def test_tied_embeddings_are_gathered_and_reduced_once(reshard: str, again: int) -> None:
+    tied = time(
+        args=replace(ARGS, tie_embeddings=True),
+        degrees=(1, 8, 1),
+        parallelism={"fsdp_reshard_after_forward": reshard},
+    )
     parameters = EMBEDDING + 1024 + 4 * BLOCK
-    moved = 2 * (parameters + 3 * BLOCK) + 4 * parameters
+    moved = 2 * (parameters + again) + 4 * parameters
     assert sharded_s(tied) == pytest.approx(moved * 7 / 8 / 400e9)
 
 

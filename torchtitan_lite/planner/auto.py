@@ -1,5 +1,5 @@
 """What "auto" becomes in a job: the linears in float8, what is recomputed, what stays gathered, and
-when gradients are reduced; and the layouts that would fit."""
+when gradients are reduced. Also the layouts that would fit."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ the smallest. Every second block is missing: "op" is faster, and keeps less."""
 RESHARDING = ("never", "default", "always")
 """Values of fsdp_reshard_after_forward to choose from, in the same order."""
 SAME_TIME = 1.005
-"""Steps whose times differ by a smaller ratio differ in their memory only."""
+"""Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
 """The device by which choices are timed where there is no data sheet, as on CPU."""
 NODE_TP_DEGREES = (2, 4, 8)  # within a node, whose links are fast
@@ -107,17 +107,17 @@ def kept_options(
     Without a data sheet they are timed on a stand-in: what is recomputed or gathered again takes
     time on every device."""
     ac, sharding = job.config.activation_checkpoint, job.config.parallelism
-    modes = CHECKPOINTING if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
-    value = sharding.fsdp_reshard_after_forward
-    values = RESHARDING if value == AUTO else [value]
+    by_mode = _checkpointing(job.model_args.n_layers)
+    modes = by_mode if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
+    values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
+    if values[0] == AUTO:
+        values = ["default"] if _without_fsdp(job) else RESHARDING
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "the stand-in is in the table of devices"
 
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
     options: list[KeptOption] = []
     for (mode, option), each, reduction in product(modes, values, _reductions(job)):
-        if option.isdecimal() and int(option) > job.model_args.n_layers:
-            continue
         tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
         tried = tried.choose(
             "parallelism", fsdp_reshard_after_forward=each, fsdp_reduce_gradients=reduction
@@ -143,14 +143,26 @@ def kept_options(
     return [best, *(each for each in fitting if each is not best)]
 
 
+def _checkpointing(n_layers: int) -> list[tuple[str, str]]:
+    """Return those of CHECKPOINTING that a model of `n_layers` blocks can have."""
+    return [
+        (mode, option)
+        for mode, option in CHECKPOINTING
+        if not option.isdecimal() or int(option) <= n_layers
+    ]
+
+
+def _without_fsdp(job: Job) -> bool:
+    return needs_no_fsdp(job.config.training, world_size=job.degrees.world_size)
+
+
 def _reductions(job: Job) -> Sequence[str]:
     """Return the values of fsdp_reduce_gradients to choose from: "last" where "each" would mean the
     same, or would add up gradients in bf16."""
     value, training = job.config.parallelism.fsdp_reduce_gradients, job.config.training
     if value != AUTO:
         return [value]
-    same = job.batch.grad_accum_steps == 1
-    same |= needs_no_fsdp(training, world_size=job.degrees.world_size)
+    same = job.batch.grad_accum_steps == 1 or _without_fsdp(job)
     return ["last"] if same or training.dtype == "bfloat16" else ["last", "each"]
 
 
@@ -170,12 +182,15 @@ def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:
 def turn_on_float8(job: Job, *, filter_fqns: Sequence[str]) -> Job:
     """Turn float8 on where it pays, beside the filters given. Keys that the recipe excludes have no
     effect while float8 is off, and are dropped."""
-    float8 = job.config.float8
+    float8, recipe = job.config.float8, job.config.float8.recipe
     return job.choose(
         "float8",
         enable_float8_linear=True,
         enable_fsdp_float8_all_gather=(
-            float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
+            float8.enable_fsdp_float8_all_gather and recipe.gathers_float8
+        ),
+        scale_gradients_in_matmul=(
+            float8.scale_gradients_in_matmul and recipe.casts_scaled_in_matmul is not None
         ),
         filter_fqns=(*filter_fqns, AUTO),
     )
@@ -194,10 +209,14 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
     recomputing more, or by more tensor parallelism."""
     args, degree = work.job.model_args, work.job.degrees.tp
+    # What "auto" chose for this layout need not be best for others: they take what needs least.
+    if "parallelism.fsdp_reshard_after_forward" in work.job.chosen:
+        smallest = work.job.choose("parallelism", fsdp_reshard_after_forward="always")
+        work = replace(work, job=smallest)
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []
-    for tp, (mode, option) in product((degree, *higher), CHECKPOINTING):
+    for tp, (mode, option) in product((degree, *higher), _checkpointing(args.n_layers)):
         job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
         gpus = _fewest_gpus(replace(work, job=job), tp, device_bytes)
         if gpus and (not found or gpus < found[-1]["world_size"]):

@@ -2,9 +2,8 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import ConfigError
@@ -17,6 +16,8 @@ VERSION = 1
 DATA_SHEET = ("bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "multiprocessors")
 """Figures of DeviceSpec that rates are relative to."""
 NAMES = {field.name for field in fields(Rates)}
+FRACTIONS, SECONDS, SLOWDOWNS = (0.001, 1.1), (0.0, 0.1), (0.5, 10.0)
+"""Bounds of plausible values; the lower ones are exclusive."""
 
 
 class Results(BaseModel):
@@ -28,7 +29,7 @@ class Results(BaseModel):
     device: str
     """torch's name of the GPU."""
     data_sheet: dict[str, float | None]
-    rates: dict[str, Annotated[float, Field(gt=0, lt=10)]]
+    rates: dict[str, float]
 
 
 def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
@@ -38,7 +39,8 @@ def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
     if its rates are relative to other figures than the device's."""
     try:
         content = read_json_object(path)
-        if (version := content.get("version")) != VERSION:
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
             raise ValueError(f"is of version {version}, and version {VERSION} is read")
         found = Results.model_validate(content)
     except ValidationError as error:
@@ -55,6 +57,13 @@ def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
             f"--measured {path}: the planner has no constants {', '.join(sorted(unknown))}; "
             "measure with this version."
         )
+    for name, value in found.rates.items():
+        low, high = _bounds(name)
+        if not low < value <= high:
+            raise ConfigError(
+                f"--measured {path}: rates.{name} = {value:g} is not between {low:g} and {high:g}; "
+                "measure again."
+            )
     its_device = lookup_device(found.device)
     if its_device is None or its_device.name != device.name:
         raise ConfigError(
@@ -67,7 +76,14 @@ def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
             f"--measured {path} is relative to {found.data_sheet}, and the plan to {here}; leave "
             "--bandwidth and the peaks in [metrics] out, or measure with this version."
         )
-    source = f"measured on {found.device}, {found.date}"
+    date = "".join(filter(str.isprintable, found.date))[:40]
+    source = f"measured on {found.device}, {date}"
     return replace(
         device, measured=tuple((name, value, source) for name, value in found.rates.items())
     )
+
+
+def _bounds(name: str) -> tuple[float, float]:
+    if "seconds" in name:
+        return SECONDS
+    return SLOWDOWNS if name in ("slow_accumulation", "row_scales", "slowest_device") else FRACTIONS

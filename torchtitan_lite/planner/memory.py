@@ -77,15 +77,15 @@ class Rank:
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
-        # Bytes of an element of a gathered weight. Without FSDP, those that have the compute type
-        # are used as they are.
-        self.alone = needs_no_fsdp(config.training, world_size=job.degrees.world_size)
-        self.gathered_width = 0 if self.alone and self.width == self.weight_width else self.width
+        # Bytes of an element of a gathered weight. One rank uses those that have the compute type.
+        self.without_fsdp = needs_no_fsdp(config.training, world_size=job.degrees.world_size)
+        uses_masters = self.without_fsdp and self.width == self.weight_width
+        self.gathered_width = 0 if uses_masters else self.width
         reshard = config.parallelism.fsdp_reshard_after_forward
-        self.reshard = "never" if self.alone else reshard
+        self.reshard = "never" if self.without_fsdp else reshard
 
         # How often a step reduces all gradients.
-        each = config.parallelism.fsdp_reduce_gradients == "each" and not self.alone
+        each = config.parallelism.fsdp_reduce_gradients == "each" and not self.without_fsdp
         self.reductions = self.accum_steps if each else 1
 
         # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
@@ -132,9 +132,9 @@ class Rank:
             first = embedding(weights=last, gathered=gathered)
             head = Group("output", 0, 0, 0, saved, saved + self.hidden)
         else:
-            # The embedding's backward does not need it.
-            stays = self.reshard == "never" and not self.alone
-            first = embedding(weights=matrix, gathered=self.width * matrix if stays else 0)
+            # The embedding's backward does not need it. One rank frees it in the last microbatch.
+            stays = self.reshard == "never" and (not self.without_fsdp or self.accum_steps > 2)
+            first = embedding(weights=matrix, gathered=self.gathered_width * matrix * stays)
             saved += self.width * matrix if self.fuses_loss else 0
             all_gather = self.config.float8.enable_fsdp_float8_all_gather and self.float8_output
             in_float8, gathered = matrix * all_gather, self.gathered_width * last
@@ -146,7 +146,7 @@ class Rank:
         return [first, *blocks, head]
 
     @cached_property
-    def weights(self) -> list[int]:
+    def cumulative_weights(self) -> list[int]:
         """Weights of the first groups: of none, of one, and so on to all."""
         return [0, *accumulate(group.weights for group in self.groups)]
 
@@ -165,14 +165,14 @@ class Rank:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
         # Sums over microbatches are sharded if each is reduced. Else they are whole until the last
         # backward scatters them.
-        whole = self.weights[left] if self.reductions == 1 else 0
+        whole = self.cumulative_weights[left] if self.reductions == 1 else 0
         width = self.reduce_width if self.accum_steps > 1 else 0
-        parameters = self.sharded(self.weights[-1])
+        parameters = self.sharded(self.cumulative_weights[-1])
         rotary_tables = FLOAT32 * self.model.max_seq_len * self.model.head_dim
         return Moment(
             name,
             parameters,
-            gradients=self.sharded(self.weights[-1] - whole) + width * whole,
+            gradients=self.sharded(self.cumulative_weights[-1] - whole) + width * whole,
             optimizer_states=2 * parameters * self.moment_width // self.weight_width,
             buffers=rotary_tables + buffers,
             **parts,
@@ -195,6 +195,7 @@ def step_memory(rank: Rank) -> list[Moment]:
     # The first group whose weights are not freed after its forward.
     kept_from = {"never": 0, "default": last - 1, "always": last}[rank.reshard]
     stays = rank.reshard == "never" and rank.accum_steps > 1
+    in_block = max(out * in_ for out, in_ in block_linear_shapes(rank.model).values())
 
     moments, kept = [_loss(rank, kept_from)], sum(group.saved for group in groups)
     for i in range(last, -1, -1):
@@ -205,7 +206,7 @@ def step_memory(rank: Rank) -> list[Moment]:
         next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
         ahead = rank.gathered(min(kept_from, next_up), i)
         stay = sum(each.gathered for each in groups[left:]) if stays else 0
-        in_flight = () if rank.alone else groups[i + 1 : i + 2]
+        in_flight = () if rank.without_fsdp else groups[i + 1 : i + 2]
         scattering = rank.reduce_width * sum(each.weights for each in in_flight)
         unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
         height = rank.moment(
@@ -216,11 +217,15 @@ def step_memory(rank: Rank) -> list[Moment]:
             buffers=ahead + group.gathered + stay + scattering,
         )
 
-        # At the end, this group's scatter buffer replaces its weights and the previous buffer.
         gradients, reduced = rank.width * group.weights, rank.reduce_width * group.weights
-        scattered = gradients + max(group.gathered + scattering, reduced)
-        # On one rank each gradient is cast on its own.
-        scattered = max(gradients + group.gathered, reduced) if rank.alone else scattered
+        if rank.without_fsdp:
+            # Gradients are cast one by one, the last beside the others' casts; on CPU also to add.
+            casts = rank.width != rank.reduce_width and (rank.accum_steps == 1 or rank.on_cpu)
+            largest = in_block if 0 < i < last else group.weights
+            scattered = max(gradients + group.gathered, reduced + rank.width * largest * casts)
+        else:
+            # At the end, this group's scatter buffer replaces its weights and the previous buffer.
+            scattered = gradients + max(group.gathered + scattering, reduced)
         end = rank.moment(
             f"gradients of {group.name}",
             left=left,
@@ -231,7 +236,7 @@ def step_memory(rank: Rank) -> list[Moment]:
 
     # The "foreach" optimizer copies the parameters.
     foreach = rank.config.optimizer.implementation == "foreach"
-    copies = rank.sharded(rank.weights[-1]) if foreach else 0
+    copies = rank.sharded(rank.cumulative_weights[-1]) if foreach else 0
     return [*moments, rank.moment("optimizer step", left=0, buffers=copies)]
 
 

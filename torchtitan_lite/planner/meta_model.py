@@ -8,10 +8,12 @@ from functools import partial
 
 import torch
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config import ModelConfig, resolve_model
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
-from torchtitan_lite.job import Job
+from torchtitan_lite.job import Job, TokenizerValues
 from torchtitan_lite.metrics.devices import DeviceSpec, Precision
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.llama3 import Transformer
@@ -177,3 +179,15 @@ def _slower_linears(
         for linear in linears
         if linear not in chosen
     }
+
+
+def tokenizer_values(model: ModelConfig) -> TokenizerValues:
+    """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
+    vocabulary."""
+    try:
+        return build_tokenizer(model.tokenizer_path).values
+    except DataError:
+        vocab_size = resolve_model(model).vocab_size
+        if not vocab_size:
+            raise
+        return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
-from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import ConfigError, DataError
+from torchtitan_lite.config import Config, MetricsConfig
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.job import TokenizerValues, build_job
+from torchtitan_lite.job import build_job
 from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
@@ -22,7 +21,7 @@ from .auto import find_fitting, resolve_auto, turn_on_float8
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import constants_of, rates_of
 from .memory import WIDTHS, reserved_bytes
-from .meta_model import MetaModel, build_meta_model
+from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .roofline import Roofline
 from .step import Prediction, format_verdict
 
@@ -134,18 +133,12 @@ def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> 
             f'[float8] recipe_name = "{float8.recipe_name}", but torchao has no kernels of it for '
             f"the {device.name}, only for {having}; plan another --device or recipe."
         )
-
-
-def tokenizer_values(model: ModelConfig) -> TokenizerValues:
-    """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
-    vocabulary."""
-    try:
-        return build_tokenizer(model.tokenizer_path).values
-    except DataError:
-        vocab_size = resolve_model(model).vocab_size
-        if not vocab_size:
-            raise
-        return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
+    scaled = float8.scale_gradients_in_matmul and float8.recipe.casts_scaled_in_matmul is not None
+    if scaled and device.architecture != "Hopper":
+        raise ConfigError(
+            "[float8] scale_gradients_in_matmul = true needs a GPU of compute capability 9.x, and "
+            f"{device.name} is none; plan another --device, or set it to false."
+        )
 
 
 def _plan_request(roofline: Roofline, *, on: bool) -> dict[str, Any]:

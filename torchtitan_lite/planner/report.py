@@ -24,7 +24,7 @@ UTILISATIONS = {
 STEP_PARTS = {"device_parts_s": "", "exposed_s": "exposed: ", "slowed_s": "slowed: "}
 """What a step consists of, unless the host is slower, and what its rows begin with."""
 LEGEND = {
-    "fsdp copies": "FSDP's copies of weights and gradients",
+    "fsdp copies": "copies of weights and gradients in other types",
     "exposed": "communication that the device waits for",
     "slowed": "how much longer computation takes",
     "hidden": "communication during computation, which costs no time itself",

@@ -23,8 +23,8 @@ from torchtitan_lite.models.llama3 import Transformer
 
 from .auto import find_fitting, kept_options, name_kept
 from .memory import reserved_bytes
-from .meta_model import Workload, build_workload
-from .plan import check_planned, tokenizer_values
+from .meta_model import Workload, build_workload, tokenizer_values
+from .plan import check_planned
 
 SHOWN = 5  # layouts in the answer
 GIB = 2**30
@@ -42,6 +42,7 @@ RECIPE = "float8.recipe_name"
 GATHER = "float8.enable_fsdp_float8_all_gather"
 PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
 FILTERS = "float8.filter_fqns"
+SCALED = "float8.scale_gradients_in_matmul"  # not searched, but off where it has no effect
 SEARCHED = (
     *(REPLICATE, SHARD, TP, ASYNC_TP, LOCAL),
     *(MODE, OPTION, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
@@ -113,13 +114,15 @@ class Space:
     def _recipes(self) -> list[Settings]:
         """Return bf16, and each recipe with the filters of the config, and with "auto" too."""
         filters, offload = self.config.float8.filter_fqns, self.config.training.enable_cpu_offload
-        return [{FLOAT8: False}] + [
+        scaled = self.config.float8.scale_gradients_in_matmul
+        return [{FLOAT8: False, SCALED: False}] + [
             {
                 FLOAT8: True,
                 RECIPE: name,
                 GATHER: recipe.gathers_float8,
                 PRECOMPUTE: recipe.gathers_float8 and not offload,
                 FILTERS: kept_in_bf16,
+                SCALED: scaled and recipe.casts_scaled_in_matmul is not None,
             }
             for name, recipe in RECIPES.items()
             for kept_in_bf16 in ([filters] if AUTO in filters else [filters, (*filters, AUTO)])

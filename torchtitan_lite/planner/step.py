@@ -8,6 +8,7 @@ the last reduction. The collectives of tensor parallelism wait for computation a
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
@@ -144,7 +145,7 @@ class _Step:
 
         # Computation: all but the optimizer runs once in each microbatch.
         blocks, head = self._blocks(), self._head()
-        parameters = self.rank.weights[-1] // degrees.dp_shard
+        parameters = self.rank.cumulative_weights[-1] // degrees.dp_shard
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()}
         parts["optimizer"] = self.roofline.optimizer(parameters)
@@ -202,6 +203,12 @@ class _Step:
             "always": (steps, steps * n_layers, steps),
         }[self.rank.reshard]
 
+    @property
+    def _last_weights(self) -> Group:
+        """The group that the head's backward needs: the embedding's if their weights are tied."""
+        embedding, *_, head = self.rank.groups
+        return embedding if self.job.model_args.tie_embeddings else head
+
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
         in_blocks = [linear for linear in self.linears if linear.kind != OUTPUT]
@@ -217,10 +224,13 @@ class _Step:
         """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
         (forward, blocks, heads), accum = self._gathers, self.job.batch.grad_accum_steps
         embedding, block, *_, head = self.rank.groups
-        copies = self.roofline.gather_copies
+        alone = self.rank.without_fsdp
+        copies = partial(self.roofline.gather_copies, without_fsdp=alone)
         all_weights = copies(embedding) + copies(block) * len(self.rank.groups[1:-1]) + copies(head)
-        again = copies(block) * blocks + copies(head) * heads
-        gradients = self.roofline.gradient_copies(self.rank.weights[-1], self.rank.reductions)
+        again = copies(block) * blocks + copies(self._last_weights) * heads
+        gradients = self.roofline.gradient_copies(
+            self.rank.cumulative_weights[-1], self.rank.reductions, without_fsdp=alone
+        )
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     def _head(self) -> dict[str, Cost]:
@@ -245,7 +255,8 @@ class _Step:
         # Weights may stay gathered from the forward to the backward pass, and between microbatches.
         gather = network.gather_s(block.gathered, shards)
         gather_head = network.gather_s(rank.width * head.weights, shards)
-        again = (gather * again_blocks + gather_head * again_heads) / accum
+        gather_last = network.gather_s(rank.width * self._last_weights.weights, shards)
+        again = (gather * again_blocks + gather_last * again_heads) / accum
         reductions = reduce_s(embedding) + n_layers * reduce_s(block) + reduce_s(head)
 
         # Nothing hides the first gathers and the last reductions.
