@@ -70,8 +70,7 @@ class Rank:
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
         self.float8_output = OUTPUT in float8_linears
 
-        # Bytes of an element of a weight, of a moment, of the compute type, and of a gradient that
-        # is being reduced.
+        # Bytes of an element of weights, moments, the compute type, and gradients being reduced.
         self.weight_width = WIDTHS[config.training.dtype]
         self.moment_width = WIDTHS[config.optimizer.state_dtype or config.training.dtype]
         self.width = WIDTHS[config.training.mixed_precision_param]
@@ -220,9 +219,10 @@ def step_memory(rank: Rank) -> list[Moment]:
         gradients, reduced = rank.width * group.weights, rank.reduce_width * group.weights
         if rank.without_fsdp:
             # Gradients are cast one by one, the last beside the others' casts; on CPU also to add.
-            casts = rank.width != rank.reduce_width and (rank.accum_steps == 1 or rank.on_cpu)
+            casts = rank.width != rank.weight_width and (rank.accum_steps == 1 or rank.on_cpu)
             largest = in_block if 0 < i < last else group.weights
-            scattered = max(gradients + group.gathered, reduced + rank.width * largest * casts)
+            cast = max(reduced, rank.weight_width * group.weights) + rank.width * largest * casts
+            scattered = max(gradients + group.gathered, cast)
         else:
             # At the end, this group's scatter buffer replaces its weights and the previous buffer.
             scattered = gradients + max(group.gathered + scattering, reduced)
