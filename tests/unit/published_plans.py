@@ -1,9 +1,12 @@
 """Plan the published runs: `python tests/unit/published_plans.py > docs/published.md`.
 
-The planner predicts this project's kernels. Runs of torchtitan moved more bytes, as counted in its
-source: `TorchtitanRoofline` adds them.
+The planner predicts this project's kernels. Those of torchtitan and others move more bytes, as
+counted in its source and in what torch's compiler makes by itself: `TorchtitanRoofline` and `CASTS`
+have them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
@@ -20,7 +23,7 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan_lite.float8.recipes import DEFAULT_RECIPE
+from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.planner.meta_model import build_meta_model
@@ -50,6 +53,46 @@ OLD_ATTENTION = {"CDNA3": {"attention_flash": 0.21}}
 """AOTriton's before 0.11 is 1.2 to 1.6 times as slow: pytorch/pytorch#161754."""
 
 
+# Casts and small reductions of compiled blocks without this project's changes of the compiler's
+# choices, counted as those in float8/recipes.py.
+CASTS = {
+    "tensorwise": Casts(
+        input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),
+        weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
+        grad_output=Traffic(-1.9, 4.2, 0.7, kernels=2.4),
+    ),
+    "rowwise": Casts(
+        input=(Traffic(-0.4, kernels=0.25), Traffic(-0.5, 0.5, 3.8, kernels=2)),
+        weight=(Traffic(3, kernels=1), Traffic(5.5, 2.2, 0.8, kernels=3.7)),
+        grad_output=Traffic(-0.8, 0.5, 9.3, kernels=3),
+    ),
+    "rowwise_with_gw_hp": Casts(
+        input=(Traffic(1.3, kernels=0.25), Traffic()),
+        weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
+        grad_output=Traffic(1.7, kernels=1.3),
+    ),
+}
+SCALE_REDUCTIONS = {
+    "tensorwise": (11, 7, 8, 11),
+    "rowwise": (9, 7, 3, 5),
+    "rowwise_with_gw_hp": (9, 7, 3, 5),
+}
+
+
+@contextmanager
+def others_recipes() -> Iterator[None]:
+    """Plan with the recipes as they run elsewhere."""
+    ours = dict(RECIPES)
+    for name, casts in CASTS.items():
+        RECIPES[name] = replace(
+            ours[name], compiled_casts=casts, scale_reductions=SCALE_REDUCTIONS[name]
+        )
+    try:
+        yield
+    finally:
+        RECIPES.update(ours)
+
+
 class TorchtitanRoofline(Roofline):
     """torchtitan up to v0.2: rotary embeddings as complex numbers, which the compiler leaves to
     eager kernels in float32; repeated key-value heads; a loss on float32 logits, eager in 2024."""
@@ -65,7 +108,12 @@ class TorchtitanRoofline(Roofline):
         forward = self.move(self.tokens * moved, 6)
         ac, n_layers = self.job.config.activation_checkpoint, args.n_layers
         again = n_layers + len(ac.checkpointed_layers(n_layers))
-        return super().pointwise() + Passes(forward * n_layers, forward * again)
+        more = Passes(forward * n_layers, forward * again)
+        if self.compiled:
+            # The gradients of the norms' weights are kernels of their own.
+            norms = self.move(2 * self.tokens * 7 * args.dim // tp, 1)
+            more += Passes(backward=norms * n_layers)
+        return super().pointwise() + more
 
     def loss(self) -> Cost:
         logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
@@ -163,6 +211,11 @@ def job_of_run(run: PublishedRun) -> Job:
 @cache
 def plan_run(run: PublishedRun) -> Planned:
     """Predict the tokens per second per GPU of a published run, and those of its baseline."""
+    with others_recipes():
+        return _plan_run(run)
+
+
+def _plan_run(run: PublishedRun) -> Planned:
     device = lookup_device(run.device)
     assert device is not None
     job = job_of_run(run)
@@ -251,8 +304,10 @@ the host's time by parameter, scales reduced under tensor parallelism, casts by 
 what they reach of the bandwidth, and for AMD matmuls, attention, and the time that communication
 takes from computation. Each was then added from a source of its own; none is fitted to a row.
 
-The planner predicts this project's kernels. For runs of torchtitan the prediction adds the bytes
-that its code moved on top: rotary embeddings in float32, repeated key-value heads, an unfused loss.
+The planner predicts this project's kernels. Here it predicts those of others: casts to float8 and
+norms as torch's compiler makes them by itself, without this project's changes, and for runs of
+torchtitan what its code moved on top: rotary embeddings in float32, repeated key-value heads, an
+unfused loss.
 
 **Tokens per second per device**: {rates} runs within 20 %; the others are those on MI300X. {fast}
 are predicted too fast, and {inside} published rates lie inside the predicted range, which does not

@@ -18,7 +18,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.planner.auto import find_fitting, kept_options, resolve_auto, turn_on_float8
 from torchtitan_lite.planner.meta_model import build_meta_model
@@ -239,8 +239,8 @@ def auto_float8(*filters: str, compiled: bool = True, **float8: Any) -> Config:
     [
         (auto_float8(), 1, []),
         (auto_float8("layers.0", "w1"), 1, []),
-        # Reductions of scales cost more than small matmuls gain.
-        (auto_float8("wq"), 8, list(BLOCK_LINEARS.keys() - {"attention.wq"})),
+        # Casts and reductions of scales cost more than small matmuls gain.
+        (auto_float8("wq", "w1", "w2", "w3"), 8, ["attention.wk", "attention.wv", "attention.wo"]),
     ],
 )
 def test_resolved_filters_select_the_same_linears_without_a_data_sheet(

@@ -17,7 +17,6 @@ from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
-from .memory import reserved_bytes
 from .meta_model import Workload, build_meta_model, build_workload
 
 CHECKPOINTING = (
@@ -124,7 +123,7 @@ def kept_options(
         )
         known = options[0].work.choices if options else None
         work = build_workload(model, tried, device=device, choices=known)
-        reserved_gib = reserved_bytes(work.moments(on_cpu=on_cpu)) / 2**30
+        reserved_gib = work.reserved_bytes(on_cpu=on_cpu) / 2**30
         options.append(KeptOption(work, work.time(spec, attention_kernel).step_s, reserved_gib))
 
     smallest = min(options, key=lambda each: each.reserved_gib)
@@ -232,7 +231,6 @@ def _fewest_gpus(work: Workload, tp: int, device_bytes: int) -> int | None:
     least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
     for shards in (2**k * least for k in range(12)):
         tried = replace(job.degrees, dp_shard=shards, tp=tp)
-        moments = replace(work, job=replace(job, degrees=tried)).moments()
-        if reserved_bytes(moments) <= device_bytes:
+        if replace(work, job=replace(job, degrees=tried)).reserved_bytes() <= device_bytes:
             return tried.world_size
     return None

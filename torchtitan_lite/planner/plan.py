@@ -20,7 +20,7 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from .auto import find_fitting, resolve_auto, turn_on_float8
 from .communication import Network, replicate_ring, shard_ring, tp_ring
 from .constants import constants_of, rates_of
-from .memory import WIDTHS, reserved_bytes
+from .memory import WIDTHS
 from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .roofline import Roofline
 from .step import Prediction, format_verdict
@@ -289,8 +289,8 @@ def _plan_assumed(device: DeviceSpec, predicted: Prediction) -> list[dict[str, A
 
 
 def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    moments = meta.moments()
-    peak, reserved = max(moments, key=lambda moment: moment.total), reserved_bytes(moments)
+    moments, reserved = meta.moments(), meta.reserved_bytes()
+    peak = max(moments, key=lambda moment: moment.total)
     device_bytes = round(device.memory_gib * 2**30)
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},

@@ -22,7 +22,6 @@ from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
 from .auto import find_fitting, kept_options, name_kept
-from .memory import reserved_bytes
 from .meta_model import Workload, build_workload, tokenizer_values
 from .plan import check_planned
 
@@ -182,7 +181,7 @@ def find_candidates(space: Space) -> list[Candidate]:
                 continue
 
             chosen |= {name: _get(work.job.config, name) for name in (MODE, OPTION, RESHARD)}
-            reserved = reserved_bytes(work.moments())
+            reserved = work.reserved_bytes()
             fits = reserved <= device.memory_gib * GIB
             step_s = work.time(device, space.attention_kernel).step_s if fits else math.inf
             found[same] = Candidate(chosen, work, reserved, step_s)
