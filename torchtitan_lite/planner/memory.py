@@ -213,21 +213,12 @@ def step_memory(rank: Rank) -> list[Moment]:
             buffers=ahead + group.gathered + stay + scattering,
         )
 
-        gradients, reduced = rank.width * group.weights, rank.reduce_width * group.weights
-        if rank.without_fsdp:
-            # Gradients are cast one by one, the last beside the others' casts; on CPU also to add.
-            casts = rank.width != rank.weight_width and (rank.accum_steps == 1 or rank.on_cpu)
-            largest = in_block if 0 < i < last else group.weights
-            cast = max(reduced, rank.weight_width * group.weights) + rank.width * largest * casts
-            scattered = max(gradients + group.gathered, cast)
-        else:
-            # At the end, this group's scatter buffer replaces its weights and the previous buffer.
-            scattered = gradients + max(group.gathered + scattering, reduced)
+        largest = in_block if 0 < i < last else group.weights
         end = rank.moment(
             f"gradients of {group.name}",
             left=left,
             activations=kept + rank.residual,
-            buffers=ahead + scattered,
+            buffers=ahead + _gradients(rank, group, largest, scattering),
         )
         moments += [height, end]
 
@@ -235,6 +226,18 @@ def step_memory(rank: Rank) -> list[Moment]:
     foreach = rank.config.optimizer.implementation == "foreach"
     copies = rank.sharded(rank.cumulative_weights[-1]) if foreach else 0
     return [*moments, rank.moment("optimizer step", left=0, buffers=copies)]
+
+
+def _gradients(rank: Rank, group: Group, largest: int, scattering: int) -> int:
+    """Bytes of a group's weights and gradients at its end, `largest` elements in one matrix."""
+    gradients, reduced = rank.width * group.weights, rank.reduce_width * group.weights
+    if not rank.without_fsdp:
+        # The scatter buffer replaces the weights and the previous buffer.
+        return gradients + max(group.gathered + scattering, reduced)
+    # Gradients are cast one by one, the last beside the others' casts; on CPU also to add.
+    casts = rank.width != rank.weight_width and (rank.accum_steps == 1 or rank.on_cpu)
+    cast = max(reduced, rank.weight_width * group.weights) + rank.width * largest * casts
+    return max(gradients + group.gathered, cast)
 
 
 def _loss(rank: Rank, kept_from: int) -> Moment:
