@@ -11,15 +11,18 @@ from documented import PAGES, list_commands, make_copy, write_inputs
 from launching import ROOT
 
 DEFAULT_RUN = "./run_train.sh"
+PARTS = {"common", "fake_gpu_probe", "gpu_day_tables", "kernel_rates"}  # of other scripts
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "run_train.sh", *(ROOT / "scripts").rglob("*.*"))
-    if path.suffix in (".py", ".sh") and path.stem != "common"
+    if path.suffix in (".py", ".sh") and path.stem not in PARTS
 )
 REFUSED = "--debug.seed=-1"
 """On GPUs' configs: run_train.sh checks the variables and the config, and refuses this alone."""
 BENCH = "python scripts/bench.py"
 INSTEAD = {
+    "python scripts/plan.py --job.config_file train_configs/llama3_8b_float8.toml "
+    '--device "H100 SXM" --measured day/results.json': "true",  # it needs a day on a GPU
     "./scripts/test.sh": "./scripts/test.sh --version",  # this test is one of its tests
     # The network is not there for all.
     'pip install -e ".[hf]"': "true",
@@ -46,7 +49,8 @@ INSTEAD = {
 }
 """What is run in place of commands that cannot run everywhere."""
 EXIT_CODES = {
-    "python scripts/checkpoint.py diff outputs/debug_model/checkpoint/step-000000{20,40}": 1
+    "./scripts/gpu_day.sh --out day": 2,  # it needs a GPU
+    "python scripts/checkpoint.py diff outputs/debug_model/checkpoint/step-000000{20,40}": 1,
 }
 
 
