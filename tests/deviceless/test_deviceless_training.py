@@ -174,7 +174,8 @@ def test_weights_that_stay_are_gathered_and_copied_once_for_two_microbatches(
     run = train(tmp_path, *case.words, gpus=2)
     copies = sum(n for name, n in run.calls.items() if "split_with_sizes_copy_out" in name)
     assert copies == 3 * gathers
-    assert run.calls["nccl all-gather"] == 3 * (gathers + 1)  # of the losses, too
+    all_gathers = sum(n for name, n in run.calls.items() if name.startswith("nccl all-gather"))
+    assert all_gathers == 3 * (gathers + 1)  # of the losses, too
 
 
 def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
