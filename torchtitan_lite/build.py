@@ -121,6 +121,7 @@ def build_model(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         training=training,
+        flash=device.type == "cuda" and attention == "FLASH_ATTENTION",
     )
     model.to_empty(device="cpu" if training.enable_cpu_offload else device)
     init_weights(model, seed=config.debug.seed, buffer_device=device)
@@ -134,7 +135,7 @@ def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLed
     # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
     in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
     fsdp_groups = {tuple(name.split(".")[:2]) for name in converted - in_high_precision}
-    gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.dp_shard > 1
+    gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.fsdp > 1
     gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
     fuses = job.config.parallelism.enable_async_tensor_parallel
     return Asked(

@@ -59,6 +59,14 @@ class Job:
         return self.folder / self.config.checkpoint.folder
 
     @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a forward pass on one rank.
+
+        Linears see all of them: sequence parallelism gathers the tokens before each matmul.
+        """
+        return self.batch.local_batch_size * self.config.training.seq_len // self.degrees.cp
+
+    @property
     def model_name(self) -> str:
         """The flavor and the keys that override it, such as `8B, n_layers = 16`."""
         model = self.config.model
@@ -83,7 +91,7 @@ class Job:
         degrees, batch = self.degrees, self.batch
         return (
             f"{degrees.world_size} processes: dp_replicate {degrees.dp_replicate} x dp_shard "
-            f"{degrees.dp_shard} x tp {degrees.tp}; global batch {batch.global_batch_size} x "
+            f"{degrees.dp_shard} x cp {degrees.cp} x tp {degrees.tp}; global batch {batch.global_batch_size} x "
             f"{self.config.training.seq_len} tokens in {batch.grad_accum_steps} microbatches a rank"
         )
 
@@ -96,6 +104,7 @@ class Job:
         return {
             "activation_checkpoint": config.activation_checkpoint.label,
             "compile": config.compile.enable,
+            "context_parallel_degree": self.degrees.cp,
             "flavor": self.model_name,
             "float8": float8.recipe_name if float8.enable_float8_linear else "off",
             "float8_all_gather": float8.enable_fsdp_float8_all_gather,

@@ -72,15 +72,17 @@ class Trainer:
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
 
-        # The mesh, and the data-parallel group, whose ranks train on different samples.
+        # The mesh, and the group whose ranks train on different tokens. Those that differ only in
+        # cp share their samples.
         mesh = build_mesh(job.degrees, device_type=device.type)
-        dp_mesh = mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        self.dp_group = dp_mesh.get_group()
+        loss_mesh = mesh["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        self.loss_group = loss_mesh.get_group()
+        dp_rank = loss_mesh.get_local_rank() // job.degrees.cp
 
         # Data, from the first sample that has not been trained on.
         progress = accept_progress(resume, job)
         self.batches, self.validation_batches = build_batches(
-            job, tokenizer, dp_rank=dp_mesh.get_local_rank(), progress=progress
+            job, tokenizer, dp_rank=dp_rank, progress=progress
         )
         if resume is not None:
             resume.check_can_train(last_step=self.batches.last_step)
@@ -215,7 +217,7 @@ class Trainer:
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
         # FSDP averages the gradients over ranks, after each of them or after the last one.
-        scale = 1 / (accum_steps * training.microbatch_tokens)
+        scale = 1 / (accum_steps * self.job.microbatch_tokens)
         losses = []
         for accum_step in range(accum_steps):
             batch = self.next_batch(self.prefetched)
@@ -249,9 +251,9 @@ class Trainer:
 
     def gather_losses_and_clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clip the gradients while the all-gather of the losses runs. Return the losses of all
-        ranks, [dp], and the gradient norm before clipping."""
-        gathered = [torch.empty_like(loss) for _ in range(self.job.degrees.dp)]
-        gathering = dist.all_gather(gathered, loss, group=self.dp_group, async_op=True)
+        ranks with different tokens, [dp * cp], and the gradient norm before clipping."""
+        gathered = [torch.empty_like(loss) for _ in range(self.loss_group.size())]
+        gathering = dist.all_gather(gathered, loss, group=self.loss_group, async_op=True)
         max_norm = self.config.training.max_norm
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
@@ -286,6 +288,7 @@ class Trainer:
         """Return the cross-entropy of `tokens` and `labels` [B, S], summed and scaled, [] float32.
         Also run the backward pass if gradients are enabled."""
         tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
+        labels = self.model.part(labels, 1)
         of_linear, of_logits = self.cross_entropy.of_linear, self.cross_entropy.of_logits
         if self.fuses_output:
             loss = self.model(tokens, partial(of_linear, labels=labels, scale=scale))
@@ -307,7 +310,7 @@ class Trainer:
             batches = iter(self.validation_batches)
             while (batch := self.next_batch(batches)) is not None:
                 loss += self.loss(*batch, scale=1 / tokens)
-            dist.all_reduce(loss, group=self.dp_group)
+            dist.all_reduce(loss, group=self.loss_group)
             mean = loss.item()
         self.metrics.write_scalars(step, {"validation_loss": mean})
 

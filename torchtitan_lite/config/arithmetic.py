@@ -26,6 +26,7 @@ class ParallelDegrees:
 
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
 
     @property
@@ -34,9 +35,14 @@ class ParallelDegrees:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def fsdp(self) -> int:
+        """Number of ranks over which FSDP shards the weights."""
+        return self.dp_shard * self.cp
+
+    @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.dp * self.tp
+        return self.dp * self.cp * self.tp
 
 
 @dataclass(frozen=True)
@@ -116,23 +122,24 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
     """
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
-    tp = parallelism.tensor_parallel_degree
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
 
-    left, remainder = divmod(world_size, replicate * tp)
+    left, remainder = divmod(world_size, replicate * cp * tp)
     if remainder:
         raise ConfigError(
-            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = "
-            f"{replicate} * {tp} = {replicate * tp} does not divide the world size, {world_size}; "
-            f"run {multiples_near(world_size, replicate * tp)} processes"
+            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
+            f"tensor_parallel_degree = {replicate} * {cp} * {tp} = {replicate * cp * tp} does not "
+            f"divide the world size, {world_size}; "
+            f"run {multiples_near(world_size, replicate * cp * tp)} processes"
         )
     if shard not in (-1, left):
         raise ConfigError(
             "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
-            f"tensor_parallel_degree = {replicate} * {shard} * {tp} = {replicate * shard * tp}, "
-            f"but the run has {world_size} processes; "
+            f"context_parallel_degree * tensor_parallel_degree = {replicate} * {shard} * {cp} * "
+            f"{tp} = {replicate * shard * cp * tp}, but the run has {world_size} processes; "
             f"set data_parallel_shard_degree to {left} or -1"
         )
-    return ParallelDegrees(replicate, left, tp)
+    return ParallelDegrees(replicate, left, cp, tp)
 
 
 def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:

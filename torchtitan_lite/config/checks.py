@@ -55,25 +55,27 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
 
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
-    for kind in ("context", "pipeline"):
-        degree = getattr(config.parallelism, f"{kind}_parallel_degree")
-        if degree != 1:
-            yield (
-                f"[parallelism] {kind}_parallel_degree = {degree}: {kind} parallelism is not "
-                "implemented; set it to 1"
-            )
+    if (degree := config.parallelism.pipeline_parallel_degree) != 1:
+        yield (
+            f"[parallelism] pipeline_parallel_degree = {degree}: pipeline parallelism is not "
+            "implemented; set it to 1"
+        )
     try:
         degrees = resolve_degrees(config.parallelism, world_size=world_size)
         resolve_batch(config.training, dp_degree=degrees.dp)
     except ConfigError as error:
         yield str(error)
 
+    # Tensor parallelism shards the sequence too, and context parallelism gives each rank 2 chunks.
     seq_len, tp = config.training.seq_len, config.parallelism.tensor_parallel_degree
-    if seq_len % tp:
+    cp = config.parallelism.context_parallel_degree
+    chunks, rule = (tp, "") if cp == 1 else (2 * cp * tp, "2 * context_parallel_degree * ")
+    if seq_len % chunks:
+        values = f"2 * {cp} * {tp} = {chunks}" if rule else f"{tp}"
         yield (
-            f"[training] seq_len = {seq_len} is not a multiple of [parallelism] "
-            f"tensor_parallel_degree = {tp}, which shards the sequence too; "
-            f"use {multiples_near(seq_len, tp)}"
+            f"[training] seq_len = {seq_len} is not a multiple of [parallelism] {rule}"
+            f"tensor_parallel_degree = {values}, into which sequences are split; "
+            f"use {multiples_near(seq_len, chunks)}"
         )
 
 

@@ -167,14 +167,6 @@ class TrainingConfig(Section):
     document_mask: bool = False
     """Attention does not cross documents, and positions restart at each."""
 
-    @property
-    def microbatch_tokens(self) -> int:
-        """Tokens of a forward pass on one data-parallel rank.
-
-        Linears see all of them: sequence parallelism gathers the tokens before each matmul.
-        """
-        return self.local_batch_size * self.seq_len
-
 
 class ParallelismConfig(Section):
     data_parallel_replicate_degree: Count = 1
@@ -192,7 +184,9 @@ class ParallelismConfig(Section):
     enable_async_tensor_parallel: bool = False
     """Overlap tensor-parallel collectives with matmuls (compiled; GPUs of one node)."""
     context_parallel_degree: Count = 1
-    """Only 1: context parallelism is not implemented."""
+    """Ranks that share each sequence, and gather its keys and values; 1: none."""
+    context_parallel_load_balancer: Literal["headtail"] = "headtail"
+    """How a sequence is split: each rank gets a chunk from its start and one from its end."""
     pipeline_parallel_degree: Count = 1
     """Only 1: pipeline parallelism is not implemented."""
 

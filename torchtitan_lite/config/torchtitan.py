@@ -79,7 +79,9 @@ FOREIGN = {
     "parallelism.enable_compiled_autograd": Foreign("[compile] does not need it", OFF),
     "parallelism.pipeline_parallel_[!d]*": Foreign(_STAGES),  # all but the degree
     "parallelism.module_fqns_per_model_part": Foreign(_STAGES),
-    "parallelism.context_parallel_[!d]*": Foreign("no sequence is split between ranks"),
+    "parallelism.context_parallel_rotate_method": Foreign(
+        "each layer gathers keys and values", ("allgather",)
+    ),
     "parallelism.expert_*_degree": Foreign(_EXPERTS, (1,)),
     "parallelism.expert_parallel_comm_backend": Foreign(_EXPERTS),
     "debug.moe_force_load_balance": Foreign(_EXPERTS),

@@ -87,18 +87,19 @@ def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
     return torch.where(tokens == bos_id, index, 0).cummax(1).values
 
 
-def document_mask(starts: Tensor) -> Tensor | BlockMask:
-    """Let each query attend to the keys of its own document, from `starts` [B, S] up to itself.
+def document_mask(starts: Tensor, index: Tensor, *, keys: int) -> Tensor | BlockMask:
+    """Let each query attend to the keys of its own document up to itself. `starts` [B, S] and
+    `index` [S] are the first key of each query's document, and its own, among all `keys`.
 
     Return a BlockMask for FlexAttention on CUDA. Elsewhere, since FlexAttention does not train on
-    CPU, return booleans [B, 1, S, S], True for keys that take part."""
-    batch_size, seq_len = starts.shape
+    CPU, return booleans [B, 1, S, keys], True for keys that take part."""
+    batch_size, queries = starts.shape
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (starts[b, query] <= key) & (key <= query)
+        return (starts[b, query] <= key) & (key <= index[query])
 
     create: Any = _compile_once(create_block_mask) if starts.is_cuda else create_mask
-    return create(sees, batch_size, None, seq_len, seq_len, device=starts.device)
+    return create(sees, batch_size, None, queries, keys, device=starts.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
@@ -152,6 +153,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.kv_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.kv_dim, bias=False)
         self.wo = nn.Linear(args.q_dim, args.dim, bias=False)
+        self.attend: Callable[..., Tensor] = attend
+        """Replaced if other ranks have a part of the keys and values."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
@@ -162,7 +165,7 @@ class Attention(nn.Module):
         k = apply_rope(self.wk(x).unflatten(-1, heads), cos, sin)  # [B, S, K, Q]
         v = self.wv(x).unflatten(-1, heads)  # [B, S, K, Q]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H or K, S, Q]
-        return self.wo(attend(q, k, v, mask).transpose(1, 2).flatten(-2))  # [B, S, D]
+        return self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(-2))  # [B, S, D]
 
 
 class FeedForward(nn.Module):
@@ -205,6 +208,10 @@ class Output(nn.Linear):
         return super().forward(x) if head is None else head(x, self.weight)
 
 
+def _whole(x: Tensor, dim: int) -> Tensor:
+    return x
+
+
 class Transformer(nn.Module):
     """A Llama 3 language model. Build it on meta, then call `to_empty` and `init_weights`."""
 
@@ -219,6 +226,8 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
+        self.part: Callable[[Tensor, int], Tensor] = _whole
+        """Returns what this rank computes of a tensor whose given dimension is a sequence."""
 
     def tie_weights(self) -> None:
         """Make the embedding's weight also the output's if `tie_embeddings`. Call it after anything
@@ -236,20 +245,23 @@ class Transformer(nn.Module):
         self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
         """Return logits [B, S, V] for the token after each of `tokens` [B, S]; with a `head`, its
-        result, see `Output`."""
+        result, see `Output`. A rank that has a part of each sequence returns that part's."""
         tied = self.output.weight is self.tok_embeddings.weight
         assert tied == self.args.tie_embeddings, "something has replaced parameters"
         seq_len = tokens.shape[1]
-        cos, sin, mask = self.rope_cos[:seq_len], self.rope_sin[:seq_len], None  # [S, Q/2]
 
         # With a document mask, positions restart at each document.
-        if (bos_id := self.args.document_bos_id) is not None:
-            starts = document_starts(tokens, bos_id=bos_id)
-            positions = torch.arange(seq_len, device=tokens.device) - starts  # [B, S]
+        if (bos_id := self.args.document_bos_id) is None:
+            cos, sin = (self.part(table[:seq_len], 0) for table in (self.rope_cos, self.rope_sin))
+            mask = None  # the tables are [S, Q/2]
+        else:
+            index = self.part(torch.arange(seq_len, device=tokens.device), 0)  # [S]
+            starts = self.part(document_starts(tokens, bos_id=bos_id), 1)  # [B, S]
+            positions = index - starts
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, S, Q/2]
-            mask = document_mask(starts)
+            mask = document_mask(starts, index, keys=seq_len)
 
-        x = self.tok_embeddings(tokens)  # [B, S, D]
+        x = self.tok_embeddings(self.part(tokens, 1))  # [B, S, D]
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         x = self.norm(x)

@@ -19,7 +19,7 @@ from .one_rank import MixedPrecisionTransformer
 def apply_fsdp(
     model: Transformer, mesh: DeviceMesh, *, training: TrainingConfig, reshard_after_forward: str
 ) -> None:
-    """Shard `model` in place over dp_shard of `mesh`, replicated over dp_replicate.
+    """Shard `model` in place over dp_shard and cp of `mesh`, replicated over dp_replicate.
 
     FSDP gathers the embedding, each block, and the last norm with the output projection as a group
     each; if the embedding's weight is the output's, it is in the last group, which is gathered
@@ -34,9 +34,13 @@ def apply_fsdp(
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    replicated = mesh["dp_replicate"].size() > 1
-    dp_mesh = mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"]
-    shard = partial(fully_shard, mesh=dp_mesh, mp_policy=precision)
+    # Ranks that share sequences shard the weights too, and average gradients as other ranks do.
+    fsdp_mesh = mesh["dp_shard"]
+    if mesh["cp"].size() > 1:
+        fsdp_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if mesh["dp_replicate"].size() > 1:
+        fsdp_mesh = DeviceMesh._concatenate([mesh["dp_replicate"], fsdp_mesh])
+    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=precision)
     if training.enable_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         shard = partial(shard, offload_policy=offload)
@@ -44,7 +48,8 @@ def apply_fsdp(
     # A scale of a float8 all-gather covers all shards of a weight, also across tensor parallelism.
     split = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
     if any(map(is_gathered_in_float8, split)):
-        patches.scale_gathered_weights_over(mesh["dp_shard", "tp"]._flatten("dp_shard_tp"))
+        shards = mesh["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
+        patches.scale_gathered_weights_over(shards)
     elif any(map(is_gathered_in_float8, model.parameters())):
         patches.scale_gathered_weights_over(None)
 

@@ -13,6 +13,7 @@ from torchtitan_lite.config import (
 from torchtitan_lite.models.llama3 import Transformer
 
 from .activation_checkpoint import apply_activation_checkpointing
+from .context_parallel import apply_context_parallel
 from .fsdp import apply_fsdp
 from .one_rank import apply_mixed_precision, needs_no_fsdp
 from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
@@ -26,8 +27,10 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig,
     compile: CompileConfig,
     training: TrainingConfig,
+    flash: bool,
 ) -> None:
-    """Make `model`, on meta and already converted to float8, parallel in place over `mesh`."""
+    """Make `model`, on meta and already converted to float8, parallel in place over `mesh`. See
+    `apply_context_parallel` for `flash`."""
     # Tensor parallelism comes first, because FSDP shards what it has already split. On one rank
     # its DTensors would only cost time.
     if mesh["tp"].size() > 1:
@@ -38,6 +41,9 @@ def parallelize(
     # The compiler can overlap the collectives of tensor parallelism with matmuls.
     if parallelism.enable_async_tensor_parallel:
         enable_async_tensor_parallel(mesh["tp"])
+
+    if mesh["cp"].size() > 1:
+        apply_context_parallel(model, mesh["cp"], flash=flash)
 
     # Activation checkpointing comes before the compiler, which then plans what a block recomputes.
     apply_activation_checkpointing(model, activation_checkpoint)
@@ -58,10 +64,12 @@ def parallelize(
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Configure the compiler of this process for `mesh` and for a memory budget."""
-    # Under tensor parallelism ranks compile different code. The scale of a float8 cast is the
-    # maximum over ranks: those that do not wait for each other share an all-reduce.
-    if mesh["tp"].size() > 1:
+    # Under tensor and context parallelism ranks compile different code. With the first, the scale
+    # of a float8 cast is the maximum over ranks: those that do not wait for each other share an
+    # all-reduce.
+    if max(mesh["tp"].size(), mesh["cp"].size()) > 1:
         patches.tag_compiler_cache(f"rank {mesh.get_rank()} of {mesh.size()}")
+    if mesh["tp"].size() > 1:
         torch._inductor.config.bucket_all_reduces_fx = "all"
 
     # Faults of the compiler: on CPU, and in the choice of kernels on GPUs.

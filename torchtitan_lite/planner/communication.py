@@ -28,12 +28,12 @@ def tp_ring(degrees: ParallelDegrees) -> Ring:
 
 def shard_ring(degrees: ParallelDegrees) -> Ring:
     """Return the ring in which FSDP gathers weights and reduces gradients."""
-    return Ring(degrees.dp_shard, degrees.tp)
+    return Ring(degrees.fsdp, degrees.tp)
 
 
 def replicate_ring(degrees: ParallelDegrees) -> Ring:
     """Return the ring in which HSDP sums the gradients of replicas."""
-    return Ring(degrees.dp_replicate, degrees.tp * degrees.dp_shard)
+    return Ring(degrees.dp_replicate, degrees.tp * degrees.fsdp)
 
 
 @dataclass(frozen=True)

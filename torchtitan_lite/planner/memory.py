@@ -91,7 +91,7 @@ class Rank:
 
         # Bytes of activations [N, D], gathered along the sequence, and of the residual stream,
         # split along it.
-        self.tokens = config.training.microbatch_tokens  # N
+        self.tokens = job.microbatch_tokens  # N
         self.hidden = self.width * self.tokens * model.dim
         self.residual = self.hidden // tp
 
@@ -160,7 +160,7 @@ class Rank:
         """Bytes of this rank's shards of that many weights."""
         if self.config.training.enable_cpu_offload:
             return 0
-        return self.weight_width * weights // self.degrees.dp_shard
+        return self.weight_width * weights // self.degrees.fsdp
 
     def moment(self, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
         """Return the moment at which the first `left` groups have not scattered gradients yet."""
@@ -199,7 +199,7 @@ def step_memory(rank: Rank) -> list[Moment]:
         kept -= group.saved
         # Meanwhile FSDP prefetches the weights of the next group in the backward, and scatters the
         # gradients of the previous one, i + 1.
-        next_up = max(i - 1, 0) if rank.degrees.dp_shard > 1 else i
+        next_up = max(i - 1, 0) if rank.degrees.fsdp > 1 else i
         ahead = rank.gathered(min(kept_from, next_up), i)
         stay = sum(each.gathered for each in groups[left:]) if stays else 0
         in_flight = () if rank.without_fsdp else groups[i + 1 : i + 2]
@@ -244,7 +244,7 @@ def _loss(rank: Rank, kept_from: int) -> Moment:
     """The moment of the loss, when all activations are kept."""
     # FSDP keeps the all-gather buffer of the head's weights until the next all-gather.
     buffers = rank.gathered(kept_from, len(rank.groups))
-    if rank.fuses_loss and rank.degrees.dp_shard > 1:
+    if rank.fuses_loss and rank.degrees.fsdp > 1:
         buffers += rank.groups[-1].gathered
 
     # The gradient replaces the logits. An eager loss also has a piece of them in float32.

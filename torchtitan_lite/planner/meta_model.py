@@ -106,7 +106,7 @@ def build_workload(
         model,
         filter_fqns=float8.filter_fqns if float8.enable_float8_linear else [AUTO],
         tp_degree=job.degrees.tp,
-        tokens=None if any_tokens else config.training.microbatch_tokens,
+        tokens=None if any_tokens else job.microbatch_tokens,
         convert_output=float8.convert_output,
         recipe=float8.recipe,
         slower=lambda linears: _slower_linears(linears, job, in_bf16, device),

@@ -89,7 +89,7 @@ class Roofline:
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch."""
-        return self.job.config.training.microbatch_tokens
+        return self.job.microbatch_tokens
 
     @property
     def compiled(self) -> bool:
@@ -271,7 +271,7 @@ class Roofline:
             nbytes = 6 * group.weights + 19 * group.in_float8
             return self.move(nbytes, 2 + 21 * bool(group.in_float8))
         whole = 4 * group.weights - 2 * group.in_float8
-        shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.dp_shard
+        shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.fsdp
         return self.move(whole + shard, 6 + 21 * bool(group.in_float8))
 
     def gradient_copies(self, parameters: int, reductions: int, *, without_fsdp: bool) -> Cost:
@@ -283,7 +283,7 @@ class Roofline:
         if without_fsdp:
             return self.move(nbytes * parameters, 9 * accum * n_layers)
         if reductions == accum:
-            shards = parameters / self.job.degrees.dp_shard
+            shards = parameters / self.job.degrees.fsdp
             each = self.move(6 * parameters, 2 * n_layers)
             return each * accum + self.move(12 * shards, 9 * n_layers) * (accum - 1)
         return self.move((nbytes + 8) * parameters, (9 * accum + 2) * n_layers)

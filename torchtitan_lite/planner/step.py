@@ -145,7 +145,7 @@ class _Step:
 
         # Computation: all but the optimizer runs once in each microbatch.
         blocks, head = self._blocks(), self._head()
-        parameters = self.rank.cumulative_weights[-1] // degrees.dp_shard
+        parameters = self.rank.cumulative_weights[-1] // degrees.fsdp
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()}
         parts["optimizer"] = self.roofline.optimizer(parameters)
@@ -249,7 +249,7 @@ class _Step:
 
         def reduce_s(group: Group) -> float:
             nbytes = rank.reduce_width * group.weights
-            shard = nbytes / degrees.dp_shard
+            shard = nbytes / degrees.fsdp
             return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
 
         # Weights may stay gathered from the forward to the backward pass, and between microbatches.

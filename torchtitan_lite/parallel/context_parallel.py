@@ -1,0 +1,85 @@
+"""Context parallelism: the ranks of a group share each sequence, and gather its keys and values.
+
+Of c ranks, rank r computes chunks r and 2c-1-r of the 2c equal chunks of a sequence, so that causal
+attention is the same work for all, as in Llama 3 (arXiv 2407.21783, section 3.3.2). Each layer
+gathers keys and values in one collective; the backward pass reduces and scatters their gradients.
+
+Shapes: B batch, S seq_len of the whole sequence, s = S / c, H heads, K key-value heads, Q head_dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtitan_lite.models.llama3 import Attention, Transformer, attend
+
+
+def apply_context_parallel(model: Transformer, mesh: DeviceMesh, *, flash: bool) -> None:
+    """Make `model` compute, in place, this rank's part of each sequence, over the ranks of `mesh`.
+    `flash`: attention without a mask runs in the GPU's FlashAttention."""
+    context = ContextParallel(mesh, flash=flash)
+    model.part = context.part
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = context.attend
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """A rank's place among the ranks that share each sequence."""
+
+    mesh: DeviceMesh
+    flash: bool
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's two chunks of `x`, whose dimension `dim` is a whole sequence."""
+        rank = self.mesh.get_local_rank()
+        chunks = x.chunk(2 * self.mesh.size(), dim)
+        return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        """Return the attention [B, H, s, Q] of this rank's `q` [B, H, s, Q] to the keys and values
+        of the whole sequence, of which `k` and `v` [B, K, s, Q] are this rank's. It is causal if
+        `mask`, over [s, S], is None."""
+        k, v = self._gather(torch.stack((k, v)))  # [B, K, S, Q] each
+        if mask is not None:
+            return attend(q, k, v, mask)
+
+        # Each chunk attends to all keys up to its own end.
+        early, late = q.chunk(2, dim=-2)
+        rank, length = self.mesh.get_local_rank(), early.shape[-2]
+        ends = (rank + 1) * length, (2 * self.mesh.size() - rank) * length
+        chunks = [
+            self._attend_from_end(chunk, k[..., :end, :], v[..., :end, :])
+            for chunk, end in zip((early, late), ends, strict=True)
+        ]
+        return torch.cat(chunks, dim=-2)
+
+    def _gather(self, kv: Tensor) -> Tensor:
+        """Return the keys and values [2, B, K, S, Q] of the whole sequence, in its order, from each
+        rank's `kv` [2, B, K, s, Q]."""
+        shards = DTensor.from_local(kv, self.mesh, [Shard(0)], run_check=False)
+        gathered = shards.redistribute(placements=[Replicate()])
+        by_rank = gathered.to_local(grad_placements=[Partial()]).chunk(self.mesh.size())
+        halves = [rank_kv.chunk(2, dim=-2) for rank_kv in by_rank]
+        early, late = [half[0] for half in halves], [half[1] for half in halves]
+        return torch.cat((*early, *reversed(late)), dim=-2)
+
+    def _attend_from_end(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the causal attention of `q`, the queries of the last positions of `k` and `v`.
+
+        scaled_dot_product_attention aligns a causal mask with the first positions, and its
+        `causal_lower_right` breaks compiled graphs and stores the mask on CPU."""
+        if self.flash:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, is_causal=True)[0]  # aligned with the last positions
+
+        # Zeros take the place of the queries of earlier positions, which costs time, not memory.
+        length = q.shape[-2]
+        padded = F.pad(q, (0, 0, k.shape[-2] - length, 0))
+        return attend(padded, k, v, None)[..., -length:, :]
