@@ -90,7 +90,9 @@ def build_model(
     """
     config, float8, training = job.config, job.config.float8, job.config.training
     args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(args, tp_degree=job.degrees.tp, dtype=dtype, device=device)
+    attention = attention_backend(
+        args, cp_degree=job.degrees.cp, tp_degree=job.degrees.tp, dtype=dtype, device=device
+    )
     meta = build_meta_model(
         job,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),

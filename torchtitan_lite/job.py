@@ -91,8 +91,9 @@ class Job:
         degrees, batch = self.degrees, self.batch
         return (
             f"{degrees.world_size} processes: dp_replicate {degrees.dp_replicate} x dp_shard "
-            f"{degrees.dp_shard} x cp {degrees.cp} x tp {degrees.tp}; global batch {batch.global_batch_size} x "
-            f"{self.config.training.seq_len} tokens in {batch.grad_accum_steps} microbatches a rank"
+            f"{degrees.dp_shard} x cp {degrees.cp} x tp {degrees.tp}; global batch "
+            f"{batch.global_batch_size} x {self.config.training.seq_len} tokens in "
+            f"{batch.grad_accum_steps} microbatches a rank"
         )
 
     def hparams(self) -> dict[str, bool | float | str]:

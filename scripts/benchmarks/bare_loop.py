@@ -118,9 +118,8 @@ def build_loss(
     """Return a function of tokens and labels: the plain loss, or the trainer's."""
     compiled = config.compile.covers("loss")
     if ours:
-        fused = partial(
-            CrossEntropy(compiled=compiled).of_linear, scale=1 / config.training.microbatch_tokens
-        )
+        tokens = config.training.local_batch_size * config.training.seq_len
+        fused = partial(CrossEntropy(compiled=compiled).of_linear, scale=1 / tokens)
         return lambda tokens, labels: model(tokens, partial(fused, labels=labels))
     plain = torch.compile(plain_loss) if compiled else plain_loss
     return lambda tokens, labels: plain(model(tokens), labels)

@@ -192,7 +192,7 @@ def attention(backend: SDPBackend | None, args: ModelArgs, tokens: int) -> Call:
     )
     gradient = torch.randn_like(q)
     starts = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
-    mask = document_mask(starts) if backend is None else None
+    mask = document_mask(starts, torch.arange(tokens, device="cuda")) if backend is None else None
 
     def both() -> None:
         if backend is None:

@@ -122,7 +122,9 @@ def test_flex_attention_is_attention_under_the_dense_mask() -> None:
 
     def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, v = (tensor.to(device, dtype).requires_grad_() for tensor in inputs)
-        out = attend(q, k, v, document_mask(starts.to(device)))
+        out = attend(
+            q, k, v, document_mask(starts.to(device), torch.arange(starts.shape[1], device=device))
+        )
         out.backward(weights.to(device, dtype))
         return [tensor.detach().cpu().float() for tensor in (out, q.grad, k.grad, v.grad)]
 

@@ -243,7 +243,7 @@ def test_a_compiled_block_keeps_flex_attention_under_op(
 ) -> None:
     monkeypatch.setattr(llama3, "create_mask", flex_attention.create_block_mask)  # as on CUDA
     monkeypatch.setattr(flex_attention, "_validate_device", lambda query, key, value: None)
-    mask = document_mask(torch.zeros(1, 32, dtype=torch.long))
+    mask = document_mask(torch.zeros(1, 32, dtype=torch.long), torch.arange(32))
     calls = compiled_backward(
         ActivationCheckpointConfig.model_validate({"mode": mode}), recipe=None, mask=mask
     )

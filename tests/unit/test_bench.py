@@ -146,7 +146,7 @@ def test_every_row_has_its_own_name_and_follows_the_rows_it_is_compared_with(kin
 def test_the_config_of_every_row_is_valid(row: Row) -> None:
     config = row.config
     assert check_config(config, world_size=1) == []
-    assert config.training.microbatch_tokens == row.batch * row.seq_len
+    assert config.training.local_batch_size == row.batch
     assert config.float8.enable_float8_linear is (row.recipe != "bf16")
 
 

@@ -288,7 +288,7 @@ def test_flex_attention_masks_documents_too(n_kv_heads: int, flex_on_cpu: None) 
 def test_flex_attention_leaves_out_blocks_between_documents() -> None:
     tokens = torch.ones(1, 512, dtype=torch.long)  # four blocks of 128 queries
     tokens[0, 300] = BOS
-    mask = document_mask(document_starts(tokens, bos_id=BOS))
+    mask = document_mask(document_starts(tokens, bos_id=BOS), torch.arange(tokens.shape[1]))
     assert isinstance(mask, flex_attention.BlockMask) and mask.full_kv_num_blocks is not None
     # Queries 256 to 299 see keys from 0 on, those from 384 on none before 300.
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).tolist() == [[[1, 2, 3, 2]]]
@@ -313,7 +313,9 @@ def test_the_attention_backend_is_named(bos_id: int | None, device: str, expecte
         max_seq_len=48,
         document_bos_id=bos_id,
     )
-    found = attention_backend(args, tp_degree=2, dtype=torch.bfloat16, device=torch.device(device))
+    found = attention_backend(
+        args, cp_degree=1, tp_degree=2, dtype=torch.bfloat16, device=torch.device(device)
+    )
     assert found == expected
 
 
@@ -331,5 +333,5 @@ def test_this_ranks_share_of_the_heads_decides(monkeypatch: pytest.MonkeyPatch) 
         dim=64, n_layers=1, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=48
     )
     kind = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    assert attention_backend(args, tp_degree=2, **kind) == "CUDNN_ATTENTION"
+    assert attention_backend(args, cp_degree=1, tp_degree=2, **kind) == "CUDNN_ATTENTION"
     assert shapes == [(1, 4, 48, 8), (1, 1, 48, 8), (1, 1, 48, 8)]

@@ -87,19 +87,20 @@ def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
     return torch.where(tokens == bos_id, index, 0).cummax(1).values
 
 
-def document_mask(starts: Tensor, index: Tensor, *, keys: int) -> Tensor | BlockMask:
-    """Let each query attend to the keys of its own document up to itself. `starts` [B, S] and
-    `index` [S] are the first key of each query's document, and its own, among all `keys`.
+def document_mask(starts: Tensor, queries: Tensor) -> Tensor | BlockMask:
+    """Let the `queries` [s] of a sequence, by index, attend to the keys of their own document up to
+    themselves. `starts` [B, S] is from `document_starts`.
 
     Return a BlockMask for FlexAttention on CUDA. Elsewhere, since FlexAttention does not train on
-    CPU, return booleans [B, 1, S, keys], True for keys that take part."""
-    batch_size, queries = starts.shape
+    CPU, return booleans [B, 1, s, S], True for keys that take part."""
+    batch_size, seq_len = starts.shape
 
-    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (starts[b, query] <= key) & (key <= index[query])
+    def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        query = queries[row]
+        return (starts[b, query] <= key) & (key <= query)
 
     create: Any = _compile_once(create_block_mask) if starts.is_cuda else create_mask
-    return create(sees, batch_size, None, queries, keys, device=starts.device)
+    return create(sees, batch_size, None, len(queries), seq_len, device=starts.device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
@@ -120,7 +121,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
 
 
 def attention_backend(
-    args: ModelArgs, *, tp_degree: int, dtype: torch.dtype, device: torch.device
+    args: ModelArgs, *, cp_degree: int, tp_degree: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Return what computes this rank's attention: FLEX_ATTENTION or the name of an SDPA backend.
 
@@ -138,6 +139,13 @@ def attention_backend(
         .requires_grad_()
         for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
     )
+
+    # Only flash attention aligns a causal mask with the last keys, as parts of a sequence need it.
+    if cp_degree > 1 and device.type == "cuda":
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+        if torch.backends.cuda.can_use_flash_attention(params):
+            return SDPBackend.FLASH_ATTENTION.name
+
     mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device) if masked else None
     chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
     return SDPBackend(chosen).name
@@ -256,10 +264,10 @@ class Transformer(nn.Module):
             mask = None  # the tables are [S, Q/2]
         else:
             index = self.part(torch.arange(seq_len, device=tokens.device), 0)  # [S]
-            starts = self.part(document_starts(tokens, bos_id=bos_id), 1)  # [B, S]
-            positions = index - starts
+            starts = document_starts(tokens, bos_id=bos_id)
+            positions = index - starts[:, index]
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, S, Q/2]
-            mask = document_mask(starts, index, keys=seq_len)
+            mask = document_mask(starts, index)
 
         x = self.tok_embeddings(self.part(tokens, 1))  # [B, S, D]
         for layer in self.layers:
