@@ -26,8 +26,9 @@ CHECKPOINTING = (
 )
 """Modes of activation checkpointing and their options to choose from, mostly from the fastest to
 the smallest. Every second block is missing: "op" is faster, and keeps less."""
-RESHARDING = ("never", "default", "always")
-"""Values of fsdp_reshard_after_forward to choose from, in the same order."""
+RESHARDING = ("never", "default")
+"""Values of fsdp_reshard_after_forward to choose from, in the same order. "always" needs as much
+memory as "default" where that peaks, and more time."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -210,7 +211,7 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     args, degree = work.job.model_args, work.job.degrees.tp
     # What "auto" chose for this layout need not be best for others: they take what needs least.
     if "parallelism.fsdp_reshard_after_forward" in work.job.chosen:
-        smallest = work.job.choose("parallelism", fsdp_reshard_after_forward="always")
+        smallest = work.job.choose("parallelism", fsdp_reshard_after_forward="default")
         work = replace(work, job=smallest)
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]

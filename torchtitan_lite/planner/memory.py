@@ -188,8 +188,8 @@ def step_memory(rank: Rank) -> list[Moment]:
     Assumes the last microbatch of a step after the first one, so that optimizer states exist. What
     an earlier one keeps for it is added: weights that stay gathered through its backward."""
     groups, last = rank.groups, len(rank.groups) - 1
-    # The first group whose weights are not freed after its forward.
-    kept_from = {"never": 0, "default": last - 1, "always": last}[rank.reshard]
+    # The first group whose weights are gathered at the loss: that computes with the last ones.
+    kept_from = 0 if rank.reshard == "never" else last
     stays = rank.reshard == "never" and rank.accum_steps > 1
     in_block = max(out * in_ for out, in_ in block_linear_shapes(rank.model).values())
 

@@ -199,7 +199,7 @@ class _Step:
         steps, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
         return {
             "never": (1, 0, 0),
-            "default": (steps, steps * (n_layers - 1), 0),
+            "default": (steps, steps * n_layers, 0),
             "always": (steps, steps * n_layers, steps),
         }[self.rank.reshard]
 
