@@ -15,8 +15,8 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
+from .memory import without_fsdp
 from .meta_model import Workload, build_meta_model, build_workload
 
 CHECKPOINTING = (
@@ -111,7 +111,7 @@ def kept_options(
     modes = by_mode if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
     values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
     if values[0] == AUTO:
-        values = ["default"] if _without_fsdp(job) else RESHARDING
+        values = ["default"] if without_fsdp(job) else RESHARDING
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "the stand-in is in the table of devices"
 
@@ -152,17 +152,13 @@ def _checkpointing(n_layers: int) -> list[tuple[str, str]]:
     ]
 
 
-def _without_fsdp(job: Job) -> bool:
-    return needs_no_fsdp(job.config.training, world_size=job.degrees.world_size)
-
-
 def _reductions(job: Job) -> Sequence[str]:
     """Return the values of fsdp_reduce_gradients to choose from: "last" where "each" would mean the
     same, or would add up gradients in bf16."""
     value, training = job.config.parallelism.fsdp_reduce_gradients, job.config.training
     if value != AUTO:
         return [value]
-    same = job.batch.grad_accum_steps == 1 or _without_fsdp(job)
+    same = job.batch.grad_accum_steps == 1 or without_fsdp(job)
     return ["last"] if same or training.dtype == "bfloat16" else ["last", "each"]
 
 

@@ -289,9 +289,9 @@ def _plan_assumed(device: DeviceSpec, predicted: Prediction) -> list[dict[str, A
 
 
 def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    moments, reserved = meta.moments(), meta.reserved_bytes()
+    moments, device_bytes = meta.moments(), round(device.memory_gib * 2**30)
     peak = max(moments, key=lambda moment: moment.total)
-    device_bytes = round(device.memory_gib * 2**30)
+    reserved = meta.reserved_ratio * peak.total
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
         "reserved": round(reserved),

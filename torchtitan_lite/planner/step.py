@@ -8,7 +8,6 @@ the last reduction. The collectives of tensor parallelism wait for computation a
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
@@ -224,13 +223,11 @@ class _Step:
         """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
         (forward, blocks, heads), accum = self._gathers, self.job.batch.grad_accum_steps
         embedding, block, *_, head = self.rank.groups
-        alone = self.rank.without_fsdp
-        copies = partial(self.roofline.gather_copies, without_fsdp=alone)
+        copies = self.roofline.gather_copies
         all_weights = copies(embedding) + copies(block) * len(self.rank.groups[1:-1]) + copies(head)
         again = copies(block) * blocks + copies(self._last_weights) * heads
-        gradients = self.roofline.gradient_copies(
-            self.rank.cumulative_weights[-1], self.rank.reductions, without_fsdp=alone
-        )
+        parameters, reductions = self.rank.cumulative_weights[-1], self.rank.reductions
+        gradients = self.roofline.gradient_copies(parameters, reductions)
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     def _head(self) -> dict[str, Cost]:
