@@ -204,6 +204,27 @@ def test_one_rank_has_one_choice_of_what_stays_gathered() -> None:
     assert auto
 
 
+@pytest.mark.parametrize(("dtype", "given"), [("float32", "each"), ("bfloat16", "last")])
+def test_larger_layouts_than_one_rank_reduce_gradients_in_each_microbatch_where_that_is_possible(
+    dtype: str, given: str
+) -> None:
+    found = []
+    for reduced in ("auto", given):
+        config = sequences(16, checkpoint="full").model_copy(
+            update={"parallelism": ParallelismConfig(fsdp_reduce_gradients=reduced)}
+        )
+        training = config.training.model_copy(update={"dtype": dtype})
+        config = config.model_copy(update={"training": training})
+        job = job_of(config, SHORT_8B, degrees=(1, 1, 1))
+        job = resolve_auto(job, device=H100, memory_gib=80)
+        assert job.config.parallelism.fsdp_reduce_gradients == (
+            "last" if reduced == "auto" else given
+        )
+        found.append(find_fitting(build_meta_model(job), 40 * 2**30))
+    assert found[0] == found[1]
+    assert found[0]
+
+
 @pytest.mark.parametrize(("recipe", "kept"), [("tensorwise", False), ("rowwise", True)])
 def test_float8_that_is_turned_on_has_no_key_that_its_recipe_excludes(
     recipe: str, kept: bool

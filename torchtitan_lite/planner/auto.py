@@ -206,9 +206,13 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     recomputing more, or by more tensor parallelism."""
     args, degree = work.job.model_args, work.job.degrees.tp
     # What "auto" chose for this layout need not be best for others: they take what needs least.
-    if "parallelism.fsdp_reshard_after_forward" in work.job.chosen:
-        smallest = work.job.choose("parallelism", fsdp_reshard_after_forward="default")
-        work = replace(work, job=smallest)
+    in_bf16 = work.job.config.training.dtype == "bfloat16"
+    least = {
+        "fsdp_reshard_after_forward": "default",
+        "fsdp_reduce_gradients": "last" if in_bf16 else "each",
+    }
+    chosen = {key: least[key] for key in least if f"parallelism.{key}" in work.job.chosen}
+    work = replace(work, job=work.job.choose("parallelism", **chosen))
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []
