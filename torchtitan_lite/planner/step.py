@@ -182,9 +182,11 @@ class _Step:
         return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
 
     def _host_s(self, kernels: float) -> float:
-        """Seconds in which the host launches that many kernels and runs the blocks' hooks."""
+        """Seconds in which the host launches that many kernels, runs the blocks' hooks and updates
+        sharded parameters."""
         rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
-        tensors = BLOCK_PARAMETERS * n_layers + END_PARAMETERS
+        sharded = not self.rank.without_fsdp
+        tensors = sharded * (BLOCK_PARAMETERS * n_layers + END_PARAMETERS)
         return (
             kernels * rates.host_seconds_per_kernel
             + self.job.batch.grad_accum_steps * n_layers * rates.host_seconds_per_block
