@@ -48,8 +48,8 @@ def parallelize(
     if compile.covers("model"):
         compile_blocks(model)
 
-    # FSDP and mixed precision come last. On one rank FSDP would only copy.
-    if needs_no_fsdp(training, world_size=mesh.size()):
+    # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
+    if needs_no_fsdp(training, data_ranks=mesh.size() // mesh["tp"].size()):
         apply_mixed_precision(model, training=training)
     else:
         reshard = parallelism.fsdp_reshard_after_forward

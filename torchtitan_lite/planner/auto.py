@@ -152,7 +152,8 @@ def _checkpointing(n_layers: int) -> list[tuple[str, str]]:
 
 
 def _without_fsdp(job: Job) -> bool:
-    return needs_no_fsdp(job.config.training, world_size=job.degrees.world_size)
+    degrees = job.degrees
+    return needs_no_fsdp(job.config.training, data_ranks=degrees.world_size // degrees.tp)
 
 
 def _reductions(job: Job) -> Sequence[str]:

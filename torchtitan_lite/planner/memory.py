@@ -25,7 +25,7 @@ RESERVED_RATIO = 1.26
 measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. One reason: memory
 that one of FSDP's streams frees cannot be used by the others."""
 RESERVED_RATIO_WITHOUT_FSDP = 1.1
-"""The same on one rank: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
+"""The same without FSDP: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Rank:
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
-        # Bytes of an element of a gathered weight. One rank uses those that have the compute type.
-        self.without_fsdp = needs_no_fsdp(config.training, world_size=job.degrees.world_size)
+        # Bytes of an element of a gathered weight. One data rank uses those of the compute type.
+        self.without_fsdp = needs_no_fsdp(config.training, data_ranks=job.degrees.world_size // tp)
         uses_masters = self.without_fsdp and self.width == self.weight_width
         self.gathered_width = 0 if uses_masters else self.width
         reshard = config.parallelism.fsdp_reshard_after_forward

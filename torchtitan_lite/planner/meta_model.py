@@ -18,7 +18,6 @@ from torchtitan_lite.metrics.devices import DeviceSpec, Precision
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
-from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 from .memory import RESERVED_RATIO, RESERVED_RATIO_WITHOUT_FSDP, Moment, Rank, step_memory
 from .roofline import Roofline, build_roofline
@@ -58,9 +57,9 @@ class Workload:
 
     def reserved_bytes(self, *, on_cpu: bool = False) -> float:
         """Return an upper bound of the memory that a GPU reserves in a step."""
-        alone = needs_no_fsdp(self.job.config.training, world_size=self.job.degrees.world_size)
-        ratio = RESERVED_RATIO_WITHOUT_FSDP if alone else RESERVED_RATIO
-        return ratio * max(moment.total for moment in self.moments(on_cpu=on_cpu))
+        rank = Rank(self.job, {each.kind for each in self.converted}, on_cpu=on_cpu)
+        ratio = RESERVED_RATIO_WITHOUT_FSDP if rank.without_fsdp else RESERVED_RATIO
+        return ratio * max(moment.total for moment in step_memory(rank))
 
 
 @dataclass(frozen=True)
