@@ -58,6 +58,9 @@ def parallelize(
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Configure the compiler of this process for `mesh` and for a memory budget."""
+    # The trainer collects garbage after the first step. Each compilation would, too.
+    torch._dynamo.config.run_gc_after_compile = False
+
     # Under tensor parallelism ranks compile different code. The scale of a float8 cast is the
     # maximum over ranks: those that do not wait for each other share an all-reduce.
     if mesh["tp"].size() > 1:
