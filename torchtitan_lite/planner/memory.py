@@ -55,8 +55,9 @@ class Moment:
 
 
 def without_fsdp(job: Job) -> bool:
-    """Return whether `job` trains without FSDP, on one rank."""
-    return needs_no_fsdp(job.config.training, world_size=job.degrees.world_size)
+    """Return whether `job` trains without FSDP: if its ranks differ in tensor parallelism only."""
+    degrees = job.degrees
+    return needs_no_fsdp(job.config.training, data_ranks=degrees.world_size // degrees.tp)
 
 
 class Rank:
@@ -77,7 +78,7 @@ class Rank:
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
-        # Bytes of an element of a gathered weight. One rank uses those that have the compute type.
+        # Bytes of an element of a gathered weight. Without FSDP masters can have the compute type.
         self.without_fsdp = without_fsdp(job)
         uses_masters = self.without_fsdp and self.width == self.weight_width
         self.gathered_width = 0 if uses_masters else self.width
@@ -132,7 +133,7 @@ class Rank:
             first = embedding(weights=last, gathered=gathered)
             head = Group("output", 0, 0, 0, saved, saved + self.hidden)
         else:
-            # The embedding's backward does not need it. One rank frees it in the last microbatch.
+            # The embedding's backward does not need it. The last microbatch without FSDP frees it.
             stays = self.reshard == "never" and (not self.without_fsdp or self.accum_steps > 2)
             first = embedding(weights=matrix, gathered=self.gathered_width * matrix * stays)
             saved += self.width * matrix if self.fuses_loss else 0

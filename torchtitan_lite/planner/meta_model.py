@@ -29,7 +29,7 @@ RESERVED_RATIO = 1.26
 measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. One reason: memory
 that one of FSDP's streams frees cannot be used by the others."""
 RESERVED_RATIO_WITHOUT_FSDP = 1.1
-"""The same on one rank: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
+"""The same without FSDP: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
 
 
 @dataclass(frozen=True)
