@@ -39,7 +39,7 @@ def torchrun(
 def finish(*arguments: str, processes: int) -> str:
     """Return the output of a torchrun that must succeed."""
     result = torchrun(*arguments, processes=processes)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-20_000:]
     return result.stdout
 
 
