@@ -107,11 +107,16 @@ def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
     """Few of `cells` that have every pair that any of them has: again and again the one with the
-    most pairs that are missing, of these an eager one, and of these the first."""
+    most pairs that are missing, of these an eager one, of these one of the fewest processes, and of
+    these the first."""
     missing = set().union(*map(pairs, cells))
     chosen = []
+
+    def rank(cell: Cell) -> tuple[int, bool, int]:
+        return len(missing & pairs(cell)), "eager" in cell.factors, -cell.processes
+
     while missing:
-        best = max(cells, key=lambda cell: (len(missing & pairs(cell)), "eager" in cell.factors))
+        best = max(cells, key=rank)
         chosen.append(best)
         missing -= pairs(best)
     return chosen
