@@ -161,7 +161,7 @@ def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
     if recomputed := sum(ledger.recompute.values()):
         line += f"; {recomputed / ledger.total:.2%} more are recomputed"
     if document_mask:
-        line += "; attention counts as if documents were one"
+        line += "; mfu_documents counts attention within documents only"
     logger.info(line)
 
 

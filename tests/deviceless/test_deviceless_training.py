@@ -112,7 +112,7 @@ CASES = {
     "memory budget": Case((*checkpointing("memory_budget"), COMPILED), needs=BUDGET_TORCH),
     "auto": Case(checkpointing("auto")),
     # Attention within documents.
-    "document mask": Case(("--training.document_mask",)),
+    "document mask": Case(("--training.document_mask",), steady=True),
     "document mask, compiled": Case(("--training.document_mask", COMPILED)),
     # Layouts.
     "FSDP": Case((FLOAT8, GATHERED, PRECOMPUTED), TENSORWISE, gpus=2, steady=True),
