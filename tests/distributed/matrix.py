@@ -20,7 +20,13 @@ RECIPES = {
     "all_gather": (*FLOAT8_GATHER, PRECOMPUTE),
     "rowwise": (FLOAT8, "--float8.recipe_name=rowwise"),
     "rowwise_with_gw_hp": (FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"),
+    "bf16 documents": (
+        "--training.document_mask",
+        "--training.dataset_path=tests/distributed/documents.jsonl",
+    ),
 }
+"""The last masks documents of a few tokens each, which begin and end anywhere in a sequence."""
+CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 TWO = "--training.local_batch_size=2"  # half of the sequences: fewer microbatches cost less
@@ -29,6 +35,10 @@ LAYOUTS = {
     "HSDP": {2: (HSDP,), 4: (HSDP,)},
     "TP": {2: (f"{TP}=2", TWO), 4: (f"{TP}=4", TWO)},
     "FSDP x TP": {4: (f"{TP}=2", TWO)},
+    "CP": {2: (f"{CP}=2", TWO), 4: (f"{CP}=4", TWO)},
+    "CP x TP": {4: (f"{CP}=2", f"{TP}=2", TWO)},
+    "FSDP x CP": {4: (f"{CP}=2",)},
+    "HSDP x CP": {4: (f"{CP}=2", HSDP)},
 }
 """Overrides by the number of processes."""
 AC = "--activation_checkpoint.mode"
@@ -37,10 +47,13 @@ CHECKPOINTING = {
     "full": (f"{AC}=full",),
     "op": (f"{AC}=selective", "--activation_checkpoint.selective_ac_option=op"),
     "every 2nd": (f"{AC}=selective", "--activation_checkpoint.selective_ac_option=2"),
+    "memory budget": (f"{AC}=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
 }
-USUAL = {"FSDP": 2, "HSDP": 4, "TP": 2, "FSDP x TP": 4}
-"""The fewest processes on which a layout does all that it does."""
+USUAL = {"HSDP": 4, "FSDP x TP": 4, "CP x TP": 4, "FSDP x CP": 4, "HSDP x CP": 4}
+"""The fewest processes on which a layout does all that it does, where these are not 2."""
 MODES = {"eager": (), "compile": ("--compile.enable",)}
+WAYS = [way for way in product(MODES, CHECKPOINTING) if way != ("eager", "memory budget")]
+"""Modes and activation checkpointing; a memory budget is for the compiler."""
 LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
 VOCABULARIES = {
     "2256": ((), (2, 4, 8)),
@@ -76,7 +89,7 @@ class Cell:
 def matrix_cells(*, steps: int) -> list[Cell]:
     """Each recipe, layout on each number of processes, checkpointing and mode."""
     cells = []
-    for recipe, layout, ac, mode in product(RECIPES, LAYOUTS, CHECKPOINTING, MODES):
+    for recipe, layout, (mode, ac) in product(RECIPES, LAYOUTS, WAYS):
         common = (*RECIPES[recipe], f"{STEPS}={steps}")
         alone = Cell((recipe, "one process"), 1, (*common, *CHECKPOINTING["none"]))
         for processes, degrees in LAYOUTS[layout].items():
