@@ -18,6 +18,7 @@ from torchtitan_lite.tables import format_columns
 from .recipes import DEFAULT_RECIPE, RECIPES, Recipe
 
 AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
+TOKENS = "local_batch_size * seq_len / context_parallel_degree"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def select_linears(
         assert slower is not None, "auto needs a function that finds what float8 slows down"
         multiple = recipe.size_multiple
         odd = tokens is not None and tokens % multiple
-        odd_tokens = f"local_batch_size * seq_len = {tokens}" if odd else ""
+        odd_tokens = f"{TOKENS} = {tokens}" if odd else ""
         for index, choice in enumerate(choices):
             misfit = odd_tokens or _misfits(choice, multiple, tp_degree)[0]
             choices[index] = choice.keep(misfit and f"{misfit}, not a multiple of {multiple}")
@@ -171,10 +172,9 @@ def _size_errors(
     if converted and tokens is not None and tokens % multiple:
         pad = ", or set [float8] pad_inner_dim = true, which is slower"
         errors.append(
-            f"[float8] the weight gradient sums over local_batch_size * seq_len = {tokens} tokens, "
-            f"not a multiple of {multiple}, which float8 matmuls need; change [training] "
-            "local_batch_size or seq_len so that the product is "
-            f"{multiples_near(tokens, multiple)}{pad if recipe.pads_tokens else ''}."
+            f"[float8] the weight gradient sums over {TOKENS} = {tokens} tokens, not a multiple of "
+            f"{multiple}, which float8 matmuls need; change [training] local_batch_size or seq_len "
+            f"so that it is {multiples_near(tokens, multiple)}{pad if recipe.pads_tokens else ''}."
         )
     return errors
 
