@@ -55,7 +55,7 @@ CONTEXT_CHECKPOINTING = {
     **{ac: CHECKPOINTING[ac] for ac in ("none", "full", "op")},
     BUDGET: (f"{AC}=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
 }
-USUAL = {layout: 4 for layout in (*LAYOUTS, *CONTEXT_LAYOUTS)} | {"FSDP": 2, "TP": 2, "CP": 2}
+USUAL = dict.fromkeys((*LAYOUTS, *CONTEXT_LAYOUTS), 4) | {"FSDP": 2, "TP": 2, "CP": 2}
 """The fewest processes on which a layout does all that it does."""
 MODES = {"eager": (), "compile": ("--compile.enable",)}
 LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
