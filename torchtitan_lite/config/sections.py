@@ -185,8 +185,6 @@ class ParallelismConfig(Section):
     """Overlap tensor-parallel collectives with matmuls (compiled; GPUs of one node)."""
     context_parallel_degree: Count = 1
     """Ranks that share each sequence, and gather its keys and values; 1: none."""
-    context_parallel_load_balancer: Literal["headtail"] = "headtail"
-    """How a sequence is split: each rank gets a chunk from its start and one from its end."""
     pipeline_parallel_degree: Count = 1
     """Only 1: pipeline parallelism is not implemented."""
 
