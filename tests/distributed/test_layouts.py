@@ -188,6 +188,6 @@ def test_a_run_counts_the_attention_of_the_documents_that_its_ranks_had(tmp_path
         flops, attention = record["tflops"] * 1e12 / record["tps"], 12 * 1 * 2 * 16 * SEQ_LEN
         left_out = (1 - record["mfu_documents"] / record["mfu"]) * flops / attention
         assert 1 - left_out == pytest.approx(total / (8 * SEQ_LEN**2), rel=1e-9)
-        assert left_out > 0.5
+        assert left_out > 0.3
         assert record["attention_imbalance"] == pytest.approx(busiest * 4 / total, rel=1e-12)
         assert record["attention_imbalance"] > 1.01
