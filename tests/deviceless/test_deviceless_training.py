@@ -163,9 +163,9 @@ def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    # The ends of the model and its two blocks; "default" also the first block for its backward.
+    # The ends of the model and its two blocks; "default" also the blocks for their backward.
     ("value", "gathers"),
-    [("never", 4), ("default", 2 * (4 + 1))],
+    [("never", 4), ("default", 2 * (4 + 2))],
 )
 def test_weights_that_stay_are_gathered_and_copied_once_for_two_microbatches(
     value: str, gathers: int, tmp_path: Path

@@ -98,10 +98,10 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     weights = 2 * DIM * DIM + 2 * KV_DIM * DIM + 3 * FFN_DIM * DIM
     norms, embedding, output = 2 * DIM * 2, VOCABULARY * DIM * 2, (VOCABULARY * DIM + DIM) * 2
     block = (weights * bytes_per_weight + norms) // 2  # each of two ranks sends half
-    # Forward, and the first block again for the backward: the second and the output stay whole in
-    # between, and the embedding's backward takes no weights. Tied, both ends are gathered once.
+    # Forward, and the blocks again for the backward: the output stays whole in between, and the
+    # embedding's backward takes no weights. Tied, both ends are gathered once.
     ends = [output // 2] if "tied" in name else [embedding // 2, output // 2]
-    assert sorted(gathered) == sorted([block] * 3 + ends)
+    assert sorted(gathered) == sorted([block] * 4 + ends)
 
 
 @pytest.mark.parametrize(
