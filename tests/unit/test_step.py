@@ -121,9 +121,14 @@ def test_the_host_updates_each_sharded_parameter_once_a_step() -> None:
     at = replace(RATES, **FREE_HOST | {"host_seconds_per_parameter": 1})
     with torch.device("meta"):
         parameters = len(list(Transformer(ARGS).parameters()))
-    for ranks, microbatches, host_s in ((2, 1, parameters), (2, 3, parameters), (1, 1, 0)):
-        training = {"local_batch_size": 1, "global_batch_size": ranks * microbatches}
-        assert time(rates=at, degrees=(1, ranks, 1), training=training).host_s == host_s
+    for degrees, microbatches, host_s in (
+        ((1, 2, 1), 1, parameters),
+        ((1, 2, 1), 3, parameters),
+        ((1, 1, 2), 1, parameters),
+        ((1, 1, 1), 1, 0),
+    ):
+        training = {"local_batch_size": 1, "global_batch_size": degrees[1] * microbatches}
+        assert time(rates=at, degrees=degrees, training=training).host_s == host_s
 
 
 def test_linears_attention_and_output_are_those_of_the_roofline() -> None:

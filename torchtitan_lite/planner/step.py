@@ -183,9 +183,9 @@ class _Step:
 
     def _host_s(self, kernels: float) -> float:
         """Seconds in which the host launches that many kernels, runs the blocks' hooks and updates
-        sharded parameters."""
+        parameters that are split."""
         rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
-        sharded = not self.rank.without_fsdp
+        sharded = self.job.degrees.tp > 1 or not self.rank.without_fsdp
         tensors = sharded * (BLOCK_PARAMETERS * n_layers + END_PARAMETERS)
         return (
             kernels * rates.host_seconds_per_kernel
