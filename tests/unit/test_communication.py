@@ -92,6 +92,6 @@ def test_an_all_reduce_takes_two_gathers(nbytes: float, ring: Ring) -> None:
 
 
 def test_the_mesh_has_tensor_parallelism_innermost_and_replicas_outermost() -> None:
-    degrees = ParallelDegrees(dp_replicate=2, dp_shard=16, tp=4)
+    degrees = ParallelDegrees(dp_replicate=2, dp_shard=16, cp=1, tp=4)
     rings = tp_ring(degrees), shard_ring(degrees), replicate_ring(degrees)
     assert rings == (Ring(4, 1), Ring(16, 4), Ring(2, 64))

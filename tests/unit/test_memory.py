@@ -65,13 +65,13 @@ def build_rank(
     """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven
     linears are converted."""
     degrees = changes.pop("degrees", (1, dp_shard, tp))
-    on_cpu = changes.pop("on_cpu", True)
+    on_cpu, cp = changes.pop("on_cpu", True), changes.pop("cp", 1)
     sections = {
         "training": TrainingConfig(seq_len=args.max_seq_len, local_batch_size=batch),
         "activation_checkpoint": NONE,
     }
     float8_linears = BLOCK_LINEARS if "float8" in changes else ()
-    job = job_of(Config(**sections | changes), args, degrees=degrees)
+    job = job_of(Config(**sections | changes), args, degrees=degrees, cp=cp)
     return Rank(job, float8_linears, on_cpu=on_cpu)
 
 
@@ -102,6 +102,7 @@ def build_model(rank: Rank) -> Transformer:
         activation_checkpoint=rank.config.activation_checkpoint,
         compile=rank.config.compile,
         training=rank.config.training,
+        flash=False,
     )
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
@@ -117,6 +118,7 @@ def train(rank: Rank) -> None:
     tokens = torch.randint(
         rank.model.vocab_size, (rank.config.training.local_batch_size, rank.config.training.seq_len)
     )
+    labels = model.part(tokens, 1)
     for step in range(2):
         for accum_step in range(rank.accum_steps):
             last = accum_step == rank.accum_steps - 1
@@ -124,9 +126,9 @@ def train(rank: Rank) -> None:
             measured = step and (last or accum_step)
             with record_function("measured") if measured else contextlib.nullcontext():
                 if rank.fuses_loss:
-                    total = model(tokens, partial(cross_entropy.of_linear, labels=tokens))
+                    total = model(tokens, partial(cross_entropy.of_linear, labels=labels))
                 else:
-                    total = cross_entropy.of_logits(model(tokens), tokens)
+                    total = cross_entropy.of_logits(model(tokens), labels)
                 with record_function("backward"):
                     total.backward()
         with record_function("measured") if step else contextlib.nullcontext():

@@ -259,7 +259,9 @@ def test_auto_keeps_what_has_no_float8_shape(model: nn.Module) -> None:
     )
     assert kept["attention.wq"] == ""
     odd = select_auto(model, slower={}, tokens=33)
-    assert set(odd.values()) == {"local_batch_size * seq_len / context_parallel_degree = 33, not a multiple of 16"}
+    assert set(odd.values()) == {
+        "local_batch_size * seq_len / context_parallel_degree = 33, not a multiple of 16"
+    }
 
 
 def test_a_pattern_beside_auto_must_match(model: nn.Module) -> None:
