@@ -55,6 +55,7 @@ NONE, FULL, BY_OP, EVERY_SECOND = (
     ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
     for mode, option in (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
 )
+GPU = {"on_cpu": False, "batch": 1}
 COMPILED = {"compile": CompileConfig(enable=True)}
 GATHERED_LOGITS = {"parallelism": ParallelismConfig(disable_loss_parallel=True)}
 
@@ -183,6 +184,52 @@ def test_peak_of_a_step(
 ) -> None:
     rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint)
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
+# Heads of 32 dimensions attend in float32 on CPU, and those of 64 in bf16.
+LONG = ModelArgs(
+    dim=256, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=512, vocab_size=256, max_seq_len=2048
+)
+LONG_BF16 = dataclasses.replace(LONG, n_heads=4)
+MASKED = dataclasses.replace(LONG_BF16, document_bos_id=1, max_seq_len=1024)
+
+
+@pytest.mark.parametrize(
+    ("args", "cp", "tp", "checkpoint"),
+    [
+        (LONG, 2, 1, NONE),
+        (LONG, 8, 1, FULL),
+        (LONG_BF16, 4, 1, BY_OP),
+        (LONG_BF16, 2, 2, NONE),
+        (MASKED, 4, 1, NONE),
+    ],
+)
+def test_peak_of_a_part_of_a_sequence(
+    args: ModelArgs, cp: int, tp: int, checkpoint: ActivationCheckpointConfig
+) -> None:
+    rank = build_rank(args, tp=tp, cp=cp, batch=2, activation_checkpoint=checkpoint)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.1)
+
+
+def test_8b_keeps_the_keys_and_values_of_131072_tokens() -> None:
+    """16,384 tokens of a rank, and 131,072 keys and values of 8 heads of 128, in bf16."""
+    kept = {}
+    for cp, seq_len in ((1, 16384), (8, 131072)):
+        args = dataclasses.replace(FLAVORS["8B"], max_seq_len=seq_len)
+        rank = build_rank(args, 8, cp=cp, activation_checkpoint=NONE, **GPU, **COMPILED)
+        kept[cp] = rank.groups[1].saved
+    own, whole, output = 2 * 2 * 16384 * 1024, 2 * 2 * 131072 * 1024, 2 * 16384 * 4096
+    assert whole == 512 * 2**20
+    assert kept[8] - kept[1] == whole - own + output  # and the two chunks put together
+
+
+def test_8b_gathers_no_key_twice_into_what_it_keeps_by_op() -> None:
+    kept = {}
+    for cp, seq_len in ((1, 16384), (8, 131072)):
+        args = dataclasses.replace(FLAVORS["8B"], max_seq_len=seq_len)
+        rank = build_rank(args, 8, cp=cp, activation_checkpoint=BY_OP, **GPU, **COMPILED)
+        kept[cp] = rank.groups[1].saved
+    assert kept[8] == kept[1]
 
 
 NEVER = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}
@@ -346,9 +393,6 @@ def check_kept(rank: Rank) -> None:
         2 * rank.model.dim * (rank.model.vocab_size // rank.degrees.tp + 1)
     )  # by FSDP, for the head
     assert at_loss.total - at_loss.logits - copied_from == pytest.approx(measure(rank)[0], rel=0.01)
-
-
-GPU = {"on_cpu": False, "batch": 1}
 
 
 def test_8b_on_one_gpu_holds_copies_or_gradients() -> None:

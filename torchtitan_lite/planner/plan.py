@@ -108,7 +108,6 @@ def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> 
     """Raise ConfigError for what cannot be planned on `device`."""
     float8, dtype = config.float8, config.training.mixed_precision_param
     cp = config.parallelism.context_parallel_degree
-
     # Attention, and the types that have known rates.
     if config.training.document_mask and attention_kernel not in ("", "flex"):
         raise ConfigError(

@@ -337,8 +337,7 @@ class _Step:
         forward = collective + move((2 / degrees.cp + 2) * whole + output, 1 + chunks)
         backward = collective + move((1 + chunks) * whole + output, chunks)
 
-        # Activation checkpointing keeps none of them.
-        n_layers = self.job.model_args.n_layers
+        n_layers = self.job.model_args.n_layers  # activation checkpointing keeps none of them
         again = len(self.job.config.activation_checkpoint.checkpointed_layers(n_layers))
         return Passes(forward * n_layers, backward * n_layers + forward * again)
 
