@@ -1,6 +1,7 @@
 """Find the longest sequences that fit, by the number of ranks that share each."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from textwrap import fill
@@ -17,6 +18,7 @@ from torchtitan_lite.tables import format_columns
 from .meta_model import tokenizer_values
 from .search import (
     CP,
+    GIB,
     GLOBAL,
     LOCAL,
     SEARCHED,
@@ -56,13 +58,14 @@ def make_longest(space: Space) -> dict[str, Any]:
             lengths.append({"cp": cp, "left_out": str(error)})
             continue
         seq_len = longest.work.job.config.training.seq_len
-        lengths.append({"cp": cp, "left_out": None, "seq_len": seq_len})
-        lengths[-1] |= figures_of(longest, space, None)
+        found = {"cp": cp, "left_out": None, "seq_len": seq_len}
+        lengths.append(found | figures_of(longest, space, None))
+        name = longest.work.job.model_name
     if not any("seq_len" in each for each in lengths):
         raise ConfigError("\n".join(f"cp {each['cp']}: {each['left_out']}" for each in lengths))
     return {
         "request": {
-            "model": space.config.model.flavor,
+            "model": name,
             "device": space.device.name,
             "world_size": space.world_size,
             "memory_gib": space.device.memory_gib,
@@ -79,21 +82,17 @@ def _longest(
     unchanged = {name: get_setting(space.config, name) for name in SEARCHED}
     settings = unchanged | {CP: cp, SHARD: -1, LOCAL: 1, GLOBAL: -1}
     step = math.lcm(STEP, 2 * cp * space.config.parallelism.tensor_parallel_degree)
+    lengths = range(step, max(limit, step) + 1, step)
 
-    # Memory grows with the length. `fits` is of so many steps, and `most + 1` do not fit.
-    fits: Candidate | None = None
-    least, most = 1, max(1, limit // step)
-    while least <= most:
-        steps = most if fits is None and most == max(1, limit // step) else (least + most) // 2
-        tried = try_config(space, settings | {SEQ_LEN: steps * step}, model, tokenizer)
-        if tried.step_s < math.inf:
-            fits, least = tried, steps + 1
-        else:
-            most = steps - 1
-    if fits is None:
-        needs = f"{tried.reserved / 2**30:,.1f} of {space.device.memory_gib:g} GiB"
+    def plan(seq_len: int) -> Candidate:
+        return try_config(space, settings | {SEQ_LEN: seq_len}, model, tokenizer)
+
+    # Memory grows with the length: from some length on, none fits.
+    fitting = bisect_left(lengths, True, key=lambda seq_len: plan(seq_len).step_s == math.inf)
+    if not fitting:
+        needs = f"{plan(step).reserved / GIB:,.1f} of {space.device.memory_gib:g} GiB"
         raise ConfigError(f"even {step:,} tokens do not fit: {needs}")
-    return fits
+    return plan(lengths[fitting - 1])
 
 
 def format_longest(answer: Mapping[str, Any]) -> str:
