@@ -4,7 +4,7 @@ and time. Or search for the layout that trains fastest.
 python scripts/plan.py --job.config_file X.toml [--world-size N]
 [--device "H100 SXM"] [--bandwidth X] [--memory X] [--link X] [--network X]
 [--node-devices N] [--measured FILE] [--attention KERNEL] [--tps X | --search
-[--gpu-hour PRICE]] [--json] [overrides]
+[--gpu-hour PRICE] | --longest] [--json] [overrides]
 
   --world-size N      number of processes, one per GPU (default: 8)
   --device NAME       GPU to plan for (default: the GPU of this machine)
@@ -26,6 +26,8 @@ python scripts/plan.py --job.config_file X.toml [--world-size N]
                       that choose the first (default: plan the config as it is)
   --gpu-hour PRICE    price of an hour of one GPU, in any currency: a search
                       adds the cost of 10^12 tokens (default: no cost)
+  --longest           print the longest sequence that fits when 1, 2, 4, 8 or 16
+                      GPUs share each, and its rate (default: one plan)
   --json              print every number; docs/plan.md documents the keys
                       (default: a report)
   overrides           any key of the config, as in training; a search keeps
@@ -41,6 +43,7 @@ from pathlib import Path
 from torchtitan_lite.config import asks_for_help, given_keys, load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
+from torchtitan_lite.planner.longest import format_longest, make_longest
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
@@ -73,14 +76,12 @@ def main(argv: list[str]) -> None:
     if options.measured:
         device = add_measured(device, options.measured)
 
-    if options.search:
-        space = Space(
-            config,
-            options.world_size,
-            device,
-            given=given_keys(words),
-            attention_kernel=options.attention,
-        )
+    given_names, kernel = given_keys(words), options.attention
+    space = Space(config, options.world_size, device, given_names, kernel)
+    if options.longest:
+        answer = make_longest(space)
+        text = format_longest(answer)
+    elif options.search:
         answer = make_search(space, gpu_hour=options.gpu_hour)
         text = format_search(answer)
     else:
@@ -105,7 +106,7 @@ def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.add_argument(f"--{name}", type=int)
     for name in POSITIVE:
         parser.add_argument(f"--{name}", type=float)
-    for name in ("search", "json"):
+    for name in ("search", "longest", "json"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device")
     parser.add_argument("--measured", type=Path)
@@ -129,6 +130,9 @@ def read_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError(f"--attention {options.attention} is not a kernel; use one of {kernels}")
     if options.search and options.tps is not None:
         raise ConfigError(f"--tps {options.tps} is of one layout, and --search compares; drop one")
+    if options.longest and (options.search or options.tps is not None):
+        other = "--search" if options.search else f"--tps {options.tps}"
+        raise ConfigError(f"--longest has layouts and rates of its own; drop it, or {other}")
     if options.gpu_hour is not None and not options.search:
         raise ConfigError(f"--gpu-hour {options.gpu_hour} is for --search; add that, or drop it")
     return options, words

@@ -8,13 +8,18 @@ TOKENIZER = TokenizerValues(path="some.model", vocab_size=2256, bos_id=1, finger
 
 
 def job_of(
-    config: Config, args: ModelArgs | None = None, *, degrees: tuple[int, int, int] = (1, 1, 1)
+    config: Config,
+    args: ModelArgs | None = None,
+    *,
+    degrees: tuple[int, int, int] = (1, 1, 1),
+    cp: int = 1,
 ) -> Job:
-    """Return the job of a config whose degrees, (dp_replicate, dp_shard, tp), and dimensions may be
-    given."""
-    if args is None and degrees == (1, 1, 1):
+    """Return the job of a config whose degrees, (dp_replicate, dp_shard, tp) and cp, and dimensions
+    may be given."""
+    if args is None and (*degrees, cp) == (1, 1, 1, 1):
         return build_job(config, world_size=1, tokenizer=TOKENIZER)
-    parallel = ParallelDegrees(*degrees)
+    replicate, shard, tp = degrees
+    parallel = ParallelDegrees(replicate, shard, cp, tp)
     return Job(
         config=config,
         degrees=parallel,

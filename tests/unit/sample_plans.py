@@ -90,6 +90,7 @@ def roofline_of(
     device: DeviceSpec = DEVICE,
     rates: Rates | None = None,
     degrees: tuple[int, int, int] = (1, 1, 1),
+    cp: int = 1,
     compiled: bool = True,
     recomputed: Collection[str] = (),
     **tables: dict[str, Any],
@@ -105,6 +106,6 @@ def roofline_of(
         | tables
         | {"training": {"seq_len": tokens, "local_batch_size": 1} | tables.get("training", {})}
     )
-    job = job_of(config, replace(args, max_seq_len=tokens), degrees=degrees)
+    job = job_of(config, replace(args, max_seq_len=tokens), degrees=degrees, cp=cp)
     rates = rates or (RATES if device.name == DEVICE.name else rates_of(device))
     return Roofline(device, rates, job, frozenset(recomputed))

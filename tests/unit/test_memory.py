@@ -55,6 +55,7 @@ NONE, FULL, BY_OP, EVERY_SECOND = (
     ActivationCheckpointConfig.model_validate({"mode": mode, "selective_ac_option": option})
     for mode, option in (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
 )
+GPU = {"on_cpu": False, "batch": 1}
 COMPILED = {"compile": CompileConfig(enable=True)}
 GATHERED_LOGITS = {"parallelism": ParallelismConfig(disable_loss_parallel=True)}
 
@@ -65,13 +66,13 @@ def build_rank(
     """A rank in bf16, eager, without checkpointing, but for `changes`; under float8 all seven
     linears are converted."""
     degrees = changes.pop("degrees", (1, dp_shard, tp))
-    on_cpu = changes.pop("on_cpu", True)
+    on_cpu, cp = changes.pop("on_cpu", True), changes.pop("cp", 1)
     sections = {
         "training": TrainingConfig(seq_len=args.max_seq_len, local_batch_size=batch),
         "activation_checkpoint": NONE,
     }
     float8_linears = BLOCK_LINEARS if "float8" in changes else ()
-    job = job_of(Config(**sections | changes), args, degrees=degrees)
+    job = job_of(Config(**sections | changes), args, degrees=degrees, cp=cp)
     return Rank(job, float8_linears, on_cpu=on_cpu)
 
 
@@ -102,6 +103,7 @@ def build_model(rank: Rank) -> Transformer:
         activation_checkpoint=rank.config.activation_checkpoint,
         compile=rank.config.compile,
         training=rank.config.training,
+        flash=False,
     )
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
@@ -117,6 +119,7 @@ def train(rank: Rank) -> None:
     tokens = torch.randint(
         rank.model.vocab_size, (rank.config.training.local_batch_size, rank.config.training.seq_len)
     )
+    labels = model.part(tokens, 1)
     for step in range(2):
         for accum_step in range(rank.accum_steps):
             last = accum_step == rank.accum_steps - 1
@@ -124,9 +127,9 @@ def train(rank: Rank) -> None:
             measured = step and (last or accum_step)
             with record_function("measured") if measured else contextlib.nullcontext():
                 if rank.fuses_loss:
-                    total = model(tokens, partial(cross_entropy.of_linear, labels=tokens))
+                    total = model(tokens, partial(cross_entropy.of_linear, labels=labels))
                 else:
-                    total = cross_entropy.of_logits(model(tokens), tokens)
+                    total = cross_entropy.of_logits(model(tokens), labels)
                 with record_function("backward"):
                     total.backward()
         with record_function("measured") if step else contextlib.nullcontext():
@@ -181,6 +184,52 @@ def test_peak_of_a_step(
 ) -> None:
     rank = build_rank(args, dp_shard, tp, batch=batch, activation_checkpoint=checkpoint)
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.05)
+
+
+# Heads of 32 dimensions attend in float32 on CPU, and those of 64 in bf16.
+LONG = ModelArgs(
+    dim=256, n_layers=2, n_heads=8, n_kv_heads=2, ffn_dim=512, vocab_size=256, max_seq_len=2048
+)
+LONG_BF16 = dataclasses.replace(LONG, n_heads=4)
+MASKED = dataclasses.replace(LONG_BF16, document_bos_id=1, max_seq_len=1024)
+
+
+@pytest.mark.parametrize(
+    ("args", "cp", "tp", "checkpoint"),
+    [
+        (LONG, 2, 1, NONE),
+        (LONG, 8, 1, FULL),
+        (LONG_BF16, 4, 1, BY_OP),
+        (LONG_BF16, 2, 2, NONE),
+        (MASKED, 4, 1, NONE),
+    ],
+)
+def test_peak_of_a_part_of_a_sequence(
+    args: ModelArgs, cp: int, tp: int, checkpoint: ActivationCheckpointConfig
+) -> None:
+    rank = build_rank(args, tp=tp, cp=cp, batch=2, activation_checkpoint=checkpoint)
+    assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.1)
+
+
+def test_8b_keeps_the_keys_and_values_of_131072_tokens() -> None:
+    """16,384 tokens of a rank, and 131,072 keys and values of 8 heads of 128, in bf16."""
+    kept = {}
+    for cp, seq_len in ((1, 16384), (8, 131072)):
+        args = dataclasses.replace(FLAVORS["8B"], max_seq_len=seq_len)
+        rank = build_rank(args, 8, cp=cp, activation_checkpoint=NONE, **GPU, **COMPILED)
+        kept[cp] = rank.groups[1].saved
+    own, whole, output = 2 * 2 * 16384 * 1024, 2 * 2 * 131072 * 1024, 2 * 16384 * 4096
+    assert whole == 512 * 2**20
+    assert kept[8] - kept[1] == whole - own + output  # and the two chunks put together
+
+
+def test_8b_gathers_no_key_twice_into_what_it_keeps_by_op() -> None:
+    kept = {}
+    for cp, seq_len in ((1, 16384), (8, 131072)):
+        args = dataclasses.replace(FLAVORS["8B"], max_seq_len=seq_len)
+        rank = build_rank(args, 8, cp=cp, activation_checkpoint=BY_OP, **GPU, **COMPILED)
+        kept[cp] = rank.groups[1].saved
+    assert kept[8] == kept[1]
 
 
 NEVER = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="never")}
@@ -344,9 +393,6 @@ def check_kept(rank: Rank) -> None:
         2 * rank.model.dim * (rank.model.vocab_size // rank.degrees.tp + 1)
     )  # by FSDP, for the head
     assert at_loss.total - at_loss.logits - copied_from == pytest.approx(measure(rank)[0], rel=0.01)
-
-
-GPU = {"on_cpu": False, "batch": 1}
 
 
 def test_8b_on_one_gpu_holds_copies_or_gradients() -> None:

@@ -78,7 +78,7 @@ class Case:
             convert_linears(model, choices, float8=self.float8_config, emulate=True)
         parallel.parallelize(
             model,
-            build_mesh(ParallelDegrees(1, 1, self.tp), device_type="cpu"),
+            build_mesh(ParallelDegrees(1, 1, 1, self.tp), device_type="cpu"),
             parallelism=ParallelismConfig(),
             activation_checkpoint=ActivationCheckpointConfig.model_validate({"mode": self.ac}),
             compile=CompileConfig(enable=self.compiled),

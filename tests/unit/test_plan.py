@@ -428,6 +428,7 @@ def test_collectives_are_those_of_the_step_as_configured(layout):
     step = prediction["float8" if request["float8_recipe"] else "bf16"]
     collectives = {each["kind"]: each for each in found["communication"]["collectives"]}
     sizes = {"tensor parallelism": "tp", "sharding": "dp_shard", "replicas": "dp_replicate"}
+    assert step["exposed_s"]["context parallelism"] == 0
     for kind, degree in sizes.items():
         if request[degree] == 1:
             assert kind not in collectives and step["exposed_s"][kind] == 0

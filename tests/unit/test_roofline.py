@@ -637,3 +637,19 @@ def test_the_optimizer_reads_and_writes_each_parameter() -> None:
     once, twice = (KERNELS.optimizer(n * 10**9).seconds for n in (1, 2))
     assert twice - once >= 7 * 4e9 / 2e12  # weight, gradient and moments in, three of them out
     assert math.isclose(KERNELS.optimizer(0).seconds, 2 * once - twice, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("bos_id", "kernel", "rate", "calls"), [(None, "flash", 0.25, 2), (1, "flex", 0.2, 1)]
+)
+def test_each_rank_has_an_equal_part_of_the_attention(
+    bos_id: int | None, kernel: str, rate: float, calls: int
+) -> None:
+    """Half of 131,072 squared pairs over 8 ranks, 32 heads of 128, 2 matmuls of 2 FLOPs a pair."""
+    args = replace(FLAVORS["8B"], document_bos_id=bos_id)
+    part = roofline_of(131072, args=args, cp=8)
+    assert part.runs_attention_in == kernel
+    forward = part.attention().forward
+    flops = 32 * 131072**2 / 2 / 8 * 32 * 128 * 2 * 2
+    assert forward.seconds == pytest.approx(flops / (1000e12 * rate))
+    assert forward.kernels == 32 * calls

@@ -73,6 +73,53 @@ def replicas_s(step: StepTime) -> float:
     return step.hidden_s[REPLICAS] + step.exposed_s[REPLICAS]
 
 
+# Context parallelism.
+
+CONTEXT = "context parallelism"
+
+
+@pytest.mark.parametrize(("mode", "collectives"), [("none", 2), ("full", 3)])
+def test_keys_and_values_of_8b_are_gathered_once_and_again_for_the_backward(
+    mode: str, collectives: int
+) -> None:
+    at = roofline_of(
+        131072,
+        args=FLAVORS["8B"],
+        device=NO_MEMORY,
+        rates=FREE_STARTS,
+        cp=8,
+        activation_checkpoint={"mode": mode},
+    )
+    step = time_step(at, linears_of(FLAVORS["8B"], output=True), [])
+    sent = 7 / 8 * 2 * 131072 * 8 * 128 * 2  # 7 parts of keys and values of 8 heads, in bf16
+    assert sent == 448 * 2**20
+    assert step.exposed_s[CONTEXT] == pytest.approx(32 * collectives * sent / 400e9)
+    assert step.hidden_s[CONTEXT] == 0
+
+
+def test_copies_around_keys_and_values_are_those_of_the_code() -> None:
+    """In bytes of the gathered 512 MiB: stacked, 2 of an eighth; put in order, 2; in the backward
+    the gradients of two chunks read and their sum written, 3. The output of two chunks put
+    together, and its gradient: 4 of 128 MiB."""
+    at = roofline_of(131072, device=NO_NETWORK, rates=FREE_STARTS, cp=8)
+    step = time_step(at, linears_of(FLAVORS["8B"], output=True), [])
+    moved = (2 / 8 + 2 + 3) * 512 * 2**20 + 4 * 128 * 2**20
+    assert step.exposed_s[CONTEXT] == pytest.approx(32 * moved / 2e12)
+
+
+def test_a_document_mask_needs_one_pass_over_keys_and_values() -> None:
+    args = replace(FLAVORS["8B"], document_bos_id=1)
+    at = roofline_of(131072, args=args, device=NO_NETWORK, rates=FREE_STARTS, cp=8)
+    step = time_step(at, linears_of(args, output=True), [])
+    assert step.exposed_s[CONTEXT] == pytest.approx(32 * (2 / 8 + 2 + 2) * 512 * 2**20 / 2e12)
+
+
+def test_ranks_of_a_sequence_shard_the_weights() -> None:
+    by_cp, by_data = (time(degrees=(1, shard, 1), cp=cp) for shard, cp in ((1, 8), (8, 1)))
+    assert by_cp.device_parts_s["optimizer"] == by_data.device_parts_s["optimizer"]
+    assert by_data.exposed_s[CONTEXT] == 0
+
+
 # The sum.
 
 

@@ -213,7 +213,9 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     }
     chosen = {key: least[key] for key in least if f"parallelism.{key}" in work.job.chosen}
     work = replace(work, job=work.job.choose("parallelism", **chosen))
-    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
+    chunks = 1 if work.job.degrees.cp == 1 else 2 * work.job.degrees.cp
+    tokens = args.max_seq_len // chunks
+    divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, tokens)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []
     for tp, (mode, option) in product((degree, *higher), _checkpointing(args.n_layers)):

@@ -26,6 +26,11 @@ def tp_ring(degrees: ParallelDegrees) -> Ring:
     return Ring(degrees.tp, 1)
 
 
+def context_ring(degrees: ParallelDegrees) -> Ring:
+    """Return the ring in which context parallelism gathers keys and values."""
+    return Ring(degrees.cp, degrees.tp)
+
+
 def shard_ring(degrees: ParallelDegrees) -> Ring:
     """Return the ring in which FSDP gathers weights and reduces gradients."""
     return Ring(degrees.fsdp, degrees.tp)
@@ -34,6 +39,15 @@ def shard_ring(degrees: ParallelDegrees) -> Ring:
 def replicate_ring(degrees: ParallelDegrees) -> Ring:
     """Return the ring in which HSDP sums the gradients of replicas."""
     return Ring(degrees.dp_replicate, degrees.tp * degrees.fsdp)
+
+
+RINGS = {
+    "tensor parallelism": tp_ring,
+    "context parallelism": context_ring,
+    "sharding": shard_ring,
+    "replicas": replicate_ring,
+}
+"""Ring of each kind of collective."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from itertools import accumulate
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
-from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
-FLOAT32 = 4
+from .attention import FLOAT32, AttentionBytes
+
+BEHIND = ("residual", "ffn_norm", "w1", "silu", "w3", "gated")
+"""Tensors of a block that are made after its attention."""
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
 
 
@@ -94,6 +96,9 @@ class Rank:
         self.tokens = job.microbatch_tokens  # N
         self.hidden = self.width * self.tokens * model.dim
         self.residual = self.hidden // tp
+
+        float8 = self.gathers_float8("attention")
+        self.attention = AttentionBytes(job, width=self.width, on_cpu=on_cpu, float8=float8)
 
         # The loss is fused with the projection to the vocabulary, unless that is in float8 or
         # tensor parallelism gathers the logits.
@@ -281,6 +286,12 @@ def _block(rank: Rank, *, checkpointed: bool) -> Group:
 
     tp = rank.degrees.tp
     sizes = {name: out * in_ for name, (out, in_) in block_linear_shapes(rank.model).items()}
+    if rank.degrees.cp > 1:
+        # Or attention's to the keys of whole sequences, when the weights behind it have gradients.
+        before = sum(size for name, size in tensors.items() if name not in BEHIND)
+        behind = sum(sizes[each] for each in sizes if BLOCK_LINEARS[each].reads != "attention_norm")
+        gradients = rank.width * behind // tp + rank.residual
+        working = max(working, before + rank.attention.backward() + gradients)
     weights = sum(sizes.values()) // tp + 2 * rank.model.dim  # and two norms
     all_gather = rank.config.float8.enable_fsdp_float8_all_gather
     in_float8 = sum(sizes[name] for name in rank.float8_linears) // tp if all_gather else 0
@@ -291,30 +302,17 @@ def _block(rank: Rank, *, checkpointed: bool) -> Group:
 def _block_tensors(rank: Rank) -> dict[str, int]:
     """Bytes of each tensor that a block's backward needs, by the name of its producer."""
     model, tp, width = rank.model, rank.degrees.tp, rank.width
-    heads = rank.tokens * model.q_dim // tp
-    kv_heads = rank.tokens * model.kv_dim // tp
     ffn = rank.tokens * model.ffn_dim // tp
 
     def read(tensor: str, elements: int) -> int:
         """Bytes of a tensor that only linears save."""
         return elements * (1 if rank.gathers_float8(tensor) else width)
 
-    # Attention saves its operands and its output; wo saves a cast of the output.
-    float32_attention = rank.on_cpu and model.head_dim <= CPU_FLOAT32_HEAD_DIM
-    attention_width = FLOAT32 if float32_attention else width
-    float8_attention = rank.gathers_float8("attention")
-    no_cast = attention_width == width or float8_attention
     norm_input = rank.norm_input(compiled=rank.config.compile.covers("model"))
     return {
         "input" if norm_input == rank.residual else "input in float32": norm_input,
         "attention_norm": read("attention_norm", rank.tokens * model.dim),
-        "q": heads * attention_width,
-        "k": kv_heads * attention_width,
-        "v": kv_heads * attention_width,
-        "attention": heads * attention_width,
-        "attention cast": 0 if no_cast else heads * width,
-        "log_sum_exp": FLOAT32 * rank.tokens * model.n_heads // tp,
-        "attention in float8": heads if float8_attention else 0,
+        **rank.attention.saved(),
         "residual": norm_input,
         "ffn_norm": read("ffn_norm", rank.tokens * model.dim),
         "w1": ffn * width,

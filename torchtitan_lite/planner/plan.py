@@ -18,15 +18,13 @@ from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
 from .auto import find_fitting, resolve_auto, turn_on_float8
-from .communication import Network, replicate_ring, shard_ring, tp_ring
+from .communication import RINGS, Network
 from .constants import constants_of, rates_of
 from .memory import WIDTHS
 from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .roofline import Roofline
 from .step import Prediction, format_verdict
 
-RINGS = {"tensor parallelism": tp_ring, "sharding": shard_ring, "replicas": replicate_ring}
-"""Ring of each kind of collective."""
 SECONDS_PER_DAY = 86_400
 MEASURED = ("name", "value", "source")
 RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
@@ -109,12 +107,17 @@ def make_plan(
 def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> None:
     """Raise ConfigError for what cannot be planned on `device`."""
     float8, dtype = config.float8, config.training.mixed_precision_param
-
+    cp = config.parallelism.context_parallel_degree
     # Attention, and the types that have known rates.
     if config.training.document_mask and attention_kernel not in ("", "flex"):
         raise ConfigError(
             f"--attention {attention_kernel} has no document mask; plan [training] document_mask = "
             "true with flex, which it trains with, or set it to false."
+        )
+    if attention_kernel == "cudnn" and cp > 1:
+        raise ConfigError(
+            "--attention cudnn has no causal mask for parts of a sequence, and [parallelism] "
+            f"context_parallel_degree = {cp}; use flash, or set it to 1."
         )
     if attention_kernel == "cudnn" and device.architecture.startswith("CDNA"):
         raise ConfigError(f"--attention cudnn does not run on {device.name}; use flash or flex.")

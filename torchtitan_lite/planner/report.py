@@ -119,10 +119,12 @@ def _run(request: Plan, converted: Sequence[str]) -> str:
         gather = " with every linear in bf16"
     mask = ", document mask (attention counts as if documents were one)"
     budget = " (the time of what it recomputes is not counted)"
+    context = "cp {cp} x " if request["cp"] > 1 else ""
+    group = "each rank" if request["cp"] == 1 else "every {cp} ranks".format_map(request)
+    degrees = "dp_replicate {dp_replicate} x dp_shard {dp_shard} x " + context + "tp {tp}"
     return _wrap(
-        "dp_replicate {dp_replicate} x dp_shard {dp_shard} x tp {tp}; {global_batch_size} x "
-        "{seq_len:,} tokens a step, {local_batch_size} x {seq_len:,} at a time on each rank; "
-        "".format_map(request)
+        f"{degrees}; {{global_batch_size}} x {{seq_len:,}} tokens a step, "
+        f"{{local_batch_size}} x {{seq_len:,}} at a time on {group}; ".format_map(request)
         + f"float8 {recipe or 'off'}{gather}, activation "
         f"checkpointing {request['activation_checkpoint']}"
         f"{budget if request['activation_checkpoint'] == 'memory_budget' else ''}"

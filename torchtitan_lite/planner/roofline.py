@@ -101,6 +101,7 @@ class Roofline:
         """The kernel given, or the one that PyTorch takes."""
         default = "cudnn" if self.device.architecture in ("Hopper", "Blackwell") else "flash"
         masked = self.job.model_args.document_bos_id is not None
+        default = "flash" if self.job.degrees.cp > 1 else default  # ends with the last key
         return self.attention_kernel or ("flex" if masked else default)
 
     def gathers_float8(self, linear: LinearChoice) -> bool:
@@ -223,13 +224,15 @@ class Roofline:
 
     def attention(self) -> Passes:
         """Cost of causal attention, which multiplies half the square: 2 matmuls forward, and 5
-        backward, which recomputes the scores."""
+        backward, which recomputes the scores. All ranks that share a sequence have equal parts of
+        it, in two chunks without a mask."""
         args, fraction = self.job.model_args, f"attention_{self.runs_attention_in}"
         again = sum(name.endswith(".attention") for name in self.recomputed)
         rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
 
         heads = args.q_dim // self.job.degrees.tp
-        matmul = Cost(self.tokens * args.max_seq_len * heads / rate, 0.5)
+        chunks = 1 if self.job.degrees.cp == 1 or args.document_bos_id is not None else 2
+        matmul = Cost(self.tokens * args.max_seq_len * heads / rate, 0.5 * chunks)
         return Passes(matmul * (2 * args.n_layers), matmul * (5 * args.n_layers + 2 * again))
 
     def pointwise(self) -> Passes:

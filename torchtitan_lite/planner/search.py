@@ -29,6 +29,7 @@ SHOWN = 5  # layouts in the answer
 GIB = 2**30
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
+CP = "parallelism.context_parallel_degree"  # not searched: the config's
 TP = "parallelism.tensor_parallel_degree"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 LOCAL = "training.local_batch_size"
@@ -67,7 +68,7 @@ class Space:
     @property
     def kept(self) -> Settings:
         """Settings that are the same in all configs because they are given."""
-        return {name: _get(self.config, name) for name in SEARCHED if name in self.given}
+        return {name: get_setting(self.config, name) for name in SEARCHED if name in self.given}
 
     @property
     def keeps_float8(self) -> bool:
@@ -89,10 +90,11 @@ class Space:
         Tensor parallelism stays within a node. The microbatch is a divisor of a rank's part of the
         global batch."""
         parallelism, training = self.config.parallelism, self.config.training
-        unchanged = {name: _get(self.config, name) for name in (*SEARCHED, GLOBAL)}
+        sharing = self.world_size // parallelism.context_parallel_degree
+        unchanged = {name: get_setting(self.config, name) for name in (*SEARCHED, GLOBAL)}
         total = self.global_batch_size
-        for tp in self._values(TP, math.gcd(self.world_size, self.device.node_devices)):
-            dp = self.world_size // tp
+        for tp in self._values(TP, math.gcd(sharing, self.device.node_devices)):
+            dp = sharing // tp
             replicas = self._values(REPLICATE, dp)
             overlap = parallelism.enable_async_tensor_parallel and tp > 1
             layout = unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
@@ -144,9 +146,8 @@ def find_candidates(space: Space) -> list[Candidate]:
     best for it.
 
     Raises ConfigError if it accepts none, with the reason for the first."""
-    config, device = space.config, space.device
-    tokenizer = tokenizer_values(config.model)
-    args = build_job(config, world_size=space.world_size, tokenizer=tokenizer).model_args
+    tokenizer = tokenizer_values(space.config.model)
+    args = build_job(space.config, world_size=space.world_size, tokenizer=tokenizer).model_args
     with torch.device("meta"):
         model = Transformer(args)
 
@@ -156,40 +157,49 @@ def find_candidates(space: Space) -> list[Candidate]:
         for replicate in replicas:
             chosen = settings | {REPLICATE: replicate}
             try:
-                job = _accept(space, chosen, tokenizer)
-                best, *_ = kept_options(
-                    model,
-                    job,
-                    device=device,
-                    memory_gib=device.memory_gib,
-                    attention_kernel=space.attention_kernel,
-                )
+                candidate = try_config(space, chosen, model, tokenizer)
             except ConfigError as error:
                 refused.append(error)
                 continue
 
             # "auto" can choose what another candidate has already, or bf16 where float8 is given.
-            work = best.work
-            if chosen[FLOAT8] and AUTO in chosen[FILTERS]:
-                work = build_workload(model, work.job, device=device)
-                work = replace(work, job=name_kept(work.job, work.choices))
-                if not work.converted and space.keeps_float8:
-                    continue
+            work = candidate.work
+            by_auto = chosen[FLOAT8] and AUTO in chosen[FILTERS]
+            if by_auto and not work.converted and space.keeps_float8:
+                continue
             float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
-            same = job.degrees, job.batch, float8
+            same = work.job.degrees, work.job.batch, float8
             if same in found:
                 continue
 
-            chosen |= {name: _get(work.job.config, name) for name in (MODE, OPTION, RESHARD)}
-            reserved = work.reserved_bytes()
-            fits = reserved <= device.memory_gib * GIB
-            step_s = work.time(device, space.attention_kernel).step_s if fits else math.inf
-            found[same] = Candidate(chosen, work, reserved, step_s)
-            if not fits:
+            found[same] = candidate
+            if candidate.step_s == math.inf:
                 break
     if not found:
         raise refused[0]
     return sorted(found.values(), key=lambda each: (each.step_s, each.reserved))
+
+
+def try_config(
+    space: Space, settings: Settings, model: Transformer, tokenizer: TokenizerValues
+) -> Candidate:
+    """Return the config of `space` with `settings`, and with the best values in place of "auto".
+    Raises ConfigError if training does not accept it."""
+    device, kernel = space.device, space.attention_kernel
+    job = _accept(space, settings, tokenizer)
+    best, *_ = kept_options(
+        model, job, device=device, memory_gib=device.memory_gib, attention_kernel=kernel
+    )
+    work = best.work
+    if settings[FLOAT8] and AUTO in settings[FILTERS]:
+        work = build_workload(model, work.job, device=device)
+        work = replace(work, job=name_kept(work.job, work.choices))
+
+    chosen = {name: get_setting(work.job.config, name) for name in (MODE, OPTION, RESHARD)}
+    reserved = work.reserved_bytes()
+    fits = reserved <= device.memory_gib * GIB
+    step_s = work.time(device, kernel).step_s if fits else math.inf
+    return Candidate(settings | chosen, work, reserved, step_s)
 
 
 def _accept(space: Space, settings: Settings, tokenizer: TokenizerValues) -> Job:
@@ -230,12 +240,13 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
             "world_size": space.world_size,
             "memory_gib": space.device.memory_gib,
             "seq_len": training.seq_len,
+            "cp": job.degrees.cp,
             "global_batch_size": job.batch.global_batch_size,
             "global_batch_size_given": training.global_batch_size != -1,
             "kept": list(space.kept),
             "fitting": len(fitting),
         },
-        "layouts": [{"rank": rank} | _figures(each, space, gpu_hour) for rank, each in shown],
+        "layouts": [{"rank": rank} | figures_of(each, space, gpu_hour) for rank, each in shown],
     }
 
 
@@ -256,7 +267,8 @@ def _nothing_fits(space: Space, closest: Candidate) -> str:
     )
 
 
-def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict[str, Any]:
+def figures_of(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict[str, Any]:
+    """Return the layout, rates and memory of `candidate`, and how it differs from the config."""
     work, config, settings = candidate.work, candidate.work.job.config, candidate.settings
     degrees, batch = work.job.degrees, work.job.batch
     prediction = work.predict(space.device, space.attention_kernel)
@@ -285,11 +297,13 @@ def _figures(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict
         "gpu_hours_per_trillion_tokens": gpu_hours,
         "cost_per_trillion_tokens": gpu_hour and gpu_hour * gpu_hours,
         "changes": {
-            name: value for name, value in settings.items() if value != _get(space.config, name)
+            name: value
+            for name, value in settings.items()
+            if value != get_setting(space.config, name)
         },
     }
 
 
-def _get(config: Config, name: str) -> Any:
+def get_setting(config: Config, name: str) -> Any:
     table, key = name.split(".")
     return getattr(getattr(config, table), key)

@@ -33,7 +33,10 @@ def format_search(search: Mapping[str, Any]) -> str:
 def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
     """Return the figure and the layout of the fastest in a line each."""
     where = "{model} on {world_size} x {device}".format_map(request)
-    layout = "replicate {dp_replicate} x shard {dp_shard} x TP {tp}".format_map(best)
+    context = f"CP {request['cp']} x " if request["cp"] > 1 else ""
+    layout = f"replicate {{dp_replicate}} x shard {{dp_shard}} x {context}TP {{tp}}".format_map(
+        best
+    )
     passes = best["grad_accum_steps"]
     microbatch = f"{f'{passes} passes x ' * (passes > 1)}microbatch {best['local_batch_size']}"
     kept = " ".join(kind.rpartition(".")[2] for kind in best["kept_in_bf16"])

@@ -2,7 +2,7 @@
 
 FSDP gathers the weights of the next block, and reduces the gradients of the previous one, while a
 block computes: what takes longer than the computation is exposed, and so are the first gather and
-the last reduction. The collectives of tensor parallelism wait for computation and are waited for.
+the last reduction. Tensor and context parallelism wait for computation and are waited for.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
-from .communication import Network, Ring, replicate_ring, shard_ring, tp_ring
+from .communication import Network, Ring, context_ring, replicate_ring, shard_ring, tp_ring
 from .constants import Rates, move_constants
 from .memory import Group, Rank
 from .roofline import Cost, Passes, Roofline
@@ -156,13 +156,15 @@ class _Step:
         waited = parallel.both * accum
         hidden_by_matmuls = self._tensor_parallel().both.seconds * accum - waited.seconds
 
-        # The blocks and tensor parallelism hide FSDP. Replicas have what they add to it.
-        compute = sum(blocks.values(), parallel)
+        # The blocks and what they wait for hide FSDP. Replicas have what they add to it.
+        context = self._context_parallel()
+        between, compute = context.both * accum, sum(blocks.values(), parallel + context)
         exposed, hidden = self._sharded(Ring(1, 1), compute)
         exposed_with, hidden_with = self._sharded(replicate_ring(degrees), compute)
         late = rates.slowest_device - 1 if degrees.world_size > 1 else 0.0
         exposed_s = {
             "tensor parallelism": waited.seconds,
+            "context parallelism": between.seconds,
             "sharding": exposed,
             "replicas": max(0.0, exposed_with - exposed),
         }
@@ -172,11 +174,12 @@ class _Step:
         }
         hidden_s = {
             "tensor parallelism": hidden_by_matmuls,
+            "context parallelism": 0.0,
             "sharding": hidden,
             "replicas": max(0.0, hidden_with - hidden),  # whatever the rounding
         }
 
-        host_s = self._host_s(sum(cost.kernels for cost in [*parts.values(), waited]))
+        host_s = self._host_s(sum(each.kernels for each in [*parts.values(), waited, between]))
         device_s = sum(sum(each.values()) for each in (device_parts_s, exposed_s, slowed_s))
         step_s = max(device_s, host_s)
         return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
@@ -318,6 +321,25 @@ class _Step:
             forward * args.n_layers + ends + self._gathered_logits(ring),
             backward * args.n_layers + again * checkpointed + ends,
         )
+
+    def _context_parallel(self) -> Passes:
+        """Gathers of keys and values in a microbatch, and reductions of their gradients, with the
+        copies around them as counted in compiled blocks."""
+        degrees, sizes, move = self.job.degrees, self.rank.attention, self.roofline.move
+        if degrees.cp == 1:
+            return Passes()
+        whole, chunks = sizes.gathered, 1 + sizes.in_chunks
+        collective = Cost(self.network.gather_s(whole, context_ring(degrees)), 1)
+
+        # Keys and values are put together, and the gathered ones into the order of the sequence.
+        # Gradients take the same way back, those of two chunks added up. So does the output.
+        output = 2 * sizes.width * sizes.heads * sizes.in_chunks
+        forward = collective + move((2 / degrees.cp + 2) * whole + output, 1 + chunks)
+        backward = collective + move((1 + chunks) * whole + output, chunks)
+
+        n_layers = self.job.model_args.n_layers  # activation checkpointing keeps none of them
+        again = len(self.job.config.activation_checkpoint.checkpointed_layers(n_layers))
+        return Passes(forward * n_layers, backward * n_layers + forward * again)
 
     def _gathered_logits(self, ring: Ring) -> Cost:
         """Gather of the logits, whose pieces are put together, where the loss is not parallel.

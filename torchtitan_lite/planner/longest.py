@@ -1,0 +1,125 @@
+"""Find the longest sequences that fit, by the number of ranks that share each."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import replace
+from textwrap import fill
+from typing import Any
+
+import torch
+
+from torchtitan_lite.config import resolve_model
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.job import TokenizerValues
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.tables import format_columns
+
+from .meta_model import tokenizer_values
+from .search import (
+    CP,
+    GIB,
+    GLOBAL,
+    LOCAL,
+    SEARCHED,
+    SHARD,
+    Candidate,
+    Space,
+    figures_of,
+    get_setting,
+    try_config,
+)
+
+DEGREES = (1, 2, 4, 8, 16)
+STEP = 1024
+"""Lengths are multiples of it, and of what the degrees divide."""
+MOST = 2**20
+"""The longest length where the model has no limit."""
+SEQ_LEN = "training.seq_len"
+
+
+def make_longest(space: Space) -> dict[str, Any]:
+    """Return for each of DEGREES of context parallelism the longest `seq_len` that fits, as plain
+    values for JSON, or the reason for none. Each rank trains one sequence at a time, and all other
+    keys are the config's.
+
+    Raises ConfigError if there is no length for any degree."""
+    tokenizer, args = tokenizer_values(space.config.model), resolve_model(space.config.model)
+    limit = min(args.max_seq_len, MOST)
+    args = replace(args, vocab_size=args.vocab_size or tokenizer.vocab_size, max_seq_len=STEP)
+    with torch.device("meta"):
+        model = Transformer(args)
+
+    lengths: list[dict[str, Any]] = []
+    for cp in DEGREES:
+        try:
+            longest = _longest(space, cp, limit, model, tokenizer)
+        except ConfigError as error:
+            lengths.append({"cp": cp, "left_out": str(error)})
+            continue
+        seq_len = longest.work.job.config.training.seq_len
+        found = {"cp": cp, "left_out": None, "seq_len": seq_len}
+        lengths.append(found | figures_of(longest, space, None))
+        name = longest.work.job.model_name
+    if not any("seq_len" in each for each in lengths):
+        raise ConfigError("\n".join(f"cp {each['cp']}: {each['left_out']}" for each in lengths))
+    return {
+        "request": {
+            "model": name,
+            "device": space.device.name,
+            "world_size": space.world_size,
+            "memory_gib": space.device.memory_gib,
+            "limit": limit,
+        },
+        "lengths": lengths,
+    }
+
+
+def _longest(
+    space: Space, cp: int, limit: int, model: Transformer, tokenizer: TokenizerValues
+) -> Candidate:
+    """Return the longest config with `cp` that fits. Raises ConfigError if none does."""
+    unchanged = {name: get_setting(space.config, name) for name in SEARCHED}
+    settings = unchanged | {CP: cp, SHARD: -1, LOCAL: 1, GLOBAL: -1}
+    step = math.lcm(STEP, 2 * cp * space.config.parallelism.tensor_parallel_degree)
+    lengths = range(step, max(limit, step) + 1, step)
+
+    def plan(seq_len: int) -> Candidate:
+        return try_config(space, settings | {SEQ_LEN: seq_len}, model, tokenizer)
+
+    # Memory grows with the length: from some length on, none fits.
+    fitting = bisect_left(lengths, True, key=lambda seq_len: plan(seq_len).step_s == math.inf)
+    if not fitting:
+        needs = f"{plan(step).reserved / GIB:,.1f} of {space.device.memory_gib:g} GiB"
+        raise ConfigError(f"even {step:,} tokens do not fit: {needs}")
+    return plan(lengths[fitting - 1])
+
+
+def format_longest(answer: Mapping[str, Any]) -> str:
+    """Format the result of `make_longest` as text for a terminal of 80 columns."""
+    request = answer["request"]
+    rows = [("cp", "tokens", "replicate x shard x TP", "recompute", "GiB", "tokens/s", "waits")]
+    left_out = []
+    for each in answer["lengths"]:
+        if each["left_out"] is not None:
+            left_out.append(f"cp {each['cp']} is left out: {each['left_out']}")
+            continue
+        rows.append(
+            (
+                str(each["cp"]),
+                f"{each['seq_len']:,}",
+                "{dp_replicate} x {dp_shard} x {tp}".format_map(each),
+                each["activation_checkpoint"],
+                f"{each['reserved_gib']:,.1f}",
+                f"{each['tps']:,.0f}",
+                f"{each['exposed_pct']:.0f} %",
+            )
+        )
+    title = "Longest sequences of {model} on {world_size} x {device}".format_map(request)
+    notes = (
+        "One sequence at a time on the cp ranks that share it, one microbatch a step; other keys "
+        "as in the config. Up to {limit:,} tokens, in multiples of 1,024. GiB: reserved at most, "
+        "of {memory_gib:g}. Tokens/s: per device."
+    ).format_map(request)
+    table = format_columns(rows, right=(0, 1, 4, 5, 6))
+    return "\n\n".join([title, table, *(fill(each, 80) for each in (notes, *left_out))])
