@@ -63,19 +63,20 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     memory_gib = on_all_ranks(
         lambda: total_memory_gib(device) or host_memory_gib() / local_world_size()
     )
-    spec, on_cpu = planned_device(device, config.metrics), device.type == "cpu"
+    spec, on_cpu = planned_device(device, config), device.type == "cpu"
     job = resolve_auto(job, memory_gib=min(memory_gib), device=spec, on_cpu=on_cpu)
     logger.info(f"{job.layout()}, on {device.type}")
     return job, tokenizer
 
 
-def planned_device(device: torch.device, metrics: MetricsConfig) -> DeviceSpec | None:
-    """Return the device's data sheet for planning float8; None on CPU, for an unknown GPU, and for
-    one without a known float8 peak."""
+def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
+    """Return the device's data sheet for planning; None on CPU, for an unknown GPU, and for float8
+    on one without a known float8 peak."""
     on_gpu = device.type == "cuda"
     spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
-    spec = spec and spec.with_given(metrics)
-    return spec if spec and spec.fp8_tflops else None
+    spec = spec and spec.with_given(config.metrics)
+    in_bf16 = not config.float8.enable_float8_linear
+    return spec if spec and (in_bf16 or spec.fp8_tflops) else None
 
 
 # ----- The model -----
@@ -107,7 +108,7 @@ def build_model(
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
-        if (spec := planned_device(device, config.metrics)) is not None:
+        if (spec := planned_device(device, config)) is not None:
             logger.info(f"predicted: {format_verdict(meta.predict(spec))}")
     log_flops(meta.ledger, document_mask=training.document_mask)
 
@@ -160,7 +161,7 @@ def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
     if recomputed := sum(ledger.recompute.values()):
         line += f"; {recomputed / ledger.total:.2%} more are recomputed"
     if document_mask:
-        line += "; attention counts as if documents were one"
+        line += "; mfu_documents counts attention within documents only"
     logger.info(line)
 
 

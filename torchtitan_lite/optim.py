@@ -140,6 +140,15 @@ def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
     return rounded.view(torch.float32).to(torch.bfloat16)
 
 
+# ----- Clipping -----
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients down to `max_norm`, in place. Return the norm before, [] float32."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+
+
 # ----- Steps without an update -----
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import (
     accept_progress,
@@ -35,11 +34,11 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.lr_schedule import lr_factor
-from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.flops import FlopsLedger, document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import build_optimizer, step_unless
-from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts
+from torchtitan_lite.optim import build_optimizer, clip_gradients, step_unless
+from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts, start_all_gather
 from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
@@ -218,18 +217,23 @@ class Trainer:
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
         # FSDP averages the gradients over ranks, after each of them or after the last one.
         scale = 1 / (accum_steps * self.job.microbatch_tokens)
-        losses = []
+        losses, squares = [], []
         for accum_step in range(accum_steps):
             batch = self.next_batch(self.prefetched)
             assert batch is not None, "the batches last up to the last step"
             last = accum_step == accum_steps - 1
             start_microbatch(self.model, self.config.parallelism, last=last)
             losses.append(self.loss(*batch, scale=scale))
-        loss = torch.stack(losses).sum()
+            if (bos_id := self.job.model_args.document_bos_id) is not None:
+                tokens = batch[0].to(self.device, non_blocking=True)
+                squares.append(document_squares(tokens, bos_id=bos_id, part=self.model.part))
 
+        # Clip the gradients while ranks exchange their sums.
         self.watchdog.at(step, "optimizer")
-        rank_losses, grad_norm = self.gather_losses_and_clip(loss)
-        mean_loss = rank_losses.mean()
+        take_losses = start_all_gather(torch.stack(losses).sum(), self.loss_group)
+        take_squares = start_all_gather(torch.stack(squares), self.loss_group) if squares else None
+        grad_norm = clip_gradients(self.model.parameters(), training.max_norm)
+        mean_loss = (rank_losses := take_losses()).mean()  # of [dp * cp]
 
         # Update, unless the loss or the gradient is not finite, or the loss is a spike.
         found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
@@ -238,6 +242,8 @@ class Trainer:
         update_scales(self.model, self.config.float8)
 
         self.tokens += self.job.batch.global_batch_size * training.seq_len
+        whole = self.job.batch.global_batch_size * training.seq_len**2
+        documents = document_values(take_squares(), whole=whole) if take_squares else {}
         return StepValues(
             tokens=self.tokens,
             loss=mean_loss,
@@ -247,18 +253,8 @@ class Trainer:
             consecutive_skips=self.guard.consecutive_skips.to(self.device),
             lr=lr,
             epochs=self.batches.corpus.epochs(self.batches.samples(step)),
+            **documents,
         )
-
-    def gather_losses_and_clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the gradients while the all-gather of the losses runs. Return the losses of all
-        ranks with different tokens, [dp * cp], and the gradient norm before clipping."""
-        gathered = [torch.empty_like(loss) for _ in range(self.loss_group.size())]
-        gathering = dist.all_gather(gathered, loss, group=self.loss_group, async_op=True)
-        max_norm = self.config.training.max_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        gathering.wait()
-        return torch.stack(gathered), grad_norm.float()
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         """Return this rank's next batch once all ranks have theirs; None after the last.

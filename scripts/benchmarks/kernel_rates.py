@@ -79,11 +79,15 @@ def derive_rates(
     roofline, kinds = build_reference(device), _by_kind(measurements)
     found: dict[str, float] = {}
     implausible: dict[str, str] = {}
-    for _ in range(3):  # a constant rests on others, most of which it changes little
+
+    # A constant rests on others, most of which it changes little: three rounds are enough.
+    for _ in range(3):
         for name, predict in PREDICTED.items():
             mine = kinds.get(name, [])
             if not mine or (name in SLOWDOWNS and "fp8_matmul" not in found):
                 continue
+
+            # The next constants are solved for with this one, unless no device can have it.
             value = _solve(roofline, name, predict, mine)
             least, most = _plausible(name)
             if value is not None and least <= value <= most:

@@ -39,7 +39,7 @@ def torchrun(
 def finish(*arguments: str, processes: int) -> str:
     """Return the output of a torchrun that must succeed."""
     result = torchrun(*arguments, processes=processes)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-20_000:]
     return result.stdout
 
 
@@ -76,11 +76,12 @@ def train_together(
     *,
     processes: int,
     worker: str = "matrix_worker.py",
-) -> None:
+) -> str:
     """Train `runs` in `folder`, by name, each with its overrides of matrix.toml, one after the
-    other in the same processes."""
-    finish(str(FOLDER / worker), str(folder), json.dumps(runs), processes=processes)
+    other in the same processes. Returns their output."""
+    output = finish(str(FOLDER / worker), str(folder), json.dumps(runs), processes=processes)
     assert [(folder / name / "ended.txt").read_text() for name in runs] == [""] * len(runs)
+    return output
 
 
 def ask(worker: str, *overrides: str, processes: int) -> Any:

@@ -1,10 +1,10 @@
 """Runs that are to train as one process does: every recipe, layout, activation checkpointing and
-mode; and vocabularies under tensor parallelism. matrix_page.py trains all of them, the tests those
-of `pairwise`."""
+mode; the same with ranks that share sequences; and vocabularies under tensor parallelism.
+matrix_page.py trains all of them, the tests those of `pairwise`."""
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -21,6 +21,12 @@ RECIPES = {
     "rowwise": (FLOAT8, "--float8.recipe_name=rowwise"),
     "rowwise_with_gw_hp": (FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"),
 }
+DOCUMENTS = (
+    "--training.document_mask",
+    "--training.dataset_path=tests/distributed/documents.jsonl",
+)
+"""Of a few tokens each, which begin and end anywhere in a sequence."""
+CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 TWO = "--training.local_batch_size=2"  # half of the sequences: fewer microbatches cost less
@@ -31,6 +37,12 @@ LAYOUTS = {
     "FSDP x TP": {4: (f"{TP}=2", TWO)},
 }
 """Overrides by the number of processes."""
+CONTEXT_LAYOUTS = {
+    "CP": {2: (f"{CP}=2", TWO), 4: (f"{CP}=4", TWO)},
+    "CP x TP": {4: (f"{CP}=2", f"{TP}=2", TWO)},
+    "FSDP x CP": {4: (f"{CP}=2",)},
+    "HSDP x CP": {4: (f"{CP}=2", HSDP)},
+}
 AC = "--activation_checkpoint.mode"
 CHECKPOINTING = {
     "none": (f"{AC}=none",),
@@ -38,7 +50,12 @@ CHECKPOINTING = {
     "op": (f"{AC}=selective", "--activation_checkpoint.selective_ac_option=op"),
     "every 2nd": (f"{AC}=selective", "--activation_checkpoint.selective_ac_option=2"),
 }
-USUAL = {"FSDP": 2, "HSDP": 4, "TP": 2, "FSDP x TP": 4}
+BUDGET = "memory budget"
+CONTEXT_CHECKPOINTING = {
+    **{ac: CHECKPOINTING[ac] for ac in ("none", "full", "op")},
+    BUDGET: (f"{AC}=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
+}
+USUAL = dict.fromkeys((*LAYOUTS, *CONTEXT_LAYOUTS), 4) | {"FSDP": 2, "TP": 2, "CP": 2}
 """The fewest processes on which a layout does all that it does."""
 MODES = {"eager": (), "compile": ("--compile.enable",)}
 LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
@@ -73,15 +90,37 @@ class Cell:
         return "-".join((*self.factors, str(self.processes))).replace(" ", "_")
 
 
+Overrides = Mapping[str, tuple[str, ...]]
+
+
 def matrix_cells(*, steps: int) -> list[Cell]:
     """Each recipe, layout on each number of processes, checkpointing and mode."""
+    return combine(RECIPES, LAYOUTS, CHECKPOINTING, steps=steps)
+
+
+def context_cells(*, steps: int) -> list[Cell]:
+    """The same with ranks that share sequences; and masked documents like a recipe."""
+    recipes = RECIPES | {"bf16 documents": DOCUMENTS}
+    return combine(recipes, CONTEXT_LAYOUTS, CONTEXT_CHECKPOINTING, steps=steps)
+
+
+def combine(
+    recipes: Overrides,
+    layouts: Mapping[str, Mapping[int, tuple[str, ...]]],
+    checkpointing: Overrides,
+    *,
+    steps: int,
+) -> list[Cell]:
+    """Return a cell for each combination of the values and MODES; a memory budget is for the
+    compiler."""
     cells = []
-    for recipe, layout, ac, mode in product(RECIPES, LAYOUTS, CHECKPOINTING, MODES):
-        common = (*RECIPES[recipe], f"{STEPS}={steps}")
+    for recipe, layout, ac, mode in product(recipes, layouts, checkpointing, MODES):
+        common = (*recipes[recipe], f"{STEPS}={steps}")
         alone = Cell((recipe, "one process"), 1, (*common, *CHECKPOINTING["none"]))
-        for processes, degrees in LAYOUTS[layout].items():
-            overrides = (*common, *degrees, *CHECKPOINTING[ac], *MODES[mode])
-            cells.append(Cell((recipe, layout, ac, mode), processes, overrides, alone))
+        for processes, degrees in layouts[layout].items():
+            overrides = (*common, *degrees, *checkpointing[ac], *MODES[mode])
+            if (ac, mode) != (BUDGET, "eager"):
+                cells.append(Cell((recipe, layout, ac, mode), processes, overrides, alone))
     return cells
 
 
@@ -107,11 +146,16 @@ def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
     """Few of `cells` that have every pair that any of them has: again and again the one with the
-    most pairs that are missing, of these an eager one, and of these the first."""
+    most pairs that are missing, of these an eager one, of these one of the fewest processes, and of
+    these the first."""
     missing = set().union(*map(pairs, cells))
     chosen = []
+
+    def rank(cell: Cell) -> tuple[int, bool, int]:
+        return len(missing & pairs(cell)), "eager" in cell.factors, -cell.processes
+
     while missing:
-        best = max(cells, key=lambda cell: (len(missing & pairs(cell)), "eager" in cell.factors))
+        best = max(cells, key=rank)
         chosen.append(best)
         missing -= pairs(best)
     return chosen

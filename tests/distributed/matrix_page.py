@@ -1,4 +1,4 @@
-"""Trains all cells of matrix.py, which takes about an hour on two cores, and writes the page of
+"""Trains all cells of matrix.py, which takes about two hours on two cores, and writes the page of
 what came of them: `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md`. Started
 again, it goes on in FOLDER."""
 
@@ -13,18 +13,16 @@ from pathlib import Path
 
 from launching import FOLDER, read_losses
 from matrix import (
-    CHECKPOINTING,
     FLOAT8,
     FLOAT8_GATHER,
-    LAYOUTS,
     LOSS,
     MODES,
     PRECOMPUTE,
-    RECIPES,
     TOLERANCE,
     TP,
     VOCABULARIES,
     Cell,
+    context_cells,
     deviation,
     matrix_cells,
     outcome,
@@ -81,17 +79,17 @@ def shown(cell: Cell, folder: Path, *, of: str = "loss") -> str:
     return "refused" if ended else f"{deviation(cell, folder, of=of):.1e}"
 
 
-def matrix_table(folder: Path, *, steps: int) -> str:
+def matrix_table(cells: Iterable[Cell], folder: Path) -> str:
     """A row for each recipe and layout, a column for each mode and activation checkpointing."""
-    cells = {(cell.factors, cell.processes): cell for cell in matrix_cells(steps=steps)}
-    columns = list(product(MODES, CHECKPOINTING))
-    rows = []
-    for recipe, layout in product(RECIPES, LAYOUTS):
-        for processes in LAYOUTS[layout]:
-            of_row = [cells[(recipe, layout, ac, mode), processes] for mode, ac in columns]
-            rows.append([recipe, layout, str(processes), *(shown(cell, folder) for cell in of_row)])
+    rows: dict[tuple[str, str, str], dict[tuple[str, str], str]] = {}
+    for cell in cells:
+        recipe, layout, ac, mode = cell.factors
+        row = rows.setdefault((recipe, layout, str(cell.processes)), {})
+        row[mode, ac] = shown(cell, folder)
+    columns = sorted(row, key=lambda column: list(MODES).index(column[0]))
     return table(
-        ["recipe", "layout", "processes", *(f"{mode}, {ac}" for mode, ac in columns)], rows
+        ["recipe", "layout", "processes", *(f"{mode}, {ac}" for mode, ac in columns)],
+        ([*names, *(row[column] for column in columns)] for names, row in rows.items()),
     )
 
 
@@ -142,15 +140,23 @@ def refusal(arguments: Sequence[str]) -> str:
 
 
 def page(folder: Path, *, steps: int) -> str:
-    """The whole page, of what `folder` holds: the cells of the matrix after `steps`."""
-    cells = matrix_cells(steps=steps)
+    """The whole page, of what `folder` holds: the cells of the matrices after `steps`."""
+    cells, context = matrix_cells(steps=steps), context_cells(steps=steps)
     versions = {name: version(name) for name in ("torch", "torchao")}
     today = datetime.datetime.now(datetime.timezone.utc).date()
     head = HEAD.format(date=today, machine=machine(), steps=steps, tolerance=TOLERANCE, **versions)
     refused = [[f"`{' '.join(arguments)}`", refusal(arguments)] for arguments in REFUSED]
     return f"""{head}
-{matrix_table(folder, steps=steps)}
+{matrix_table(cells, folder)}
 {largest(cells, folder)} The losses fall, alone: {falls(cells, folder)}.
+
+## Context parallelism
+
+The same where ranks share sequences. `bf16 documents` trains with a document mask on documents of
+10 to 40 tokens, which begin and end anywhere in a rank's part.
+
+{matrix_table(context, folder)}
+{largest(context, folder)}
 
 ## Vocabularies
 
@@ -166,7 +172,8 @@ into multiples of 16; and with one whose projection, `output`, is converted too.
 def main() -> None:
     """Train what is not trained yet, and print the page."""
     folder = Path(sys.argv[1])
-    failed = train_cells([*matrix_cells(steps=STEPS), *vocabulary_cells()], folder)
+    cells = [*matrix_cells(steps=STEPS), *context_cells(steps=STEPS), *vocabulary_cells()]
+    failed = train_cells(cells, folder)
     print(page(folder, steps=STEPS), end="")
     for name, output in failed.items():
         print(f"{name} failed:\n{output}", file=sys.stderr)

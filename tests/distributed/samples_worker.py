@@ -1,6 +1,6 @@
 """Trains a tiny model as torchtitan_lite.train does, and notes in samples-RANK.jsonl of the run
-folder what this rank trained on: a line for each microbatch, with the numbers of its samples and a
-hash of each one's tokens and labels."""
+folder what this rank trained on: a line for each microbatch, with the numbers of its samples, a
+hash of each one's tokens and labels, and the indices of each one's BOS ids."""
 
 import itertools
 import json
@@ -27,6 +27,7 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
     samples = trainer.batches.sample_ids(
         trainer.step + 1, next(microbatches) % trainer.job.batch.grad_accum_steps
     )
+    bos_id = trainer.job.tokenizer.bos_id
     hashes = [
         sha256(pair.numpy().tobytes()).hexdigest() for pair in torch.stack([tokens, labels], dim=1)
     ]
@@ -36,6 +37,7 @@ def noted_loss(trainer: train.Trainer, tokens: Tensor, labels: Tensor, **options
                 {
                     "step": trainer.step + 1,
                     "samples": dict(zip(samples.tolist(), hashes, strict=True)),
+                    "bos": [(row == bos_id).nonzero().flatten().tolist() for row in tokens],
                 }
             )
         )

@@ -73,7 +73,8 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A copy in which the default config has trained. After that its sequences are shorter."""
+    """A copy in which the default config has trained. After that its sequences are shorter
+    and fewer, and run_train.sh starts one process."""
     folder = tmp_path_factory.mktemp("project").resolve()
     env = make_copy(folder)
     write_inputs(folder)
@@ -81,8 +82,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
     config = folder / "train_configs/debug_model.toml"
-    config.write_text(config.read_text().replace("seq_len = 256", "seq_len = 32"))
-    return Project(folder, env, result.stdout)
+    text = config.read_text().replace("seq_len = 256", "seq_len = 32")
+    config.write_text(text.replace("local_batch_size = 8", "local_batch_size = 2"))
+    return Project(folder, env | {"NGPU": "1"}, result.stdout)
 
 
 @pytest.mark.timeout(1000)

@@ -153,8 +153,8 @@ def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_pa
     straight, folder = tmp_path / "straight", tmp_path / "run"
     finish(straight, *batch, f"{STEPS}=15", faults=[NOTE])
     finish(folder, *batch, f"{STEPS}=3", faults=[NOTE])
-    tp = "--parallelism.tensor_parallel_degree=2"
-    layouts = [(1, []), (3, []), (4, []), (2, [tp]), (2, FLOAT8), (2, [])]
+    cp, tp = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("context", "tensor"))
+    layouts = [(2, [cp]), (1, []), (4, [cp, tp]), (3, []), (2, FLOAT8), (2, [])]
     for number, (processes, settings) in enumerate(layouts, start=1):
         before, last = 2 * number + 1, 2 * number + 3
         faults = [NOTE, {"do": "save_what_is_loaded", "at": "start"}]

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from launching import FOLDER, finish, read_losses, told, train_together
+from launching import (
+    FOLDER,
+    finish,
+    read_losses,
+    read_records,
+    told,
+    train_arguments,
+    train_together,
+)
 from matrix import FLOAT8_GATHER, HSDP, RECIPES, TOLERANCE
 from safetensors.torch import save_file
 
@@ -98,10 +106,10 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     weights = 2 * DIM * DIM + 2 * KV_DIM * DIM + 3 * FFN_DIM * DIM
     norms, embedding, output = 2 * DIM * 2, VOCABULARY * DIM * 2, (VOCABULARY * DIM + DIM) * 2
     block = (weights * bytes_per_weight + norms) // 2  # each of two ranks sends half
-    # Forward, and the first block again for the backward: the second and the output stay whole in
-    # between, and the embedding's backward takes no weights. Tied, both ends are gathered once.
+    # Forward, and the blocks again for the backward: the output stays whole in between, and the
+    # embedding's backward takes no weights. Tied, both ends are gathered once.
     ends = [output // 2] if "tied" in name else [embedding // 2, output // 2]
-    assert sorted(gathered) == sorted([block] * 3 + ends)
+    assert sorted(gathered) == sorted([block] * 4 + ends)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +130,18 @@ def test_tensor_parallelism_gathers_activations_in_float8_under_tensorwise(
     assert sorted(gathered) == sorted([(dtype, shard)] * 8 + [("torch.bfloat16", shard)] * 2)
 
 
-def test_masked_documents_train_under_tensor_parallelism_as_on_one_process(tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
-    lines = (
-        " ".join(map(str, range(i, i + 5 + i % 9))) for i in range(600)
-    )  # several documents a window
+def write_texts(folder: Path) -> Path:
+    """Write texts of which several fit into a window."""
+    texts = folder / "texts.jsonl"
+    lines = (" ".join(map(str, range(i, i + 5 + i % 9))) for i in range(600))
     texts.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    return texts
+
+
+def test_masked_documents_train_under_tensor_parallelism_as_on_one_process(tmp_path: Path) -> None:
     # The faster it learns to attend, the more it matters to what.
-    settings = [f"--training.dataset_path={texts}", "--training.steps=8", "--optimizer.lr=4e-3"]
+    data = f"--training.dataset_path={write_texts(tmp_path)}"
+    settings = [data, "--training.steps=8", "--optimizer.lr=4e-3"]
     masked = [*settings, "--training.document_mask"]
     train_together(tmp_path, {"masked": masked, "not masked": settings}, processes=1)
     train_together(tmp_path, {"split": [*masked, TP]}, processes=4)
@@ -138,3 +150,44 @@ def test_masked_documents_train_under_tensor_parallelism_as_on_one_process(tmp_p
     )
     assert split == pytest.approx(alone, rel=TOLERANCE)
     assert max(abs(a / b - 1) for a, b in zip(alone, unmasked, strict=True)) > 2e-3
+
+
+def document_squares(window: list[int], quarters: set[int]) -> int:
+    """The squares of document lengths, of the tokens in `quarters` of a window with BOS ids at the
+    indices `window`."""
+    positions = [i - max(b for b in (0, *window) if b <= i) for i in range(SEQ_LEN)]
+    return sum(2 * p + 1 for i, p in enumerate(positions) if i * 4 // SEQ_LEN in quarters)
+
+
+def test_a_run_counts_the_attention_of_the_documents_that_its_ranks_had(tmp_path: Path) -> None:
+    """Of four ranks two share each window: one has the outer quarters, the other the inner ones. A
+    step has two microbatches of two windows."""
+    words = train_arguments(
+        tmp_path,
+        f"--training.dataset_path={write_texts(tmp_path)}",
+        "--training.document_mask",
+        "--training.steps=2",
+        "--parallelism.context_parallel_degree=2",
+    )
+    finish(str(FOLDER / "samples_worker.py"), *words[2:], processes=4)
+
+    records = read_records(tmp_path)
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        squares = []  # [ranks, microbatches]
+        for rank, quarters in enumerate([{0, 3}, {1, 2}] * 2):
+            noted = (tmp_path / f"samples-{rank}.jsonl").read_text().splitlines()
+            lines = [line for line in map(json.loads, noted) if line["step"] == record["step"]]
+            assert [len(line["bos"]) for line in lines] == [2, 2]
+            squares.append(
+                [sum(document_squares(bos, quarters) for bos in line["bos"]) for line in lines]
+            )
+        total, busiest = sum(map(sum, squares)), sum(map(max, zip(*squares, strict=True)))
+
+        # All runs in bf16, so utilisations are as FLOPs: 12 * layers * heads * head_dim * S.
+        flops, attention = record["tflops"] * 1e12 / record["tps"], 12 * 1 * 2 * 16 * SEQ_LEN
+        left_out = (1 - record["mfu_documents"] / record["mfu"]) * flops / attention
+        assert 1 - left_out == pytest.approx(total / (8 * SEQ_LEN**2), rel=1e-9)
+        assert left_out > 0.5
+        assert record["attention_imbalance"] == pytest.approx(busiest * 4 / total, rel=1e-12)
+        assert record["attention_imbalance"] > 1.01

@@ -9,13 +9,17 @@ import matrix_page
 import pytest
 from launching import ENV, read_losses
 from matrix import (
+    BUDGET,
     CHECKPOINTING,
+    CONTEXT_CHECKPOINTING,
+    CONTEXT_LAYOUTS,
     LAYOUTS,
     MODES,
     RECIPES,
     TOLERANCE,
     USUAL,
     Cell,
+    context_cells,
     deviation,
     matrix_cells,
     outcome,
@@ -26,15 +30,16 @@ from matrix import (
 
 pytestmark = pytest.mark.timeout(1800)
 STEPS = 5
-MATRIX = pairwise(
-    [cell for cell in matrix_cells(steps=STEPS) if cell.processes == USUAL[cell.factors[1]]]
+MATRIX, CONTEXT = (
+    pairwise([cell for cell in cells if cell.processes == USUAL[cell.factors[1]]])
+    for cells in (matrix_cells(steps=STEPS), context_cells(steps=STEPS))
 )
 # From the compiler's cache, which ranks share, and where each must find its own code: else the loss
 # is off by 5 %.
 AGAIN = [
     replace(cell, factors=(*cell.factors, "again"))
-    for cell in MATRIX
-    if {"TP", "compile"} <= {*cell.factors}
+    for cell in [*MATRIX, *CONTEXT]
+    if "compile" in cell.factors and {"TP", "CP"} & {*cell.factors}
 ]
 VOCABULARIES = [
     cell for cell in vocabulary_cells() if "eager" in cell.factors and cell.processes <= 4
@@ -52,7 +57,7 @@ def failed(folder: Path) -> dict[str, str]:
     """What was printed of the cells that did not end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(ENV, "TORCHINDUCTOR_CACHE_DIR", str(folder / "cache"))
-        return train_cells([*MATRIX, *VOCABULARIES, *AGAIN], folder)
+        return train_cells([*MATRIX, *CONTEXT, *VOCABULARIES, *AGAIN], folder)
 
 
 def test_the_subset_has_every_pair_of_values() -> None:
@@ -62,8 +67,18 @@ def test_the_subset_has_every_pair_of_values() -> None:
     assert {pair for cell in MATRIX for pair in combinations(cell.factors, 2)} == wanted
     assert len(MATRIX) == 20
 
+    recipes = [*RECIPES, "bf16 documents"]
+    factors = (recipes, CONTEXT_LAYOUTS, CONTEXT_CHECKPOINTING, MODES)
+    wanted = {pair for one, other in combinations(factors, 2) for pair in product(one, other)}
+    wanted.remove((BUDGET, "eager"))
+    assert len(wanted) == 6 * 4 + 6 * 4 + 6 * 2 + 4 * 4 + 4 * 2 + 4 * 2 - 1
+    assert {pair for cell in CONTEXT for pair in combinations(cell.factors, 2)} == wanted
+    assert len(CONTEXT) == 24
 
-@pytest.mark.parametrize("cell", [*MATRIX, *VOCABULARIES, *AGAIN], ids=lambda cell: cell.name)
+
+@pytest.mark.parametrize(
+    "cell", [*MATRIX, *CONTEXT, *VOCABULARIES, *AGAIN], ids=lambda cell: cell.name
+)
 def test_a_cell_trains_as_one_eager_process_does(
     cell: Cell, folder: Path, failed: dict[str, str]
 ) -> None:
@@ -80,23 +95,27 @@ def test_a_cell_trains_as_one_eager_process_does(
 def test_every_recipe_has_its_own_numerics(folder: Path) -> None:
     alone = {
         cell.factors[0]: read_losses(folder / cell.reference.name)
-        for cell in MATRIX
+        for cell in CONTEXT
         if cell.reference is not None
     }
-    assert len(alone) == len({tuple(curve) for curve in alone.values()}) == len(RECIPES)
+    assert len(alone) == len({tuple(curve) for curve in alone.values()}) == len(RECIPES) + 1
 
 
 def test_the_page_shows_what_came_of_the_cells(folder: Path) -> None:
     lines = matrix_page.page(folder, steps=STEPS).splitlines()
-    for cell in MATRIX:
-        recipe, layout, ac, mode = cell.factors
-        (row,) = [
-            line
-            for line in lines
-            if line.startswith(f"| {recipe} | {layout} | {cell.processes} | ")
+    for cells, checkpointing in ((MATRIX, CHECKPOINTING), (CONTEXT, CONTEXT_CHECKPOINTING)):
+        columns = [
+            column for column in product(MODES, checkpointing) if column != ("eager", BUDGET)
         ]
-        column = 4 + list(product(MODES, CHECKPOINTING)).index((mode, ac))
-        assert row.split("|")[column].strip() == f"{deviation(cell, folder):.1e}"
+        for cell in cells:
+            recipe, layout, ac, mode = cell.factors
+            (row,) = [
+                line
+                for line in lines
+                if line.startswith(f"| {recipe} | {layout} | {cell.processes} | ")
+            ]
+            figure = row.split("|")[4 + columns.index((mode, ac))].strip()
+            assert figure == f"{deviation(cell, folder):.1e}"
     for cell in VOCABULARIES:
         (row,) = [
             line for line in lines if line.startswith(f"| {cell.factors[0]} | {cell.processes} | ")

@@ -12,7 +12,12 @@ from launching import read_records, train_together
 from matrix import FLOAT8, FLOAT8_GATHER, PRECOMPUTE, STEPS, TP
 
 pytestmark = pytest.mark.timeout(600)
-LAYOUTS = {"one process": (1, []), "FSDP": (2, []), "FSDP x TP": (4, [f"{TP}=2"])}
+LAYOUTS = {
+    "one process": (1, []),
+    "FSDP": (2, []),
+    "TP": (2, [f"{TP}=2"]),
+    "FSDP x TP": (4, [f"{TP}=2"]),
+}
 RECIPES = {
     "tensorwise": [FLOAT8],
     "dynamic": [*FLOAT8_GATHER],
@@ -69,7 +74,7 @@ def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
+@pytest.mark.parametrize("layout", ["FSDP", "TP", "FSDP x TP"])
 def test_all_ranks_scale_a_weight_as_one_process_does(
     layout: str, recipe: str, runs: Callable[[str], Path]
 ) -> None:

@@ -31,6 +31,7 @@ def status(folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
+    settings.append("--training.document_mask")  # whose figures are counted on the device
     _, *steps, last = ask(
         "reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2
     )

@@ -34,9 +34,9 @@ def test_under_tensorwise_the_run_says_what_it_multiplied_and_gathered(tmp_path:
         # Two blocks of seven linears, and one of the vocabulary, multiply three times.
         "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 "
         "(float8 is emulated in float32)",
-        # The first block is gathered forward and backward; the second and the output stay, and the
-        # embedding is not needed again.
-        "gathers of weights by FSDP: 2 in bfloat16, 3 in float8",
+        # The blocks are gathered forward and backward; the output stays, and the embedding is not
+        # needed again.
+        "gathers of weights by FSDP: 2 in bfloat16, 4 in float8",
         "gathers of activations by tensor parallelism: 8 in float8, 2 in bfloat16",
     ]
     assert "otherwise" not in output

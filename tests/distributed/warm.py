@@ -24,7 +24,12 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(
-    ["torch.distributed.launcher", "torchtitan_lite.trainer", "torchao.float8"]
+    [
+        "torch.distributed.launcher",
+        "torchtitan_lite.trainer",
+        "torchao.float8",
+        "torch._inductor.compile_fx",  # eager float8 imports parts of it too
+    ]
 )
 GRACE = 60.0  # seconds for a torchrun to end its workers, to which it gives 30
 

@@ -21,10 +21,11 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 
 
-def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
+def parallelism(replicate: int, shard: int, cp: int, tp: int) -> ParallelismConfig:
     return ParallelismConfig(
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
+        context_parallel_degree=cp,
         tensor_parallel_degree=tp,
     )
 
@@ -32,54 +33,66 @@ def parallelism(replicate: int, shard: int, tp: int) -> ParallelismConfig:
 @pytest.mark.parametrize(
     ("degrees", "world_size", "resolved"),
     [
-        ((1, -1, 1), 1, (1, 1, 1)),
-        ((1, -1, 1), 8, (1, 8, 1)),
-        ((2, -1, 2), 8, (2, 2, 2)),
-        ((2, 2, 2), 8, (2, 2, 2)),
-        ((1, 1, 8), 8, (1, 1, 8)),
+        ((1, -1, 1, 1), 1, (1, 1, 1, 1)),
+        ((1, -1, 1, 1), 8, (1, 8, 1, 1)),
+        ((2, -1, 1, 2), 8, (2, 2, 1, 2)),
+        ((2, 2, 1, 2), 8, (2, 2, 1, 2)),
+        ((1, 1, 1, 8), 8, (1, 1, 1, 8)),
+        ((1, -1, 8, 1), 8, (1, 1, 8, 1)),
+        ((2, -1, 2, 2), 16, (2, 2, 2, 2)),
     ],
 )
 def test_resolve_degrees(
-    degrees: tuple[int, int, int], world_size: int, resolved: tuple[int, int, int]
+    degrees: tuple[int, int, int, int], world_size: int, resolved: tuple[int, int, int, int]
 ) -> None:
     result = resolve_degrees(parallelism(*degrees), world_size=world_size)
     assert dataclasses.astuple(result) == resolved
     assert result.world_size == world_size
 
 
-def test_data_parallel_degree_is_replicas_times_shards() -> None:
-    assert ParallelDegrees(dp_replicate=2, dp_shard=3, tp=5).dp == 6
+def test_ranks_that_share_sequences_are_not_data_parallel_but_shard_weights() -> None:
+    degrees = ParallelDegrees(dp_replicate=2, dp_shard=3, cp=7, tp=5)
+    assert (degrees.dp, degrees.fsdp, degrees.world_size) == (6, 21, 210)
 
 
 @pytest.mark.parametrize(
     ("degrees", "world_size", "message"),
     [
         (
-            (1, 3, 2),
+            (1, 3, 1, 2),
             4,
             "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
-            "tensor_parallel_degree = "
-            "1 * 3 * 2 = 6, but the run has 4 processes; set data_parallel_shard_degree to 2 or -1",
+            "context_parallel_degree * tensor_parallel_degree = 1 * 3 * 1 * 2 = 6, but the run has "
+            "4 processes; set data_parallel_shard_degree to 2 or -1",
         ),
         (
-            (1, 0, 1),
+            (1, 0, 1, 1),
             4,
-            "= 1 * 0 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 or "
-            "-1",
+            "= 1 * 0 * 1 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 "
+            "or -1",
         ),
         (
-            (2, -1, 4),
-            12,
-            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 2 * 4 = 8 "
-            "does not divide the "
-            "world size, 12; run 8 or 16 processes",
+            (2, -1, 3, 4),
+            36,
+            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
+            "tensor_parallel_degree = 2 * 3 * 4 = 24 does not divide the world size, 36; "
+            "run 24 or 48 processes",
         ),
-        ((1, 3, 2), 5, "= 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes"),
-        ((1, -1, 8), 1, "= 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes"),
+        (
+            (1, 3, 1, 2),
+            5,
+            "= 1 * 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes",
+        ),
+        (
+            (1, -1, 1, 8),
+            1,
+            "= 1 * 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes",
+        ),
+        ((1, -1, 4, 1), 2, "= 1 * 4 * 1 = 4 does not divide the world size, 2; run 4 or 8"),
     ],
 )
 def test_degrees_that_do_not_fit(
-    degrees: tuple[int, int, int], world_size: int, message: str
+    degrees: tuple[int, int, int, int], world_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_degrees(parallelism(*degrees), world_size=world_size)

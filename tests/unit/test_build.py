@@ -94,17 +94,25 @@ def test_tied_embeddings_are_gathered_in_high_precision_also_for_a_float8_output
 
 
 @pytest.mark.parametrize(
-    ("name", "planned"),
-    [("NVIDIA H200", "H200"), ("NVIDIA A100 80GB PCIe", None), ("Some GPU", None)],
+    ("name", "float8", "planned"),
+    [
+        ("NVIDIA H200", True, "H200"),
+        ("NVIDIA A100 80GB PCIe", False, "A100 PCIe 80GB"),
+        ("NVIDIA A100 80GB PCIe", True, None),
+        ("Some GPU", False, None),
+    ],
 )
 def test_rates_are_not_guessed(
-    name: str, planned: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, float8: bool, planned: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    given = MetricsConfig(peak_tflops_bf16=800.0)
-    spec = planned_device(torch.device("cuda", 0), given)
+    config = Config(
+        metrics=MetricsConfig(peak_tflops_bf16=800.0),
+        float8=Float8Config(enable_float8_linear=float8),
+    )
+    spec = planned_device(torch.device("cuda", 0), config)
     assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
-    assert planned_device(torch.device("cpu"), given) is None
+    assert planned_device(torch.device("cpu"), config) is None
 
 
 @pytest.mark.parametrize(

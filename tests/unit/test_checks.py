@@ -44,10 +44,35 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
     ("world_size", "tables", "message"),
     [
         (
+            6,
+            {"parallelism": {"context_parallel_degree": 4}},
+            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
+            "tensor_parallel_degree = 1 * 4 * 1 = 4 does not divide the world size, 6; "
+            "run 4 or 8 processes",
+        ),
+        (
             2,
-            {"parallelism": {"context_parallel_degree": 2}},
-            "[parallelism] context_parallel_degree = 2: context parallelism is not implemented; "
-            "set it to 1",
+            {"parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}},
+            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
+            "context_parallel_degree * tensor_parallel_degree = 1 * 2 * 2 * 1 = 4, but the run has "
+            "2 processes; set data_parallel_shard_degree to 1 or -1",
+        ),
+        (
+            4,
+            {
+                "training": {"seq_len": 2050},
+                "parallelism": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+            },
+            "[training] seq_len = 2050 is not a multiple of [parallelism] 2 * "
+            "context_parallel_degree * tensor_parallel_degree = 2 * 2 * 2 = 8, into which "
+            "sequences are split; use 2048 or 2056",
+        ),
+        (
+            4,
+            {"training": {"seq_len": 4}, "parallelism": {"context_parallel_degree": 4}},
+            "[training] seq_len = 4 is not a multiple of [parallelism] 2 * "
+            "context_parallel_degree * tensor_parallel_degree = 2 * 4 * 1 = 8, into which "
+            "sequences are split; use 8 or 16",
         ),
         (
             2,
@@ -58,9 +83,9 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             3,
             {"parallelism": {"tensor_parallel_degree": 2}},
-            "[parallelism] data_parallel_replicate_degree * tensor_parallel_degree = 1 * 2 = 2 "
-            "does not divide the "
-            "world size, 3; run 2 or 4 processes",
+            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
+            "tensor_parallel_degree = 1 * 1 * 2 = 2 does not divide the world size, 3; "
+            "run 2 or 4 processes",
         ),
         (
             2,
@@ -86,8 +111,7 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
             2,
             {"training": {"seq_len": 2047}, "parallelism": {"tensor_parallel_degree": 2}},
             "[training] seq_len = 2047 is not a multiple of [parallelism] tensor_parallel_degree "
-            "= 2, which shards the "
-            "sequence too; use 2046 or 2048",
+            "= 2, into which sequences are split; use 2046 or 2048",
         ),
         (
             1,

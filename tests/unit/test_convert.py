@@ -137,10 +137,21 @@ def test_gradients_are_scaled_in_matmul_only_on_hopper(
             continue
         with pytest.raises(
             ConfigError,
-            match=r"scale_gradients_in_matmul = true needs .* 9\.x, with CUDA 12\.9 or newer .* or "
-            r"scale_gradients_in_matmul = false",
+            match=r"scale_gradients_in_matmul = true needs .* 9\.x, with CUDA 12\.9 or newer .*; "
+            r"set scale_gradients_in_matmul = false",
         ):
             must_emulate(float8, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("device", "emulate", "why"), [("cpu", False, "on CPU all are"), ("cuda", True, "emulate = tr")]
+)
+def test_emulated_matmuls_do_not_scale_gradients(device: str, emulate: bool, why: str) -> None:
+    float8 = Float8Config(recipe_name="rowwise", scale_gradients_in_matmul=True, emulate=emulate)
+    with pytest.raises(
+        ConfigError, match=rf"scale_gradients_in_matmul = true has no effect .*, and {why}"
+    ):
+        must_emulate(float8, device=torch.device(device))
 
 
 def test_mxfp8_is_another_linear() -> None:

@@ -122,6 +122,7 @@ def test_high_precision_is_the_compute_dtype():
     ledger = ledger_of(SMALL, "rowwise_with_gw_hp", dtype="fp32")
     assert ledger.by_precision["bf16"] == 0
     assert ledger.by_precision["fp32"] == ledger.total - ledger.by_precision["fp8"]
+    assert ledger.attention_runs_in == "fp32"
 
 
 def test_recomputed_modules_count_again_once_and_apart():

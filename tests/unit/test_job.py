@@ -42,19 +42,26 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
 
 def test_degrees_batches_and_shares_follow_from_the_config() -> None:
     job = job_of(
-        world_size=8,
+        world_size=24,
         training={
+            "seq_len": 96,
             "local_batch_size": 2,
             "global_batch_size": 16,
             "datasets": [{"path": "a", "weight": 3.0}, {"path": "b"}],
         },
-        parallelism={"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+        parallelism={
+            "tensor_parallel_degree": 2,
+            "context_parallel_degree": 3,
+            "data_parallel_replicate_degree": 2,
+        },
     )
-    assert dataclasses.astuple(job.degrees) == (2, 2, 2)
+    assert dataclasses.astuple(job.degrees) == (2, 2, 3, 2)
+    assert job.microbatch_tokens == 2 * 96 / 3
     assert dataclasses.astuple(job.batch) == (2, 16, 2)
     assert job.dataset_shares == (3, 1)
     hparams = job.hparams()
-    assert (hparams["world_size"], hparams["global_batch_size"]) == (8, 16)
+    assert (hparams["world_size"], hparams["global_batch_size"]) == (24, 16)
+    assert hparams["context_parallel_degree"] == 3
     assert hparams["float8"] == "off"
 
 

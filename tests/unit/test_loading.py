@@ -344,8 +344,7 @@ def test_what_a_file_gets_wrong(toml: str, message: str, run_toml: Path) -> None
         (
             ["--training.seq_len", "2049", "--parallelism.tensor_parallel_degree=2"],
             "[training] seq_len = 2049 is not a multiple of [parallelism] tensor_parallel_degree "
-            "= 2, which shards the "
-            "sequence too; use 2048 or 2050 "
+            "= 2, into which sequences are split; use 2048 or 2050 "
             "(seq_len from the command line, tensor_parallel_degree from the command line)",
         ),
     ],

@@ -16,7 +16,7 @@ from torchtitan_lite.planner.constants import move_constants, rates_of
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
-from torchtitan_lite.planner.search import Space, make_search
+from torchtitan_lite.planner.search import TP, Space, make_search
 
 RESULTS: dict[str, Any] = {
     "version": 1,
@@ -92,7 +92,8 @@ def test_a_plan_uses_what_was_measured_and_says_so(measured: DeviceSpec) -> None
 
 def test_a_search_uses_what_was_measured(measured: DeviceSpec) -> None:
     fastest = [
-        make_search(Space(EIGHT_B, 8, each))["layouts"][0]["tps"] for each in (H100, measured)
+        make_search(Space(EIGHT_B, 8, each, given=(TP,)))["layouts"][0]["tps"]
+        for each in (H100, measured)
     ]
     assert fastest[1] > fastest[0]
 

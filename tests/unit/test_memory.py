@@ -37,7 +37,8 @@ from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, Rank, step_memory
+from torchtitan_lite.planner.memory import Moment, Rank, step_memory
+from torchtitan_lite.planner.meta_model import RESERVED_RATIO
 
 WIDE = ModelArgs(
     dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=512, max_seq_len=256
@@ -394,8 +395,8 @@ def test_8b_on_8_gpus() -> None:
     )
     # A block keeps its input, wq's output, attention's and its log-sum-exp, wv's and w1's; the head
     # its norm's input, and the gradients of its output and of the projection's weight, which the
-    # loss made from the logits in bf16 and that output; FSDP has gathered the last block and the
-    # head, and holds what it copied the head from. The rotary tables are there all the time.
+    # loss made from the logits in bf16 and that output; FSDP has gathered the head, and holds what
+    # it copied that from. The rotary tables are there all the time.
     kept = (
         32 * tokens * (2 * (3 * 4096 + 1024 + 14336) + 4 * 32)
         + 2 * tokens * 2 * 4096
@@ -403,7 +404,7 @@ def test_8b_on_8_gpus() -> None:
     )
     working, rotary = 2 * tokens * 128256 + 2 * tokens * 4096, 2 * 4 * tokens * 64
     assert moments["loss"] == Moment(
-        "loss", shards, 0, 2 * shards, kept, working, 2 * block + 2 * 2 * output + rotary
+        "loss", shards, 0, 2 * shards, kept, working, 2 * 2 * output + rotary
     )
     # At the end of a block's backward: its weights, the next block's, its gradients, and the
     # float32 ones in flight.
@@ -514,12 +515,7 @@ def test_gpus_reserve_more(
 def torchtitan_peak(rank: Rank) -> int:
     """Bytes at the height of a step whose loss is not fused. It holds for each logit, eager, the
     log-probability, its gradient and the logit's, in float32; compiled, the logit and its gradient;
-    split, copies of its own besides. The last block is freed as the others are."""
-    always = {"parallelism": ParallelismConfig(fsdp_reshard_after_forward="always")}
-    job = job_of(
-        rank.config.model_copy(update=always), rank.model, degrees=dataclasses.astuple(rank.degrees)
-    )
-    rank = Rank(job, rank.float8_linears, on_cpu=rank.on_cpu)
+    split, copies of its own besides."""
     if rank.config.compile.covers("loss"):
         per_logit = 2 + 2 * 4 if rank.degrees.tp > 1 else 2 * 2
     else:

@@ -110,6 +110,28 @@ def test_emulated_fp8_is_measured_against_the_fp32_peak():
     assert rates_8b(1, "fp8", emulated=True).mfu_fp8_peak is None  # though it knows the fp8 peak
 
 
+def test_mfu_documents_has_the_share_of_attention_that_masks_leave():
+    rates = [
+        compute_rates(7773, ledger=ledger_8b("fp8"), peaks=H100, attention_share=share)
+        for share in (None, 1.0, 0.25)
+    ]
+    assert [percent(rate.mfu_documents) for rate in rates] == ["n/a", "29.05", "21.46"]
+    assert rates[1].mfu_documents == rates[1].mfu
+    ideal_s = BLOCKS / 1979e12 + (OUTPUT + ATTENTION / 4) / 989e12
+    assert rates[2].mfu_documents == pytest.approx(100 * 7773 * ideal_s)
+    assert len({replace(rate, mfu_documents=None) for rate in rates}) == 1
+
+    # On CPU attention may run in float32.
+    flops = {"fp8": 0, "bf16": BLOCKS + OUTPUT, "fp32": ATTENTION}
+    ledger = replace(ledger_8b("bf16"), by_precision=flops, attention_runs_in="fp32")
+    cpu = Peaks("CPU", measured={"bf16": 2.0, "fp32": 0.5})
+    ideal_s = (BLOCKS + OUTPUT) / 2e12 + ATTENTION / 4 / 0.5e12
+    rates = compute_rates(1, ledger=ledger, peaks=cpu, attention_share=0.25)
+    assert rates.mfu_documents == pytest.approx(100 * ideal_s)
+    rates = compute_rates(1, ledger=ledger, peaks=UNKNOWN, attention_share=0.25)
+    assert rates.mfu_documents is None
+
+
 @given(
     fp8=st.integers(0, 10**12),
     bf16=st.integers(1, 10**12),
@@ -220,9 +242,10 @@ class Run:
         compile_s: float = 0.0,
         skips: int = 0,
         settle: bool = False,
+        **more: float,
     ) -> StepRecord | None:
         """Train for `seconds`, of which some are for data and compilation; the step's own record,
-        if it is there."""
+        if it is there. `more` values are computed in float64."""
         with self.metrics.data_wait():
             self.device.now += data_s
         if compile_s:
@@ -241,6 +264,7 @@ class Run:
             skipped_steps=torch.tensor(float(skips)),
             consecutive_skips=torch.tensor(float(skips)),
             lr=0.1 * self.step,
+            **{name: torch.tensor(value, dtype=torch.float64) for name, value in more.items()},
         )
         before = len(self.recorder.records)
         made = self.metrics.end_step(self.step, values)
@@ -301,6 +325,21 @@ def test_log_freq_averages_over_the_steps_since_the_last_record():
     assert [0.9 * record.tps for record in run.recorder.records] == pytest.approx(
         [500, 200, 100, 500 / 7]
     )
+
+
+def test_figures_of_documents_are_averages_over_the_steps_since_the_last_record():
+    run = Run(log_freq=3)
+    for step in range(1, 7):
+        run.train_step(2.0, attention_share=0.1 * step, attention_imbalance=1.0 + step / 2**40)
+    assert [record.step for record in run.recorder.records] == [1, 3, 6]
+    for record, share, excess in zip(
+        run.recorder.records, (0.1, 0.25, 0.5), (1, 2.5, 5), strict=True
+    ):
+        rates = compute_rates(250, ledger=ledger_8b("bf16"), peaks=H100, attention_share=share)
+        assert record.mfu_documents == pytest.approx(rates.mfu_documents, rel=1e-12)
+        assert record.mfu == rates.mfu
+        assert record.attention_imbalance == 1.0 + excess / 2**40  # not rounded to float32
+    assert (record.loss, record.grad_norm) == (4.0, 2.0)
 
 
 def test_first_step_after_a_resume_is_logged_alone():

@@ -1,4 +1,4 @@
-"""One rank trains as FSDP2 would, bit by bit, with one copy of each weight a step."""
+"""One data-parallel rank trains as FSDP2 would, bit by bit, with one copy of each weight a step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ GATHERED = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True}
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield
     finally:
@@ -55,6 +55,7 @@ def alone() -> Iterator[None]:
 @dataclasses.dataclass(frozen=True)
 class Case:
     microbatches: int = 1
+    tp: int = 1  # of two ranks, that of this process and one that sends nothing
     tied: bool = False
     ac: str = "none"
     compiled: bool = False
@@ -73,11 +74,11 @@ class Case:
             model = Transformer(dataclasses.replace(ARGS, tie_embeddings=self.tied))
             model = model.to(getattr(torch, training.dtype))
         if self.float8:
-            choices = select_linears(model, filter_fqns=(), tp_degree=1, tokens=64)
+            choices = select_linears(model, filter_fqns=(), tp_degree=self.tp, tokens=64)
             convert_linears(model, choices, float8=self.float8_config, emulate=True)
         parallel.parallelize(
             model,
-            build_mesh(ParallelDegrees(1, 1, 1), device_type="cpu"),
+            build_mesh(ParallelDegrees(1, 1, self.tp), device_type="cpu"),
             parallelism=ParallelismConfig(),
             activation_checkpoint=ActivationCheckpointConfig.model_validate({"mode": self.ac}),
             compile=CompileConfig(enable=self.compiled),
@@ -137,6 +138,10 @@ CASES = {
     "gathered, compiled": Case(float8=GATHERED, microbatches=2, compiled=True),
     "gathered, tied": Case(float8=GATHERED, tied=True),
     "precomputed": Case(float8=GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}),
+    "TP": Case(tp=2, microbatches=2),
+    "TP, tied": Case(tp=2, tied=True, ac="selective"),
+    "TP, tensorwise, compiled": Case(tp=2, float8={"recipe_name": "tensorwise"}, compiled=True),
+    "TP, gathered": Case(tp=2, float8=GATHERED, microbatches=2, ac="full"),
 }
 TYPES = [
     {"dtype": dtype, "mixed_precision_param": compute, "mixed_precision_reduce": reduce}
@@ -283,6 +288,12 @@ def test_masters_are_plain_tensors() -> None:
     assert all(type(weight) is nn.Parameter for weight in model.parameters())
     loss(model, TOKENS[0])
     assert sum(map(is_float8_tensor, model.parameters())) == 7 * ARGS.n_layers
+
+
+def test_ranks_that_split_the_model_only_need_no_fsdp() -> None:
+    model = Case(tp=2).build()
+    assert not isinstance(model, FSDPModule)
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def test_weights_in_cpu_memory_need_fsdp() -> None:

@@ -68,7 +68,7 @@ def test_float8_scales_of_tensor_parallelism_share_an_all_reduce(
     monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(stop))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+        mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
         with torch.device("meta"):
             model = Transformer(replace(ARGS, n_layers=1, n_kv_heads=2, ffn_dim=64))
         choices = select_linears(model, filter_fqns=("output",), tp_degree=2, tokens=32)
@@ -86,7 +86,12 @@ def test_float8_scales_of_tensor_parallelism_share_an_all_reduce(
 
 
 def set_up(
-    monkeypatch: pytest.MonkeyPatch, *, device: str, tp: int = 1, **checkpointing: Any
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    device: str,
+    cp: int = 1,
+    tp: int = 1,
+    **checkpointing: Any,
 ) -> tuple[set[str], float]:
     """The patches that are applied for rank 2 of 4, and the compiler's memory budget."""
     applied = set()
@@ -101,7 +106,9 @@ def set_up(
         monkeypatch.setattr(
             patches, name, lambda *label, name=name: applied.add(" ".join([name, *label]))
         )
-    mesh: Any = type("Mesh", (dict,), {"device_type": device})(tp=SimpleNamespace(size=lambda: tp))
+    mesh: Any = type("Mesh", (dict,), {"device_type": device})(
+        cp=SimpleNamespace(size=lambda: cp), tp=SimpleNamespace(size=lambda: tp)
+    )
     mesh.get_rank, mesh.size = lambda: 2, lambda: 4
     with torch._functorch.config.patch(activation_memory_budget=0.7):
         set_up_compiler(mesh, ActivationCheckpointConfig(**checkpointing))
@@ -110,7 +117,8 @@ def set_up(
 
 def test_the_compiler_is_patched_where_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set_up(monkeypatch, device="cuda") == (set(), 1.0)
-    assert set_up(monkeypatch, device="cuda", tp=2)[0] == {"tag_compiler_cache rank 2 of 4"}
+    for split in ({"cp": 2}, {"tp": 2}):
+        assert set_up(monkeypatch, device="cuda", **split)[0] == {"tag_compiler_cache rank 2 of 4"}
     cpu = {"save_no_rng_state", "name_mxfp8_scales_in_cpp", "trust_instruction_set"}
     assert set_up(monkeypatch, device="cpu")[0] == cpu
     budget = {"weigh_cudnn_attention", "count_no_memory_for_meshes"}

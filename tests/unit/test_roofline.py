@@ -579,7 +579,7 @@ def test_fsdp_copies_what_it_gathers(in_float8: int, nbytes: float) -> None:
     # A gathered weight is read and written, of 2 bytes or of 1; beside it 10 bytes of the shard, or
     # 23 with its cast.
     group = Group("some", 10**9, in_float8, gathered=0, saved=0, working=0)
-    copies = at.gather_copies(group, without_fsdp=False)
+    copies = at.gather_copies(group)
     assert copies.seconds == pytest.approx(nbytes * 1e9 / 2e12)
 
 
@@ -598,7 +598,7 @@ def test_fsdp_casts_gradients_and_adds_them_up(
         degrees=(1, 2, 1),
         training={"global_batch_size": 2 * microbatches},
     )
-    copies = at.gradient_copies(10**9, reductions, without_fsdp=False)
+    copies = at.gradient_copies(10**9, reductions)
     assert copies.seconds == pytest.approx(nbytes * 1e9 / 2e12)
 
 
@@ -615,10 +615,10 @@ def test_one_rank_copies_weights_once_a_step(microbatches: int) -> None:
     # bytes and written in 4, which later microbatches read too.
     for in_float8, copied in ((0, 6), (10**9, 25)):
         group = Group("some", 10**9, in_float8, gathered=0, saved=0, working=0)
-        copies = at.gather_copies(group, without_fsdp=True)
+        copies = at.gather_copies(group)
         assert copies.seconds == pytest.approx(copied * 1e9 / 2e12)
     summed = 6 + 10 * (microbatches - 1)
-    sums = at.gradient_copies(10**9, 1, without_fsdp=True)
+    sums = at.gradient_copies(10**9, 1)
     assert sums.seconds == pytest.approx(summed * 1e9 / 2e12)
 
 

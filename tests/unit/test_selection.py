@@ -127,7 +127,10 @@ def test_what_is_kept_need_not_be_a_multiple_of_16(model: nn.Module) -> None:
 def test_tokens_that_are_no_multiple_of_16_are_an_error_with_the_nearest_that_are(
     model: nn.Module,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"local_batch_size \* seq_len = 40 tokens.* 32 or 48"):
+    with pytest.raises(
+        ConfigError,
+        match=r"local_batch_size \* seq_len / context_parallel_degree = 40 tokens.* 32 or 48",
+    ):
         select(model, tokens=40)
     with pytest.raises(
         ConfigError, match=r"= 9 tokens.* is 16 or 32, or set \[float8\] pad_inner_dim = true"
@@ -259,7 +262,9 @@ def test_auto_keeps_what_has_no_float8_shape(model: nn.Module) -> None:
     )
     assert kept["attention.wq"] == ""
     odd = select_auto(model, slower={}, tokens=33)
-    assert set(odd.values()) == {"local_batch_size * seq_len / context_parallel_degree = 33, not a multiple of 16"}
+    assert set(odd.values()) == {
+        "local_batch_size * seq_len / context_parallel_degree = 33, not a multiple of 16"
+    }
 
 
 def test_a_pattern_beside_auto_must_match(model: nn.Module) -> None:

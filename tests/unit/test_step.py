@@ -117,13 +117,18 @@ def test_the_host_issues_each_kernel_of_each_microbatch() -> None:
     assert with_tp > once  # for the collectives
 
 
-def test_the_host_updates_each_parameter_once_a_step() -> None:
+def test_the_host_updates_each_sharded_parameter_once_a_step() -> None:
     at = replace(RATES, **FREE_HOST | {"host_seconds_per_parameter": 1})
     with torch.device("meta"):
         parameters = len(list(Transformer(ARGS).parameters()))
-    for microbatches in (1, 3):
-        training = {"local_batch_size": 1, "global_batch_size": microbatches}
-        assert time(rates=at, training=training).host_s == parameters
+    for degrees, microbatches, host_s in (
+        ((1, 2, 1), 1, parameters),
+        ((1, 2, 1), 3, parameters),
+        ((1, 1, 2), 1, parameters),
+        ((1, 1, 1), 1, 0),
+    ):
+        training = {"local_batch_size": 1, "global_batch_size": degrees[1] * microbatches}
+        assert time(rates=at, degrees=degrees, training=training).host_s == host_s
 
 
 def test_linears_attention_and_output_are_those_of_the_roofline() -> None:
@@ -182,7 +187,7 @@ def test_links_without_limits_expose_nothing(degrees: tuple[int, int, int]) -> N
     assert free.device_parts_s == limited.device_parts_s
 
 
-RESHARDED = {"never": 0, "default": 3, "always": 4}  # blocks that are gathered again
+RESHARDED = {"never": 0, "default": 4, "always": 4}  # blocks that are gathered again
 
 
 @pytest.mark.parametrize("reshard", RESHARDED)
@@ -209,7 +214,7 @@ def test_only_linears_in_float8_are_gathered_in_float8() -> None:
     linears = linears_of(ARGS, output=True)
     some = time_step(at, linears, [each for each in linears if each.kind.endswith("w2")])
     all_bf16 = time_step(at, linears, [])
-    saved = 7 * 1024 * 4096  # a byte an element of w2, of 4 blocks and then 3 again
+    saved = 8 * 1024 * 4096  # a byte an element of w2, of 4 blocks twice
     assert sharded_s(all_bf16) - sharded_s(some) == pytest.approx(saved * 7 / 8 / 400e9)
 
 
@@ -236,7 +241,7 @@ def test_replicas_sum_shards_between_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reshard", "again"), [("default", 3 * BLOCK), ("always", 4 * BLOCK + EMBEDDING + 1024)]
+    ("reshard", "again"), [("default", 4 * BLOCK), ("always", 4 * BLOCK + EMBEDDING + 1024)]
 )
 def test_tied_embeddings_are_gathered_and_reduced_once(reshard: str, again: int) -> None:
     tied = time(
@@ -280,7 +285,7 @@ def test_accumulation_repeats_everything_but_reductions_and_the_optimizer() -> N
         more = (34 - 3 * 6) * PARAMETERS / 2e12 if part == "fsdp copies" else 0
         times = 1 if part == "optimizer" else 3
         assert thrice.device_parts_s[part] == pytest.approx(times * seconds + more)
-    gathered = (2 * (EMBEDDING + HEAD) + 7 * 2 * BLOCK) * 7 / 8 / 400e9
+    gathered = (2 * (EMBEDDING + HEAD) + 8 * 2 * BLOCK) * 7 / 8 / 400e9
     assert sharded_s(thrice) - sharded_s(once) == pytest.approx(2 * gathered)
 
     # Each microbatch waits for its first gather.

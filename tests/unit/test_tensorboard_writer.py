@@ -124,6 +124,14 @@ def test_share_of_a_gpus_memory(tmp_path):
     assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(12, pytest.approx(10.0))]
 
 
+def test_figures_of_documents(tmp_path):
+    figures = {"mfu_documents": 30.5, "attention_imbalance": 1.25}
+    open_writer(tmp_path).write(replace(RECORD, **figures))
+    curves = read_curves(tmp_path)
+    assert curves["mfu_documents(%)"] == curves["pages/mfu_documents"] == [(12, 30.5)]
+    assert curves["attention_imbalance"] == [(12, 1.25)]
+
+
 def test_curves_are_on_disk_before_they_are_closed(tmp_path):
     writer = open_writer(tmp_path)
     write_steps(writer, range(1, 4))
@@ -133,7 +141,7 @@ def test_curves_are_on_disk_before_they_are_closed(tmp_path):
 
 def test_every_curve_of_a_page_can_be_drawn(tmp_path):
     writer = open_writer(tmp_path, numerics=True)
-    writer.write(replace(RECORD, mfu_fp8_peak=7.0))
+    writer.write(replace(RECORD, mfu_fp8_peak=7.0, mfu_documents=30.5))
     writer.write_scalars(12, OUTSIDE)
     casts = dict.fromkeys(("input", "weight", "grad_output"), WEIGHT)
     writer.write_numerics(12, {"attention.wo": casts, "feed_forward.w2": casts})
@@ -173,7 +181,14 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
         "tflops",
         *(
             f"pages/{name}"
-            for name in ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")
+            for name in (
+                "mfu",
+                "mfu_documents",
+                "mfu_bf16_peak",
+                "mfu_fp8_peak",
+                "mfu_achievable",
+                "hfu",
+            )  # fmt: skip
         ),
         "pages/memory_gib",
         "pages/step_time_s",

@@ -87,6 +87,17 @@ def test_console_marks_an_approximate_mfu(log):
     ]
 
 
+def test_console_shows_the_mfu_of_documents(log):
+    writer = ConsoleWriter(total_steps=30, color=False)
+    record = replace(RECORD, mfu_documents=30.52)
+    writer.write(record)
+    writer.write(replace(record, approximate_mfu=True))
+    assert log.messages == [
+        LINE.replace("41.2%", "41.2% (documents 30.5%)") + "warm-up",
+        LINE.replace("41.2%", "~41.2% (documents ~30.5%)") + "eta 0:00:22",
+    ]
+
+
 def test_console_shows_steps_without_an_update(log):
     ConsoleWriter(total_steps=30, color=False).write(replace(RECORD, skipped_steps=2))
     assert log.messages == [LINE.replace("1.23  tps", "1.23  skipped 2  tps") + "warm-up"]
@@ -150,6 +161,16 @@ def test_jsonl_line(tmp_path):
         '"data_time_s": 0.0025, "memory_gib": 0.93, "time": 1700000000.0}\n'
     )
     writer.close(SUMMARY)
+
+
+def test_jsonl_has_figures_of_documents_only_where_they_are_known(tmp_path):
+    figures = {"mfu_documents": 30.5, "attention_imbalance": 1.25}
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
+    writer.write(RECORD)
+    writer.write(replace(RECORD, **figures))
+    writer.close(SUMMARY)
+    without, line = read_lines(tmp_path / "metrics.jsonl")
+    assert line == without | figures and not figures.keys() & without.keys()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -174,7 +174,7 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: AllOrCount = -1
     """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never", "auto"] = "default"
-    """Free weights after use: always, never; default: all but the last block's; auto: fastest."""
+    """Free weights after use: always, never; default: all but the output's; auto: fastest."""
     fsdp_reduce_gradients: Literal["auto", "each", "last"] = "auto"
     """Microbatches of a step that end with a reduction of gradients over ranks; auto: planned."""
     tensor_parallel_degree: Count = 1
@@ -185,8 +185,6 @@ class ParallelismConfig(Section):
     """Overlap tensor-parallel collectives with matmuls (compiled; GPUs of one node)."""
     context_parallel_degree: Count = 1
     """Ranks that share each sequence, and gather its keys and values; 1: none."""
-    context_parallel_load_balancer: Literal["headtail"] = "headtail"
-    """How a sequence is split: each rank gets a chunk from its start and one from its end."""
     pipeline_parallel_degree: Count = 1
     """Only 1: pipeline parallelism is not implemented."""
 

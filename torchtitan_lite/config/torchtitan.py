@@ -79,6 +79,9 @@ FOREIGN = {
     "parallelism.enable_compiled_autograd": Foreign("[compile] does not need it", OFF),
     "parallelism.pipeline_parallel_[!d]*": Foreign(_STAGES),  # all but the degree
     "parallelism.module_fqns_per_model_part": Foreign(_STAGES),
+    "parallelism.context_parallel_load_balancer": Foreign(
+        "each rank has a chunk from the start of a sequence and one from its end", ("headtail",)
+    ),
     "parallelism.context_parallel_rotate_method": Foreign(
         "each layer gathers keys and values", ("allgather",)
     ),

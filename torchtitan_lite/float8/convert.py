@@ -29,26 +29,34 @@ def has_float8_units(device: torch.device) -> bool:
 def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     """Return whether to emulate float8 matmuls: always on CPU, on a GPU only if asked to.
 
-    Raises ConfigError on a GPU that lacks the matrix units of the recipe, without `emulate`."""
+    Raises ConfigError on a GPU that lacks the matrix units of the recipe, without `emulate`, and
+    where scale_gradients_in_matmul would have no effect."""
+    scaled = float8.scale_gradients_in_matmul
     if device.type == "cpu" or float8.emulate:
+        if scaled:
+            raise ConfigError(
+                "[float8] scale_gradients_in_matmul = true has no effect on emulated matmuls, and "
+                f"{'emulate = true' if float8.emulate else 'on CPU all are'}; set it to false."
+            )
         return True
 
+    # What a GPU lacks, and what to set without it.
     capability, major = torch.cuda.get_device_capability(device), float8.recipe.capability_major
+    emulated = "[float8] emulate = true to try its numerics slowly, or "
     if major is not None and capability[0] != major:
         key, needs = f'recipe_name = "{float8.recipe_name}"', f"{major}.x"
-        other = "use another recipe"
+        other = f"{emulated}use another recipe"
     elif not has_float8_units(device):
         key, needs = "enable_float8_linear = true", f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
-        other = "enable_float8_linear = false"
-    elif float8.scale_gradients_in_matmul and (capability[0] != 9 or CUDA_VERSION < (12, 9)):
+        other = f"{emulated}enable_float8_linear = false"
+    elif scaled and (capability[0] != 9 or CUDA_VERSION < (12, 9)):
         key, other = (f"scale_gradients_in_matmul = {value}" for value in ("true", "false"))
         needs = f"9.x, with CUDA 12.9 or newer (this PyTorch has {torch.version.cuda})"
     else:
         return False
     raise ConfigError(
         f"[float8] {key} needs a GPU of compute capability {needs}, and "
-        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; set [float8] "
-        f"emulate = true to try its numerics slowly, or {other}."
+        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; set {other}."
     )
 
 

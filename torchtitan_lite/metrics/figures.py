@@ -15,7 +15,7 @@ CHARTS = {
     "loss_max": ("loss", "mean and largest of the ranks, nat"),
     "tps": ("throughput", "tokens per second per device"),
     "tflops": ("throughput", "TFLOPS per device"),
-    "hfu": ("MFU", "percent, without and with recompute"),
+    "hfu": ("MFU", "percent; with recompute; of documents"),
     "peaks": ("MFU", "percent of one peak or another"),
     "memory": ("memory", "peak, GiB"),
     "step": ("times", "step, seconds"),
@@ -48,11 +48,21 @@ class Figure:
     """Its part of the step's console line, from the record; an empty part is left out."""
     in_json: bool = True
     """Whether metrics.jsonl and wandb have it; if not, only TensorBoard and the console do."""
+    optional: bool = False
+    """Whether metrics.jsonl leaves it out, instead of writing null, where it is unknown."""
 
 
 def format_mfu(mfu: float | None, *, approximate: bool) -> str:
     """Format a utilisation: 41.2%, ~41.2% if it is approximate, n/a if it is unknown."""
     return "n/a" if mfu is None else f"{'~' if approximate else ''}{mfu:.1f}%"
+
+
+def _console_mfu(record: "StepRecord") -> str:
+    text = f"mfu {format_mfu(record.mfu, approximate=record.approximate_mfu)}"
+    if record.mfu_documents is None:
+        return text
+    documents = format_mfu(record.mfu_documents, approximate=record.approximate_mfu)
+    return f"{text} (documents {documents})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +101,10 @@ class StepRecord:
         ("tflops",), lambda r: f"tflops {r.tflops:,.2f}")]
     mfu: Annotated[float | None, Figure(
         "utilisation, each matmul at its own precision's peak", "%", "mfu(%)",
-        ("hfu", "peaks"), lambda r: f"mfu {format_mfu(r.mfu, approximate=r.approximate_mfu)}")]
+        ("hfu", "peaks"), _console_mfu)]
+    mfu_documents: Annotated[float | None, Figure(
+        "`mfu` with attention within documents only, under `training.document_mask`", "%",
+        "mfu_documents(%)", ("hfu",), optional=True)] = None
     mfu_bf16_peak: Annotated[float | None, Figure(
         "utilisation, all FLOPs at the bf16 peak", "%", "mfu_bf16_peak(%)", ("peaks",))]
     mfu_fp8_peak: Annotated[float | None, Figure(
@@ -101,6 +114,9 @@ class StepRecord:
         ("peaks",))]
     hfu: Annotated[float | None, Figure(
         "`mfu` with the recomputation by activation checkpointing", "%", "hfu(%)", ("hfu",))]
+    attention_imbalance: Annotated[float | None, Figure(
+        "attention within documents of each microbatch's busiest rank, over the mean", "",
+        "attention_imbalance", optional=True)] = None
     step_time_s: Annotated[float, Figure(
         "from the end of the previous step to this one's, with the wait for data", "s",
         "time_metrics/end_to_end(s)", ("step",))]
@@ -121,7 +137,12 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of metrics.jsonl."""
-        return {name: getattr(self, name) for name, fig in STEP_FIGURES.items() if fig.in_json}
+        values = {name: getattr(self, name) for name, fig in STEP_FIGURES.items() if fig.in_json}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None or not STEP_FIGURES[name].optional
+        }
 
     def known(self) -> dict[str, float]:
         """Return the figures that are known, by name; the passes over a store as epochs/STORE."""

@@ -5,13 +5,15 @@ not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recom
 activation checkpointing is counted separately.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import document_starts
 
 from .devices import Precision
 from .hardware import Peaks
@@ -40,6 +42,8 @@ class FlopsLedger:
     """Whether `recompute` is complete; under a memory budget the compiler decides."""
     fp8_runs_in: Precision = "fp8"
     """Precision in which fp8 matmuls are computed and counted: another one if emulated."""
+    attention_runs_in: Precision = "bf16"
+    """Precision of attention, in which `by_precision` has it."""
 
     @property
     def total(self) -> int:
@@ -93,8 +97,48 @@ def count_flops(
             recompute[runs_in[0]] += count if name in recomputed else 0
             output = 3 * count if name == "output" else output
     return FlopsLedger(
-        flops, recompute, output, attention, precisions, recompute_is_known, fp8_runs_in
+        flops,
+        recompute,
+        output,
+        attention,
+        precisions,
+        recompute_is_known,
+        fp8_runs_in,
+        attention_runs_in=high_precision,
     )
+
+
+# ----- Attention within documents -----
+
+
+def document_squares(
+    tokens: Tensor, *, bos_id: int, part: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """Return this rank's share of the sum of squared document lengths in `tokens` [B, S], [] int64.
+
+    That sum takes the place of B * S**2 in the FLOPs of attention. Token i of a document, from 0,
+    adds 2 * i + 1, as (i + 1)**2 = i**2 + 2 * i + 1. `part` returns what this rank computes of a
+    tensor whose given dimension is a sequence. Does not wait for the device."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = part(index - document_starts(tokens, bos_id=bos_id), 1)
+    return (2 * positions + 1).sum()
+
+
+def document_values(rank_squares: Tensor, *, whole: int) -> dict[str, Tensor]:
+    """Return the figures of a step, [] float64 each, of `rank_squares` [ranks, microbatches] int64.
+
+    `attention_share` is the share of attention's FLOPs that stays within documents: the squares
+    over `whole`, those of sequences that are one document. `attention_imbalance` is the squares of
+    the busiest rank of each microbatch, in which ranks wait for each other, over the mean of ranks.
+    Integers are exact in float64 up to 2**53."""
+    total, busiest = rank_squares.sum().double(), rank_squares.amax(0).sum()
+    return {
+        "attention_share": total / whole,
+        "attention_imbalance": busiest * len(rank_squares) / total,
+    }
+
+
+# ----- Rates -----
 
 
 @dataclass(frozen=True)
@@ -102,26 +146,34 @@ class Rates:
     """How fast each device trained, in the figures that `figures.StepRecord` describes.
 
     A utilisation is None if it needs an unknown peak, and above 100 % of an approximate peak, which
-    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, and `hfu` if the compiler
-    decides what is recomputed.
+    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, `hfu` if the compiler
+    decides what is recomputed, and `mfu_documents` without document masks.
     """
 
     tps: float
     tflops: float
     mfu: float | None
+    mfu_documents: float | None
     mfu_bf16_peak: float | None
     mfu_fp8_peak: float | None
     mfu_achievable: float | None
     hfu: float | None
 
 
-def compute_rates(tps: float, *, ledger: FlopsLedger, peaks: Peaks) -> Rates:
-    """Return the rates of a device that trained on `tps` tokens per second."""
+def compute_rates(
+    tps: float, *, ledger: FlopsLedger, peaks: Peaks, attention_share: float | None = None
+) -> Rates:
+    """Return the rates of a device that trained on `tps` tokens per second.
+
+    `attention_share` is the share of attention's FLOPs that document masks leave, if there are."""
     known, flops = peaks.tflops, ledger.by_precision
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
+    of_documents: dict[Precision, float] = dict(flops)
+    if attention_share is not None:
+        of_documents[ledger.attention_runs_in] -= (1 - attention_share) * ledger.attention
 
     def utilisation(
-        flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+        flops: Mapping[Precision, float], tflops: Mapping[Precision, float]
     ) -> float | None:
         if (ideal := _ideal_seconds(flops, tflops)) is None:
             return None
@@ -132,6 +184,7 @@ def compute_rates(tps: float, *, ledger: FlopsLedger, peaks: Peaks) -> Rates:
         tps=tps,
         tflops=ledger.total * tps / 1e12,
         mfu=utilisation(flops, known),
+        mfu_documents=None if attention_share is None else utilisation(of_documents, known),
         mfu_bf16_peak=utilisation({"bf16": ledger.total}, known),
         mfu_fp8_peak=None if ledger.emulated else utilisation({"fp8": ledger.total}, known),
         mfu_achievable=utilisation(flops, peaks.measured),
@@ -149,7 +202,7 @@ def effective_peak(
 
 
 def _ideal_seconds(
-    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
+    flops: Mapping[Precision, float], tflops: Mapping[Precision, float]
 ) -> float | None:
     """Return the seconds for `flops`, with each precision at its own peak of `tflops`."""
     used = {precision: count for precision, count in flops.items() if count}

@@ -20,17 +20,20 @@ from torch import Tensor
 
 from torchtitan_lite.errors import NumericError
 
-from .figures import BETWEEN_STEPS, CastErrors, StepRecord, Summary, Writer
+from .figures import BETWEEN_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
 from .writers import warn_left_out
 
 STEP_TIME_WEIGHT = 0.1
 """Weight of the newest record in the moving average of step times."""
+AVERAGED = ("attention_share", "attention_imbalance")
+"""Values of a step that a record has as averages."""
 StepValues = dict[str, Any]
 """Figures that a step computed, by their names in StepRecord, and `consecutive_skips`: the steps
-without an update since the last one that had one. A figure is a number, or a float32 scalar on the
-device, already reduced over the ranks."""
+without an update since the last one that had one. With document masks also AVERAGED, see
+`flops.document_values`. A figure is a number, or a floating-point scalar on the device, already
+reduced over the ranks."""
 
 
 class HostEvent:
@@ -218,6 +221,8 @@ class MetricsProcessor:
                 self._since_record[name] += began.elapsed_time(end) / 1000
 
             values = ended.values()
+            for name in values.keys() & AVERAGED:
+                self._since_record[name] += values[name]
             if (consecutive := int(values["consecutive_skips"])) > self.skips.consecutive:
                 figures = {name: values[name] for name in ("step", "loss", "grad_norm")}
                 self.skips = Skips(consecutive, **figures)
@@ -245,11 +250,15 @@ class MetricsProcessor:
             self._mean_step_s = before + STEP_TIME_WEIGHT * (step_time_s - before)
 
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
-        computed = {name: value for name, value in values.items() if name != "consecutive_skips"}
+        averages = {name: since[name] / steps for name in since.keys() & AVERAGED}
+        computed = {name: x for name, x in (values | averages).items() if name in STEP_FIGURES}
         computed["skipped_steps"] = int(values["skipped_steps"])
+        share = averages.get("attention_share")
         self._last_record = StepRecord(
             **computed,
-            **asdict(compute_rates(tps, ledger=self.ledger, peaks=self.peaks)),
+            **asdict(
+                compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
+            ),
             step_time_s=step_time_s,
             data_time_s=data_time_s,
             data_time_pct=100 * data_time_s / step_time_s,

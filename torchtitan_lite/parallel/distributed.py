@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
@@ -158,6 +159,19 @@ def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
     """Build the mesh of all processes. It keeps every dimension, so that all can be indexed."""
     sizes = (1, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start to gather `x` from all ranks of `group`. Return a function that waits for the values of
+    all ranks, and returns them stacked, in the order of ranks."""
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    gathering = dist.all_gather(gathered, x, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        gathering.wait()
+        return torch.stack(gathered)
+
+    return wait
 
 
 def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> None:

@@ -24,9 +24,7 @@ def apply_fsdp(
     FSDP gathers the embedding, each block, and the last norm with the output projection as a group
     each; if the embedding's weight is the output's, it is in the last group, which is gathered
     before the first block. `reshard_after_forward`: "always" and "never" free all groups, or none,
-    after their forward. "default" keeps the last block and the last group: backward needs them
-    first, and as the loss computes its gradient in the forward pass, too little would be left of
-    the last group's backward to hide the gather of a block behind it."""
+    after their forward. "default" keeps the last group, which backward needs first."""
     # The floating-point inputs of a block are the residual stream, which already has the compute
     # type, and the rotary tables, which stay float32.
     precision = MixedPrecisionPolicy(
@@ -54,10 +52,8 @@ def apply_fsdp(
         patches.scale_gathered_weights_over(None)
 
     reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
-    *blocks, last_block = model.layers
-    for block in blocks:
+    for block in model.layers:
         shard(block, reshard_after_forward=reshard)
-    shard(last_block, reshard_after_forward=reshard_last)
 
     # FSDP forms the last group of what is left when it shards the model: of both ends if they share
     # a weight. An embedding's gradient does not depend on its weight: backward does not gather it.

@@ -1,4 +1,7 @@
-"""Mixed precision on one rank, with the numerics of FSDP2 and without its copies.
+"""Mixed precision on one data-parallel rank, with the numerics of FSDP2 and without its copies.
+
+Under tensor parallelism masters, copies and gradients are DTensors. Their local parts are copied
+and cast, as each operator on a DTensor takes the host long.
 
 The modules hold the master weights between microbatches, and copies of them in the compute type
 from a forward pass to the end of its backward pass. A copy is made once a step. The last microbatch
@@ -14,20 +17,23 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import TrainingConfig
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.torchao_types import is_float8_tensor, is_gathered_in_float8
 
 
-def needs_no_fsdp(training: TrainingConfig, *, world_size: int) -> bool:
-    """Return whether to train without FSDP: on one rank that keeps its weights on the device."""
-    return world_size == 1 and not training.enable_cpu_offload
+def needs_no_fsdp(training: TrainingConfig, *, data_ranks: int) -> bool:
+    """Return whether to train without FSDP: if one of `data_ranks` has a part of the model for
+    itself, and keeps its weights on the device."""
+    return data_ranks == 1 and not training.enable_cpu_offload
 
 
 class MixedPrecisionTransformer(Transformer):
-    """A Transformer on one rank that computes with copies of its weights."""
+    """A Transformer on one data-parallel rank that computes with copies of its weights."""
 
     copies: "WeightCopies"
 
@@ -64,20 +70,20 @@ class WeightCopies:
         self.last_microbatch = True
         """Whether the next backward pass completes the gradients of a step."""
 
-        # Masters are plain tensors. torchao's wrappers say how to cast them to float8.
+        # Masters are without torchao's wrappers, which say how to cast them to float8.
         self._wrappers: dict[nn.Module, Any] = {}
         for module in model.modules():
             for name, weight in module._parameters.items():
-                if is_gathered_in_float8(weight):
-                    self._wrappers[module] = weight
-                    module._parameters[name] = nn.Parameter(weight._tensor)
+                if weight is not None and is_gathered_in_float8(wrapper := _local(weight)):
+                    self._wrappers[module] = wrapper
+                    module._parameters[name] = nn.Parameter(_split_like(weight, wrapper._tensor))
 
     def enter(self) -> None:
         """Put the copies into the modules, after making those that are missing."""
         self._weights = self._weights or self._find_weights()
         missing = [weight for weight in self._weights if not weight.storage.size()]
-        _fill([weight for weight in missing if not is_float8_tensor(weight.copy)])
-        _cast([weight for weight in missing if is_float8_tensor(weight.copy)])
+        _fill([weight for weight in missing if not is_float8_tensor(_local(weight.copy))])
+        _cast([weight for weight in missing if is_float8_tensor(_local(weight.copy))])
         for weight in self._weights:
             weight.put(weight.copy)
 
@@ -115,9 +121,11 @@ class WeightCopies:
 
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-        data, scale = torch.empty_like(master, dtype=wrapper._dtype), master.new_empty(())
+        local = _local(master)
+        data, scale = torch.empty_like(local, dtype=wrapper._dtype), local.new_empty(())
         config, role = wrapper._linear_mm_config, GemmInputRole.WEIGHT
-        return nn.Parameter(Float8TrainingTensor(data, scale, self._dtype, config, role))
+        float8 = Float8TrainingTensor(data, scale, self._dtype, config, role)
+        return nn.Parameter(_split_like(master, float8))
 
     def _free_in_last(self, weight: "_Weight", *_: object) -> None:
         if self.last_microbatch:
@@ -132,14 +140,23 @@ class WeightCopies:
         if self.last_microbatch:
             weight.free()
 
-        if weight.gradient is None:
-            weight.gradient = gradient.to(self._reduce_dtype)
+        # Sums over microbatches, in the reduce type.
+        local = _local(gradient)
+        if weight.gradient is not None:
+            weight.gradient += local
         else:
-            weight.gradient += gradient
-        if self.last_microbatch:
-            total, weight.gradient = weight.gradient.to(weight.master.dtype), None
-            before = weight.master.grad
-            weight.master.grad = total if before is None else before + total
+            weight.gradient = local if self.last_microbatch else local.to(self._reduce_dtype)
+        if not self.last_microbatch:
+            return
+
+        # Under tensor parallelism each rank may have the sum over its tokens only.
+        master: Any = weight.master
+        total, weight.gradient = weight.gradient, None
+        if isinstance(gradient, DTensor) and gradient.placements != master.placements:
+            parts = _split_like(gradient, total)
+            total = _local(parts.redistribute(placements=master.placements))
+        total = _split_like(master, total.to(self._reduce_dtype).to(master.dtype))
+        master.grad = total if master.grad is None else master.grad + total
 
 
 @dataclass(eq=False)
@@ -154,8 +171,8 @@ class _Weight:
     @property
     def storage(self) -> torch.UntypedStorage:
         """The memory of the copy."""
-        data = self.copy._data if is_float8_tensor(self.copy) else self.copy
-        return data.untyped_storage()
+        local = _local(self.copy)
+        return (local._data if is_float8_tensor(local) else local).untyped_storage()
 
     def put(self, parameter: nn.Parameter) -> None:
         """Make the modules hold `parameter`. setattr would check it each time."""
@@ -168,13 +185,26 @@ class _Weight:
             self.storage.resize_(0)
 
 
+def _local(tensor: Tensor) -> Any:
+    """Return this rank's part of `tensor`."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _split_like(tensor: Tensor, local: Tensor) -> Any:
+    """Return the tensor of which `local` is this rank's part, split as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
 @torch.no_grad()
 def _fill(weights: Sequence[_Weight]) -> None:
     """Copy masters in another type."""
-    for weight in weights:
-        weight.storage.resize_(weight.copy.nbytes)
-    if weights:
-        torch._foreach_copy_([each.copy for each in weights], [each.master for each in weights])
+    copies = [_local(weight.copy) for weight in weights]
+    for copy in copies:
+        copy.untyped_storage().resize_(copy.nbytes)
+    if copies:
+        torch._foreach_copy_(copies, [_local(weight.master) for weight in weights])
 
 
 @torch.no_grad()
@@ -187,10 +217,15 @@ def _cast(weights: Sequence[_Weight]) -> None:
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 
-    masters: list[Tensor] = [weight.master for weight in weights]
-    copies: list[Any] = [weight.copy for weight in weights]
+    masters: list[Tensor] = [_local(weight.master) for weight in weights]
+    copies: list[Any] = [_local(weight.copy) for weight in weights]
     dtype = copies[0]._data.dtype
-    scales = amax_to_scale(torch.stack(torch._foreach_norm(masters, math.inf)), dtype)
+
+    # A scale covers all parts of a weight.
+    largest = torch.stack(torch._foreach_norm(masters, math.inf))
+    if isinstance(split := weights[0].master, DTensor):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=split.device_mesh.get_group())
+    scales = amax_to_scale(largest, dtype)
     for master, copy, scale in zip(masters, copies, scales, strict=True):
         config, role = copy._linear_mm_config, copy._gemm_input_role
         copy._data = hp_tensor_and_scale_to_float8(master, scale, dtype, config, role)._data

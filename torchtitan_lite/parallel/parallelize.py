@@ -54,8 +54,8 @@ def parallelize(
     if compile.covers("model"):
         compile_blocks(model)
 
-    # FSDP and mixed precision come last. On one rank FSDP would only copy.
-    if needs_no_fsdp(training, world_size=mesh.size()):
+    # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
+    if needs_no_fsdp(training, data_ranks=mesh.size() // mesh["tp"].size()):
         apply_mixed_precision(model, training=training)
     else:
         reshard = parallelism.fsdp_reshard_after_forward
@@ -64,6 +64,9 @@ def parallelize(
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Configure the compiler of this process for `mesh` and for a memory budget."""
+    # The trainer collects garbage after the first step. Each compilation would, too.
+    torch._dynamo.config.run_gc_after_compile = False
+
     # Under tensor and context parallelism ranks compile different code. With the first, the scale
     # of a float8 cast is the maximum over ranks: those that do not wait for each other share an
     # all-reduce.

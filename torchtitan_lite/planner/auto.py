@@ -15,8 +15,8 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
+from .memory import without_fsdp
 from .meta_model import Workload, build_meta_model, build_workload
 
 CHECKPOINTING = (
@@ -26,8 +26,9 @@ CHECKPOINTING = (
 )
 """Modes of activation checkpointing and their options to choose from, mostly from the fastest to
 the smallest. Every second block is missing: "op" is faster, and keeps less."""
-RESHARDING = ("never", "default", "always")
-"""Values of fsdp_reshard_after_forward to choose from, in the same order."""
+RESHARDING = ("never", "default")
+"""Values of fsdp_reshard_after_forward to choose from, in the same order. "always" needs as much
+memory as "default" where that peaks, and more time."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -110,7 +111,7 @@ def kept_options(
     modes = by_mode if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
     values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
     if values[0] == AUTO:
-        values = ["default"] if _without_fsdp(job) else RESHARDING
+        values = ["default"] if without_fsdp(job) else RESHARDING
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "the stand-in is in the table of devices"
 
@@ -151,17 +152,13 @@ def _checkpointing(n_layers: int) -> list[tuple[str, str]]:
     ]
 
 
-def _without_fsdp(job: Job) -> bool:
-    return needs_no_fsdp(job.config.training, world_size=job.degrees.world_size)
-
-
 def _reductions(job: Job) -> Sequence[str]:
     """Return the values of fsdp_reduce_gradients to choose from: "last" where "each" would mean the
     same, or would add up gradients in bf16."""
     value, training = job.config.parallelism.fsdp_reduce_gradients, job.config.training
     if value != AUTO:
         return [value]
-    same = job.batch.grad_accum_steps == 1 or _without_fsdp(job)
+    same = job.batch.grad_accum_steps == 1 or without_fsdp(job)
     return ["last"] if same or training.dtype == "bfloat16" else ["last", "each"]
 
 
@@ -209,9 +206,13 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     recomputing more, or by more tensor parallelism."""
     args, degree = work.job.model_args, work.job.degrees.tp
     # What "auto" chose for this layout need not be best for others: they take what needs least.
-    if "parallelism.fsdp_reshard_after_forward" in work.job.chosen:
-        smallest = work.job.choose("parallelism", fsdp_reshard_after_forward="always")
-        work = replace(work, job=smallest)
+    in_bf16 = work.job.config.training.dtype == "bfloat16"
+    least = {
+        "fsdp_reshard_after_forward": "default",
+        "fsdp_reduce_gradients": "last" if in_bf16 else "each",
+    }
+    chosen = {key: least[key] for key in least if f"parallelism.{key}" in work.job.chosen}
+    work = replace(work, job=work.job.choose("parallelism", **chosen))
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, args.max_seq_len)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []

@@ -20,12 +20,6 @@ from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 FLOAT32 = 4
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
-RESERVED_RATIO = 1.26
-"""Upper bound of reserved memory over the estimated peak. The ratio is 1.18 to 1.26 in eight
-measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. One reason: memory
-that one of FSDP's streams frees cannot be used by the others."""
-RESERVED_RATIO_WITHOUT_FSDP = 1.1
-"""The same on one rank: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +54,12 @@ class Moment:
         return states + self.activations + self.logits + self.buffers
 
 
+def without_fsdp(job: Job) -> bool:
+    """Return whether `job` trains without FSDP: if its ranks differ in tensor parallelism only."""
+    degrees = job.degrees
+    return needs_no_fsdp(job.config.training, data_ranks=degrees.world_size // degrees.tp)
+
+
 class Rank:
     """Settings and sizes that determine a rank's memory. All ranks need the same amount."""
 
@@ -78,8 +78,8 @@ class Rank:
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
-        # Bytes of an element of a gathered weight. One rank uses those that have the compute type.
-        self.without_fsdp = needs_no_fsdp(config.training, world_size=job.degrees.world_size)
+        # Bytes of an element of a gathered weight. Without FSDP masters can have the compute type.
+        self.without_fsdp = without_fsdp(job)
         uses_masters = self.without_fsdp and self.width == self.weight_width
         self.gathered_width = 0 if uses_masters else self.width
         reshard = config.parallelism.fsdp_reshard_after_forward
@@ -133,7 +133,7 @@ class Rank:
             first = embedding(weights=last, gathered=gathered)
             head = Group("output", 0, 0, 0, saved, saved + self.hidden)
         else:
-            # The embedding's backward does not need it. One rank frees it in the last microbatch.
+            # The embedding's backward does not need it. The last microbatch without FSDP frees it.
             stays = self.reshard == "never" and (not self.without_fsdp or self.accum_steps > 2)
             first = embedding(weights=matrix, gathered=self.gathered_width * matrix * stays)
             saved += self.width * matrix if self.fuses_loss else 0
@@ -188,8 +188,8 @@ def step_memory(rank: Rank) -> list[Moment]:
     Assumes the last microbatch of a step after the first one, so that optimizer states exist. What
     an earlier one keeps for it is added: weights that stay gathered through its backward."""
     groups, last = rank.groups, len(rank.groups) - 1
-    # The first group whose weights are not freed after its forward.
-    kept_from = {"never": 0, "default": last - 1, "always": last}[rank.reshard]
+    # The first group whose weights are gathered at the loss: that computes with the last ones.
+    kept_from = 0 if rank.reshard == "never" else last
     stays = rank.reshard == "never" and rank.accum_steps > 1
     in_block = max(out * in_ for out, in_ in block_linear_shapes(rank.model).values())
 

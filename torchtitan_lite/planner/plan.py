@@ -109,6 +109,8 @@ def make_plan(
 def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> None:
     """Raise ConfigError for what cannot be planned on `device`."""
     float8, dtype = config.float8, config.training.mixed_precision_param
+
+    # Attention, and the types that have known rates.
     if config.training.document_mask and attention_kernel not in ("", "flex"):
         raise ConfigError(
             f"--attention {attention_kernel} has no document mask; plan [training] document_mask = "
@@ -121,6 +123,8 @@ def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> 
             f'[training] mixed_precision_param = "{dtype}" cannot be planned: only bf16 and fp8 '
             'rates are known; plan with "bfloat16".'
         )
+
+    # Float8: the device has its matrix units, and the kernels of the recipe.
     if float8.enable_float8_linear and device.fp8_tflops is None:
         raise ConfigError(
             f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
@@ -289,9 +293,9 @@ def _plan_assumed(device: DeviceSpec, predicted: Prediction) -> list[dict[str, A
 
 
 def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    moments, reserved = meta.moments(), meta.reserved_bytes()
+    moments, device_bytes = meta.moments(), round(device.memory_gib * 2**30)
     peak = max(moments, key=lambda moment: moment.total)
-    device_bytes = round(device.memory_gib * 2**30)
+    reserved = meta.reserved_ratio * peak.total
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
         "reserved": round(reserved),

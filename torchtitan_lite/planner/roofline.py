@@ -23,7 +23,7 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates, rates_of
-from .memory import WIDTHS, Group
+from .memory import WIDTHS, Group, without_fsdp
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
@@ -264,23 +264,23 @@ class Roofline:
         moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
         return self.move((6 * weight + 4 * moment) * parameters, 37)
 
-    def gather_copies(self, group: Group, *, without_fsdp: bool) -> Cost:
+    def gather_copies(self, group: Group) -> Cost:
         """Cost of the copies around a gather of `group`, in bytes of the whole and of a shard. One
         rank casts its weights."""
-        if without_fsdp:
+        if without_fsdp(self.job):
             nbytes = 6 * group.weights + 19 * group.in_float8
             return self.move(nbytes, 2 + 21 * bool(group.in_float8))
         whole = 4 * group.weights - 2 * group.in_float8
         shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.fsdp
         return self.move(whole + shard, 6 + 21 * bool(group.in_float8))
 
-    def gradient_copies(self, parameters: int, reductions: int, *, without_fsdp: bool) -> Cost:
+    def gradient_copies(self, parameters: int, reductions: int) -> Cost:
         """Cost of the copies of gradients in a step: a cast, to reduce them or to add others of
         later microbatches to them. These sums are read and written, as shards if each microbatch
         is reduced. Else FSDP copies them to be reduced."""
         accum, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
         nbytes = 6 + 10 * (accum - 1)
-        if without_fsdp:
+        if without_fsdp(self.job):
             return self.move(nbytes * parameters, 9 * accum * n_layers)
         if reductions == accum:
             shards = parameters / self.job.degrees.fsdp

@@ -8,7 +8,6 @@ the last reduction. The collectives of tensor parallelism wait for computation a
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
@@ -183,9 +182,11 @@ class _Step:
         return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
 
     def _host_s(self, kernels: float) -> float:
-        """Seconds in which the host launches that many kernels and runs the blocks' hooks."""
+        """Seconds in which the host launches that many kernels, runs the blocks' hooks and updates
+        parameters that are split."""
         rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
-        tensors = BLOCK_PARAMETERS * n_layers + END_PARAMETERS
+        sharded = self.job.degrees.tp > 1 or not self.rank.without_fsdp
+        tensors = sharded * (BLOCK_PARAMETERS * n_layers + END_PARAMETERS)
         return (
             kernels * rates.host_seconds_per_kernel
             + self.job.batch.grad_accum_steps * n_layers * rates.host_seconds_per_block
@@ -199,7 +200,7 @@ class _Step:
         steps, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
         return {
             "never": (1, 0, 0),
-            "default": (steps, steps * (n_layers - 1), 0),
+            "default": (steps, steps * n_layers, 0),
             "always": (steps, steps * n_layers, steps),
         }[self.rank.reshard]
 
@@ -224,13 +225,11 @@ class _Step:
         """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
         (forward, blocks, heads), accum = self._gathers, self.job.batch.grad_accum_steps
         embedding, block, *_, head = self.rank.groups
-        alone = self.rank.without_fsdp
-        copies = partial(self.roofline.gather_copies, without_fsdp=alone)
+        copies = self.roofline.gather_copies
         all_weights = copies(embedding) + copies(block) * len(self.rank.groups[1:-1]) + copies(head)
         again = copies(block) * blocks + copies(self._last_weights) * heads
-        gradients = self.roofline.gradient_copies(
-            self.rank.cumulative_weights[-1], self.rank.reductions, without_fsdp=alone
-        )
+        parameters, reductions = self.rank.cumulative_weights[-1], self.rank.reductions
+        gradients = self.roofline.gradient_copies(parameters, reductions)
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     def _head(self) -> dict[str, Cost]:
