@@ -1,7 +1,8 @@
-"""The kernels that Inductor generates for a block of Llama 3 8B: `block_kernels.py RECIPE FILE`, on
-the fake GPU. RECIPE is bf16, a recipe of float8, or one of SETTINGS. FILE gets, for the forward and
-the backward pass, the MiB that kernels move by kind of access, their number, and the MiB of tensors
-that the pass returns: forward, its output, and what it keeps for backward beside its inputs.
+"""The kernels that Inductor generates for a block of Llama 3 8B: `block_kernels.py RECIPE CP FILE`,
+on the fake GPU. RECIPE is bf16, a recipe of float8, or one of SETTINGS. CP ranks share a sequence
+of CP * 8192 tokens. FILE gets, for the forward and the backward pass, the MiB that kernels
+move by kind of access, their number, and the MiB of tensors that the pass returns: forward, its
+output, and what it keeps for backward beside its inputs.
 """
 
 import dataclasses
@@ -17,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import Scheduler
+from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.config import (
@@ -29,14 +29,17 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan_lite.config.arithmetic import ParallelDegrees
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 
-ARGS = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=16, max_seq_len=8192)
+TOKENS = 8192
+"""Of each rank."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "gathered": {"enable_fsdp_float8_all_gather": True},
     "rowwise scaled": {"recipe_name": "rowwise", "scale_gradients_in_matmul": True},
@@ -72,31 +75,33 @@ def is_removed(kernel: Any) -> bool:
     return names <= set(kernel.scheduler.removed_ops)
 
 
-def build(recipe: str) -> Transformer:
+def build(recipe: str, cp: int) -> Transformer:
+    args = dataclasses.replace(FLAVORS["8B"], n_layers=1, vocab_size=16, max_seq_len=cp * TOKENS)
     with torch.device("meta"):
-        model = Transformer(ARGS)
+        model = Transformer(args)
     if recipe != "bf16":
         float8 = Float8Config(**SETTINGS.get(recipe, {"recipe_name": recipe}))
         choices = select_linears(
-            model, filter_fqns=(), tp_degree=1, tokens=ARGS.max_seq_len, recipe=float8.recipe
+            model, filter_fqns=(), tp_degree=1, tokens=TOKENS, recipe=float8.recipe
         )
         convert_linears(model, choices, float8=float8, emulate=False)
         add_passes()
 
     parallelize(
         model,
-        init_device_mesh("cuda", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp")),
+        build_mesh(ParallelDegrees(dp_replicate=1, dp_shard=1, cp=cp, tp=1), device_type="cuda"),
         parallelism=ParallelismConfig(),
         activation_checkpoint=ActivationCheckpointConfig(mode="none"),
         compile=CompileConfig(enable=True),
         training=TrainingConfig(),
+        flash=True,
     )
     return model.to_empty(device="cuda")
 
 
-def main(recipe: str, file: str) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    model = build(recipe)
+def main(recipe: str, cp: int, file: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+    model = build(recipe, cp)
     moved: list[list[tuple[Any, int]]] = []  # each graph's kernels, with their bytes
     returned: list[int] = []  # bytes
     codes: list[str] = []
@@ -107,7 +112,11 @@ def main(recipe: str, file: str) -> None:
             sum(int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize for name in names)
         )
         moved.append(
-            [(each, each.get_read_write_buffers_sizes()) for each in nodes if not each.is_extern()]
+            [
+                (each, each.get_read_write_buffers_sizes())
+                for each in nodes
+                if not each.is_extern() and not isinstance(each, NopKernelSchedulerNode)
+            ]
         )
         generate(scheduler, nodes)
 
@@ -117,7 +126,7 @@ def main(recipe: str, file: str) -> None:
     GraphLowering.save_output_code = staticmethod(codes.append)
     uncached = torch._functorch.config.patch(enable_autograd_cache=False)
     with uncached, config.patch(fx_graph_cache=False):
-        tokens = torch.zeros(1, ARGS.max_seq_len, dtype=torch.long, device="cuda")
+        tokens = torch.zeros(1, cp * TOKENS, dtype=torch.long, device="cuda")
         model(tokens).sum().backward()
 
     passes = []
@@ -133,4 +142,4 @@ def main(recipe: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -33,10 +33,10 @@ class Pass(NamedTuple):
     """MiB that it returns."""
 
 
-def count(folder: Path, recipe: str) -> list[Pass]:
-    """The forward and the backward pass."""
+def count(folder: Path, recipe: str, cp: int = 1) -> list[Pass]:
+    """The forward and the backward pass of one of `cp` ranks that share a sequence."""
     out = folder / "kernels.json"
-    run(folder, str(KERNELS), recipe, str(out))
+    run(folder, str(KERNELS), recipe, str(cp), str(out))
     return [Pass(Traffic(**counted), returned) for counted, returned in json.loads(out.read_text())]
 
 
@@ -55,6 +55,23 @@ def test_a_block_in_bf16_moves_what_its_norms_and_activations_need(bf16: list[Pa
     assert [each.kernels for each in traffic] == [6, 7]
     assert all(each.transposing == each.strided == 0 for each in traffic)
     assert bf16[0].returned == pytest.approx(KEPT_MIB["bf16"], rel=0.01)
+
+
+def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
+    bf16: list[Pass], tmp_path: Path
+) -> None:
+    forward, backward = count(tmp_path, "bf16", cp=2)
+    # Elements per token that are read and written: values, to stand beside keys; both of two ranks,
+    # into the order of the sequence; outputs of two chunks.
+    copied = 2 * M * (2 * KV + 2 * 2 * 2 * KV + 2 * D) / 2**20
+    added = forward.traffic.contiguous - bf16[0].traffic.contiguous
+    assert added == pytest.approx(copied, rel=0.01)
+    assert forward.traffic.transposing == forward.traffic.strided == 0
+    assert [forward.traffic.kernels, backward.traffic.kernels] == [6 + 2, 7 + 3]
+
+    # Kept too: keys and values of the other rank, and outputs both of chunks and in one piece.
+    kept = 2 * M * (2 * KV + D) / 2**20
+    assert forward.returned - bf16[0].returned == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize(

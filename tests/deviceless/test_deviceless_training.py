@@ -19,7 +19,9 @@ FLOAT8 = "--float8.enable_float8_linear"
 GATHERED = "--float8.enable_fsdp_float8_all_gather"
 PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree=2"
-TIED = ("--model.tie_embeddings", "--model.vocab_size=128256")
+DOCUMENTS = "--training.document_mask"
+CP = "--parallelism.context_parallel_degree=2"
+LONG = (CP, "--training.seq_len=131072", FLOAT8, GATHERED, PRECOMPUTED, COMPILED)
 SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
 TIED = ("--model.tie_embeddings=true", "--model.vocab_size=128256")
 BLACKWELL = {"FAKE_GPU_MAJOR": "10", "FAKE_GPU_NAME": "NVIDIA B200", "FAKE_GPU_GIB": "178"}
@@ -29,6 +31,10 @@ PER_MATMUL = 7 * 2 * 2 * 3
 TENSORWISE = {
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
     "matmul e4m3 x e5m2, scales: tensor, tensor": 2 * PER_MATMUL,
+}
+RECOMPUTED = TENSORWISE | {
+    # All but w2, of which the backward pass needs no output.
+    "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL + PER_MATMUL * 6 // 7,
 }
 # Without fast accumulation, as it multiplies gradients, torchao scales the product in place of its
 # operands.
@@ -72,7 +78,7 @@ class Case:
     @property
     def words(self) -> list[str]:
         """What is added to the config."""
-        dp_degree = 1 if TP in self.overrides else self.gpus
+        dp_degree = 1 if {TP, CP} & set(self.overrides) else self.gpus
         return [f"--training.global_batch_size={2 * dp_degree}", *self.overrides]
 
 
@@ -112,8 +118,8 @@ CASES = {
     "memory budget": Case((*checkpointing("memory_budget"), COMPILED), needs=BUDGET_TORCH),
     "auto": Case(checkpointing("auto")),
     # Attention within documents.
-    "document mask": Case(("--training.document_mask",), steady=True),
-    "document mask, compiled": Case(("--training.document_mask", COMPILED)),
+    "document mask": Case((DOCUMENTS,), steady=True),
+    "document mask, compiled": Case((DOCUMENTS, COMPILED)),
     # Layouts.
     "FSDP": Case((FLOAT8, GATHERED, PRECOMPUTED), TENSORWISE, gpus=2, steady=True),
     "FSDP, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE, gpus=2),
@@ -128,6 +134,8 @@ CASES = {
     "TP, memory budget": Case(
         (TP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH
     ),
+    "CP": Case((FLOAT8, GATHERED, CP), TENSORWISE, gpus=2, steady=True),
+    "CP, long, compiled": Case((*LONG, *checkpointing("full")), RECOMPUTED, gpus=2, steady=True),
     # One matrix for the embedding and the output.
     "tied": Case(TIED),
     "tied, FSDP, compiled": Case((*TIED, COMPILED), gpus=2),
@@ -176,6 +184,24 @@ def test_weights_that_stay_are_gathered_and_copied_once_for_two_microbatches(
     assert copies == 3 * gathers
     all_gathers = sum(n for name, n in run.calls.items() if name.startswith("nccl all-gather"))
     assert all_gathers == 3 * (gathers + 1)  # of the losses, too
+
+
+def test_ranks_gather_the_keys_and_values_of_a_long_sequence_in_each_pass(tmp_path: Path) -> None:
+    case = CASES["CP, long, compiled"]
+    run = train(tmp_path, *case.words, gpus=2)
+
+    def count(name: str) -> int:
+        return sum(n for each, n in run.calls.items() if name in each)
+
+    # Each of a rank's two chunks has a kernel of its own. The backward pass computes them again.
+    layers = 2 * 2 * 3  # in two microbatches, three steps
+    assert count("flash_fwd_kernel") == layers * 2 * 2
+    assert count("flash_bwd_dq_dk_dv") == layers * 2
+
+    # Half of the keys and values of 8 heads of 128, in bfloat16.
+    nbytes = 2 * 131072 // 2 * 8 * 128 * 2
+    assert run.calls[f"nccl all-gather of {nbytes} bytes"] == layers * 2
+    assert run.calls[f"nccl reduce-scatter of {nbytes} bytes"] == layers
 
 
 def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:

@@ -46,7 +46,8 @@ class ContextParallel:
         """Return the attention [B, H, s, Q] of this rank's `q` [B, H, s, Q] to the keys and values
         of the whole sequence, of which `k` and `v` [B, K, s, Q] are this rank's. It is causal if
         `mask`, over [s, S], is None."""
-        k, v = self._gather(torch.stack((k, v)))  # [B, K, S, Q] each
+        # Beyond four dimensions, `cat` takes a kernel for each tensor.
+        k, v = self._gather(torch.cat((k, v))).chunk(2)  # [B, K, S, Q] each
         if mask is not None:
             return attend(q, k, v, mask)
 
@@ -61,8 +62,8 @@ class ContextParallel:
         return torch.cat(chunks, dim=-2)
 
     def _gather(self, kv: Tensor) -> Tensor:
-        """Return the keys and values [2, B, K, S, Q] of the whole sequence, in its order, from each
-        rank's `kv` [2, B, K, s, Q]."""
+        """Return the keys and values [2B, K, S, Q] of the whole sequence, in its order, from each
+        rank's `kv` [2B, K, s, Q]."""
         shards = DTensor.from_local(kv, self.mesh, [Shard(0)], run_check=False)
         gathered = shards.redistribute(placements=[Replicate()])
         by_rank = gathered.to_local(grad_placements=[Partial()]).chunk(self.mesh.size())
