@@ -136,13 +136,6 @@ CASES = {
     ),
     "CP": Case((FLOAT8, GATHERED, CP), TENSORWISE, gpus=2, steady=True),
     "CP, long, compiled": Case((*LONG, *checkpointing("full")), RECOMPUTED, gpus=2, steady=True),
-    "CP, selective op, compiled": Case((CP, *checkpointing("selective"), COMPILED), gpus=2),
-    "CP, memory budget": Case(
-        (CP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH
-    ),
-    "CP, document mask": Case((CP, DOCUMENTS), gpus=2),
-    "CP, document mask, compiled": Case((CP, DOCUMENTS, COMPILED), gpus=2),
-    "CP, TP, compiled": Case((FLOAT8, CP, TP, COMPILED), TENSORWISE, gpus=4),
     # One matrix for the embedding and the output.
     "tied": Case(TIED),
     "tied, FSDP, compiled": Case((*TIED, COMPILED), gpus=2),
