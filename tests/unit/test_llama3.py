@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import llama3
 from torchtitan_lite.models.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.models.init import init_weights
@@ -302,7 +303,10 @@ def test_flex_attention_leaves_out_blocks_between_documents() -> None:
         (0, "cuda", "FLEX_ATTENTION"),
     ],
 )
-def test_the_attention_backend_is_named(bos_id: int | None, device: str, expected: str) -> None:
+def test_the_attention_backend_is_named(
+    bos_id: int | None, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     args = ModelArgs(
         dim=64,
         n_layers=1,
@@ -317,6 +321,21 @@ def test_the_attention_backend_is_named(bos_id: int | None, device: str, expecte
         args, cp_degree=1, tp_degree=2, dtype=torch.bfloat16, device=torch.device(device)
     )
     assert found == expected
+
+
+def test_a_gpu_without_flex_attention_takes_no_document_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    args = ModelArgs(
+        dim=64, n_layers=1, n_heads=8, n_kv_heads=2, ffn_dim=96, vocab_size=50, document_bos_id=1
+    )
+    refused = "document_mask = true runs in .* 8.0 or newer, and Tesla T4 has 7.5; set it to false"
+    with pytest.raises(ConfigError, match=refused):
+        attention_backend(
+            args, cp_degree=2, tp_degree=1, dtype=torch.bfloat16, device=torch.device("cuda")
+        )
 
 
 def test_this_ranks_share_of_the_heads_decides(monkeypatch: pytest.MonkeyPatch) -> None:

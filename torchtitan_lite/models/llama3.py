@@ -23,10 +23,15 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from torchtitan_lite.errors import ConfigError
+
 from .flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
 """Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""
+
+FLEX_CAPABILITY = (8, 0)
+"""The oldest GPUs on which PyTorch tests FlexAttention."""
 
 
 # FlexAttention is compiled even if blocks are not: eager, it computes S x S values. The compiler is
@@ -127,9 +132,18 @@ def attention_backend(
 
     MATH, the only backend that is not fused, stores all S x S scores. PyTorch's order is fixed, as
     the first choice in a process overwrites set_priority (torch 2.11 to 2.13): cuDNN first on
-    Hopper and Blackwell if its version has no known faults, flash attention first elsewhere."""
+    Hopper and Blackwell if its version has no known faults, flash attention first elsewhere.
+
+    Raises ConfigError for a document mask on a GPU without FlexAttention."""
     masked, seq_len = args.document_bos_id is not None, args.max_seq_len
     if masked and device.type == "cuda":
+        if (capability := torch.cuda.get_device_capability(device)) < FLEX_CAPABILITY:
+            needed, found = (".".join(map(str, each)) for each in (FLEX_CAPABILITY, capability))
+            raise ConfigError(
+                "[training] document_mask = true runs in FlexAttention, which needs a GPU of "
+                f"compute capability {needed} or newer, and {torch.cuda.get_device_name(device)} "
+                f"has {found}; set it to false, or use a newer GPU."
+            )
         return "FLEX_ATTENTION"
 
     # Tensors as the model passes them: [1, heads, S, Q], with S before the heads in memory.
@@ -143,7 +157,8 @@ def attention_backend(
     # Only flash attention aligns a causal mask with the last keys, as parts of a sequence need it.
     if cp_degree > 1 and device.type == "cuda":
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-        if torch.backends.cuda.can_use_flash_attention(params):
+        # The operator itself, unlike scaled_dot_product_attention, does not pad heads.
+        if args.head_dim % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params):
             return SDPBackend.FLASH_ATTENTION.name
 
     mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device) if masked else None
