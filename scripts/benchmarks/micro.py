@@ -1,10 +1,9 @@
-"""Measure one part of training: the loss, the data, checkpoints, logging, or long sequences.
+"""Measure one part of training: the loss, the data, checkpoints, or logging.
 
 python scripts/benchmarks/micro.py loss [--tokens 8192] [--vocab-size 128256] [--dim 256]
 python scripts/benchmarks/micro.py data [--source PATH] [--seq-len 8192]
 python scripts/benchmarks/micro.py checkpoint --job.config_file X.toml [--processes 2] ...
 python scripts/benchmarks/micro.py logging --job.config_file X.toml [--processes 1] [--pairs 5] ...
-python scripts/benchmarks/micro.py context --job.config_file X.toml [--seq-len 8192] ...
 """
 
 import argparse
@@ -38,7 +37,6 @@ from torchtitan_lite.models.loss import CrossEntropy
 
 PREPARE = Path(__file__).parents[1] / "prepare_data.py"
 LOSSES = ("plain", "ours, eager", "ours, compiled")
-CONTEXT = "--parallelism.context_parallel_degree"
 ONLY_TRAIN = ("--validation.enable=false", "--training.epochs=", "--metrics.log_freq=1")
 
 
@@ -197,20 +195,6 @@ def report_logging(options: argparse.Namespace, overrides: list[str]) -> None:
     print(f"seconds of a logged step over an unlogged one: {Ratios.of(always, never)}")
 
 
-def report_context(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Print the peak memory of a rank if 1, 2 and 4 ranks share each sequence, and how much of it
-    is for the tokens: what a run of short sequences does not take."""
-    for degree in (1, 2, 4):
-        peaks = []
-        for seq_len in (64, options.seq_len):
-            lengths = (f"--training.seq_len={seq_len}", f"{CONTEXT}={degree}")
-            config = load_config([*overrides, *ONLY_TRAIN, *lengths], world_size=degree)
-            _, records = run_config(config, processes=degree)
-            peaks.append(1024 * records[-1]["memory_gib"])
-        short, long = peaks
-        print(f"{degree} ranks: {long:,.0f} MiB, {long - short:,.0f} MiB for the tokens")
-
-
 def positive(word: str) -> int:
     """Return the number in an option. Raises ValueError below 1."""
     if (value := int(word)) < 1:
@@ -228,7 +212,6 @@ def main(argv: list[str]) -> None:
         "data": report_data,
         "checkpoint": report_checkpoints,
         "logging": report_logging,
-        "context": report_context,
     }
 
     # Options of the parts; what is unknown here overrides the config.
