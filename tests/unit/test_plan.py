@@ -941,7 +941,7 @@ def test_help(capsys):
     MAIN(["--help"])
     printed = capsys.readouterr().out
     options = re.findall(r"^  --[\w-]+.*?(?=^  \S|\Z)", printed, flags=re.MULTILINE | re.DOTALL)
-    assert len(options) == 13
+    assert len(options) == 14
     assert [option for option in options if "(default" not in option] == []
     assert [line for line in printed.splitlines() if len(line) > 80] == []
 
