@@ -62,7 +62,8 @@ def test_the_text_has_80_columns_and_each_length(answer: dict[str, Any]) -> None
 
 
 def test_lengths_are_multiples_of_what_the_degrees_divide() -> None:
-    found = make_longest(space_of("--parallelism.tensor_parallel_degree=8"))
+    layout = "--parallelism.tensor_parallel_degree=8", "--parallelism.context_parallel_degree=1"
+    found = make_longest(space_of(*layout))
     assert [each["seq_len"] for each in found["lengths"] if "seq_len" in each] == [131072]
 
 

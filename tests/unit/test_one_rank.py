@@ -83,6 +83,7 @@ class Case:
             activation_checkpoint=ActivationCheckpointConfig.model_validate({"mode": self.ac}),
             compile=CompileConfig(enable=self.compiled),
             training=training,
+            flash=False,
         )
         model.to_empty(device="cpu")
         init_weights(model, seed=0)
