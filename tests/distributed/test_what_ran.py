@@ -37,7 +37,7 @@ def test_under_tensorwise_the_run_says_what_it_multiplied_and_gathered(tmp_path:
         # The blocks are gathered forward and backward; the output stays, and the embedding is not
         # needed again.
         "gathers of weights by FSDP: 2 in bfloat16, 4 in float8",
-        "gathers of activations by tensor parallelism: 8 in float8, 2 in bfloat16",
+        "gathers of activations: 8 in float8, 2 in bfloat16",
     ]
     assert "otherwise" not in output
 
@@ -48,7 +48,7 @@ def test_under_rowwise_it_says_that_activations_are_gathered_in_high_precision(
     output = finish(
         tmp_path, *FLOAT8, "--float8.recipe_name=rowwise", TP, "--training.global_batch_size=1"
     )
-    assert said(output)[-1] == "gathers of activations by tensor parallelism: 10 in bfloat16"
+    assert said(output)[-1] == "gathers of activations: 10 in bfloat16"
 
 
 def test_activations_that_are_not_gathered_in_float8_are_a_warning_and_an_error_if_deterministic(

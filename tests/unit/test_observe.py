@@ -125,6 +125,5 @@ def test_real_float8_matmuls_and_fused_ones_are_counted() -> None:
     observer.__torch_dispatch__(fused, (), (shard, [shard, shard, shard]))
     assert observer.matmuls == {"float8": 4} and observer.tp_gathers == {"float8": 1}
     assert observer.lines(nn.Module(), Asked(fused=1))[-1] == (
-        "gathers of activations by tensor parallelism: 1 in float8, "
-        "1 collectives fused with matmuls"
+        "gathers of activations: 1 in float8, 1 collectives fused with matmuls"
     )

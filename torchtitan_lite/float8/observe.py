@@ -116,7 +116,7 @@ class StepObserver(TorchDispatchMode):
         if self.tp_gathers:
             fused = f", {self.fused} collectives fused with matmuls" if asked.fused else ""
             gathers = _show(self.tp_gathers)
-            lines.append(f"gathers of activations by tensor parallelism: {gathers}{fused}")
+            lines.append(f"gathers of activations: {gathers}{fused}")
         return lines
 
     def mismatches(self, model: nn.Module, asked: Asked) -> list[str]:
