@@ -70,8 +70,8 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 
 
 def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
-    """Return the device's data sheet for planning; None on CPU, for an unknown GPU, and for float8
-    on one without a known float8 peak."""
+    """Return the device's data sheet for planning. None on CPU, for an unknown GPU, and if float8
+    is on and its peak is unknown."""
     on_gpu = device.type == "cuda"
     spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
     spec = spec and spec.with_given(config.metrics)
@@ -124,7 +124,8 @@ def build_model(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         training=training,
-        flash=device.type == "cuda" and attention == "FLASH_ATTENTION",
+        # The operator of a GPU, which parts of a sequence use, does not pad heads.
+        flash=device.type == "cuda" and attention == "FLASH_ATTENTION" and args.head_dim % 8 == 0,
     )
     model.to_empty(device="cpu" if training.enable_cpu_offload else device)
     init_weights(model, seed=config.debug.seed, buffer_device=device)

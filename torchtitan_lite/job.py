@@ -60,10 +60,8 @@ class Job:
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of a forward pass on one rank.
-
-        Linears see all of them: sequence parallelism gathers the tokens before each matmul.
-        """
+        """Tokens of a microbatch that the linears of one rank see: context parallelism splits
+        sequences, and sequence parallelism gathers them before each matmul."""
         return self.batch.local_batch_size * self.config.training.seq_len // self.degrees.cp
 
     @property

@@ -225,10 +225,10 @@ class Trainer:
             start_microbatch(self.model, self.config.parallelism, last=last)
             losses.append(self.loss(*batch, scale=scale))
             if (bos_id := self.job.model_args.document_bos_id) is not None:
-                tokens = batch[0].to(self.device, non_blocking=True)
+                tokens, _ = batch
                 squares.append(document_squares(tokens, bos_id=bos_id, part=self.model.part))
 
-        # Clip the gradients while ranks exchange their sums.
+        # Clip the gradients while ranks exchange losses and lengths of documents.
         self.watchdog.at(step, "optimizer")
         take_losses = start_all_gather(torch.stack(losses).sum(), self.loss_group)
         take_squares = start_all_gather(torch.stack(squares), self.loss_group) if squares else None
@@ -257,7 +257,7 @@ class Trainer:
         )
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return this rank's next batch once all ranks have theirs; None after the last.
+        """Return this rank's next batch, on its device, once all ranks have one; None at the end.
         If one rank has an error, raises it on all ranks. Raises `Stopped` after a signal."""
         self.watchdog.at(self.step + 1, "data")
         batch, error = None, None
@@ -278,12 +278,14 @@ class Trainer:
         if stop:
             raise Stopped(signal.Signals(stop).name)
         self.watchdog.at(self.step + 1, "forward and backward")
+        if batch is not None:
+            tokens, labels = (each.to(self.device, non_blocking=True) for each in batch)
+            batch = tokens, labels
         return batch
 
     def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """Return the cross-entropy of `tokens` and `labels` [B, S], summed and scaled, [] float32.
-        Also run the backward pass if gradients are enabled."""
-        tokens, labels = (t.to(self.device, non_blocking=True) for t in (tokens, labels))
+        """Return this rank's part of the cross-entropy of `tokens` and `labels` [B, S], summed and
+        scaled, [] float32. Also run the backward pass if gradients are enabled."""
         labels = self.model.part(labels, 1)
         of_linear, of_logits = self.cross_entropy.of_linear, self.cross_entropy.of_logits
         if self.fuses_output:

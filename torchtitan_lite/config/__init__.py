@@ -8,6 +8,7 @@ from .arithmetic import (
     resolve_degrees,
     resolve_model,
     resolve_shares,
+    sequence_parts,
 )
 from .checks import check_config, check_decay, log_odd_schedule
 from .keys import format_config_page, format_help, show_settings

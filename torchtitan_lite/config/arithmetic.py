@@ -142,6 +142,12 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
     return ParallelDegrees(replicate, left, cp, tp)
 
 
+def sequence_parts(*, cp: int, tp: int) -> int:
+    """Return the number that divides seq_len: each rank of context parallelism has two chunks of a
+    sequence, and tensor parallelism splits each of them."""
+    return tp if cp == 1 else 2 * cp * tp
+
+
 def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
     """Return the batch sizes, with a global batch size of -1 replaced.
 

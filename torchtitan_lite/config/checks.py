@@ -20,6 +20,7 @@ from .arithmetic import (
     resolve_degrees,
     resolve_model,
     resolve_shares,
+    sequence_parts,
 )
 from .keys import show
 from .sections import Config, LRSchedulerConfig
@@ -66,16 +67,17 @@ def _check_layout(config: Config, world_size: int) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
 
-    # Tensor parallelism shards the sequence too, and context parallelism gives each rank 2 chunks.
     seq_len, tp = config.training.seq_len, config.parallelism.tensor_parallel_degree
     cp = config.parallelism.context_parallel_degree
-    chunks, rule = (tp, "") if cp == 1 else (2 * cp * tp, "2 * context_parallel_degree * ")
-    if seq_len % chunks:
-        values = f"2 * {cp} * {tp} = {chunks}" if rule else f"{tp}"
+    if seq_len % (parts := sequence_parts(cp=cp, tp=tp)):
+        rule = f"tensor_parallel_degree = {tp}"
+        if cp > 1:
+            rule = (
+                f"2 * context_parallel_degree * tensor_parallel_degree = 2 * {cp} * {tp} = {parts}"
+            )
         yield (
-            f"[training] seq_len = {seq_len} is not a multiple of [parallelism] {rule}"
-            f"tensor_parallel_degree = {values}, into which sequences are split; "
-            f"use {multiples_near(seq_len, chunks)}"
+            f"[training] seq_len = {seq_len} is not a multiple of [parallelism] {rule}, into which "
+            f"sequences are split; use {multiples_near(seq_len, parts)}"
         )
 
 

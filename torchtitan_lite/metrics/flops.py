@@ -116,8 +116,8 @@ def document_squares(
 ) -> Tensor:
     """Return this rank's share of the sum of squared document lengths in `tokens` [B, S], [] int64.
 
-    That sum takes the place of B * S**2 in the FLOPs of attention. Token i of a document, from 0,
-    adds 2 * i + 1, as (i + 1)**2 = i**2 + 2 * i + 1. `part` returns what this rank computes of a
+    It replaces B * S**2 in the FLOPs of attention. Token i of a document, counted from 0, adds
+    2 * i + 1. `part` returns what this rank computes of a
     tensor whose given dimension is a sequence. Does not wait for the device."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     positions = part(index - document_starts(tokens, bos_id=bos_id), 1)

@@ -157,8 +157,7 @@ def attention_backend(
     # Only flash attention aligns a causal mask with the last keys, as parts of a sequence need it.
     if cp_degree > 1 and device.type == "cuda":
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-        # The operator itself, unlike scaled_dot_product_attention, does not pad heads.
-        if args.head_dim % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params):
+        if torch.backends.cuda.can_use_flash_attention(params):
             return SDPBackend.FLASH_ATTENTION.name
 
     mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device) if masked else None
@@ -276,15 +275,15 @@ class Transformer(nn.Module):
         # With a document mask, positions restart at each document.
         if (bos_id := self.args.document_bos_id) is None:
             cos, sin = (self.part(table[:seq_len], 0) for table in (self.rope_cos, self.rope_sin))
-            mask = None  # the tables are [S, Q/2]
+            mask = None  # the tables are [s, Q/2]
         else:
-            index = self.part(torch.arange(seq_len, device=tokens.device), 0)  # [S]
+            index = self.part(torch.arange(seq_len, device=tokens.device), 0)  # [s]
             starts = document_starts(tokens, bos_id=bos_id)
             positions = index - starts[:, index]
-            cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, S, Q/2]
+            cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, s, Q/2]
             mask = document_mask(starts, index)
 
-        x = self.tok_embeddings(self.part(tokens, 1))  # [B, S, D]
+        x = self.tok_embeddings(self.part(tokens, 1))  # [B, s, D]
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         x = self.norm(x)

@@ -20,8 +20,8 @@ from torchtitan_lite.models.llama3 import Attention, Transformer, attend
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh, *, flash: bool) -> None:
-    """Make `model` compute, in place, this rank's part of each sequence, over the ranks of `mesh`.
-    `flash`: attention without a mask runs in the GPU's FlashAttention."""
+    """Split the sequences of `model`, in place, over the ranks of `mesh`. `flash`: attention
+    without a mask runs in the GPU's FlashAttention."""
     context = ContextParallel(mesh, flash=flash)
     model.part = context.part
     for module in model.modules():
@@ -43,10 +43,10 @@ class ContextParallel:
         return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """Return the attention [B, H, s, Q] of this rank's `q` [B, H, s, Q] to the keys and values
-        of the whole sequence, of which `k` and `v` [B, K, s, Q] are this rank's. It is causal if
-        `mask`, over [s, S], is None."""
-        # Beyond four dimensions, `cat` takes a kernel for each tensor.
+        """Return the attention [B, H, s, Q] of this rank's `q` [B, H, s, Q] to whole sequences.
+        `k` and `v` [B, K, s, Q] are this rank's, and are gathered from all ranks. Causal if `mask`,
+        over [s, S], is None."""
+        # Not stacked: `cat` of more than four dimensions launches a kernel for each tensor.
         k, v = self._gather(torch.cat((k, v))).chunk(2)  # [B, K, S, Q] each
         if mask is not None:
             return attend(q, k, v, mask)

@@ -32,7 +32,8 @@ def apply_fsdp(
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         cast_forward_inputs=False,
     )
-    # Ranks that share sequences shard the weights too, and average gradients as other ranks do.
+    # To FSDP, ranks that share sequences are data-parallel ranks: they shard the weights and
+    # average gradients.
     fsdp_mesh = mesh["dp_shard"]
     if mesh["cp"].size() > 1:
         fsdp_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")

@@ -1,7 +1,7 @@
 """Mixed precision on one data-parallel rank, with the numerics of FSDP2 and without its copies.
 
-Under tensor parallelism masters, copies and gradients are DTensors. Their local parts are copied
-and cast, as each operator on a DTensor takes the host long.
+Under tensor parallelism masters, copies and gradients are DTensors. Operators run on their local
+parts, because dispatching an operator on a DTensor is slow.
 
 The modules hold the master weights between microbatches, and copies of them in the compute type
 from a forward pass to the end of its backward pass. A copy is made once a step. The last microbatch
@@ -27,8 +27,8 @@ from torchtitan_lite.torchao_types import is_float8_tensor, is_gathered_in_float
 
 
 def needs_no_fsdp(training: TrainingConfig, *, data_ranks: int) -> bool:
-    """Return whether to train without FSDP: if one of `data_ranks` has a part of the model for
-    itself, and keeps its weights on the device."""
+    """Return whether to train without FSDP: with one data-parallel rank, and weights that stay on
+    the device. `data_ranks` is dp_replicate * dp_shard * cp."""
     return data_ranks == 1 and not training.enable_cpu_offload
 
 
@@ -70,7 +70,7 @@ class WeightCopies:
         self.last_microbatch = True
         """Whether the next backward pass completes the gradients of a step."""
 
-        # Masters are without torchao's wrappers, which say how to cast them to float8.
+        # Take the masters out of torchao's wrappers, which say how to cast them to float8.
         self._wrappers: dict[nn.Module, Any] = {}
         for module in model.modules():
             for name, weight in module._parameters.items():
@@ -191,7 +191,8 @@ def _local(tensor: Tensor) -> Any:
 
 
 def _split_like(tensor: Tensor, local: Tensor) -> Any:
-    """Return the tensor of which `local` is this rank's part, split as `tensor` is."""
+    """Return a DTensor with the layout of `tensor` and the local part `local`; `local` itself if
+    `tensor` is a plain tensor."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor(local, tensor._spec, requires_grad=False)

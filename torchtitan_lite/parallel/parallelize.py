@@ -64,14 +64,14 @@ def parallelize(
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Configure the compiler of this process for `mesh` and for a memory budget."""
-    # The trainer collects garbage after the first step. Each compilation would, too.
+    # The trainer collects garbage itself. Do not collect after each compilation.
     torch._dynamo.config.run_gc_after_compile = False
 
-    # Under tensor and context parallelism ranks compile different code. With the first, the scale
-    # of a float8 cast is the maximum over ranks: those that do not wait for each other share an
-    # all-reduce.
+    # Under tensor and context parallelism ranks compile different code.
     if max(mesh["tp"].size(), mesh["cp"].size()) > 1:
         patches.tag_compiler_cache(f"rank {mesh.get_rank()} of {mesh.size()}")
+    # The scale of a float8 cast is a maximum over ranks of tensor parallelism: all-reduces that do
+    # not wait for each other are merged.
     if mesh["tp"].size() > 1:
         torch._inductor.config.bucket_all_reduces_fx = "all"
 

@@ -26,8 +26,8 @@ class AttentionBytes:
         self.kv_heads = self.tokens * model.kv_dim // tp
         self.sums = self.tokens * model.n_heads // tp
 
-        # On CPU zeros pad each chunk to its keys, S * (1 + 1 / 2c) in all for S / c tokens. Small
-        # heads are computed in copies in float32 there.
+        # On CPU each chunk is padded to the length of its keys: (2c + 1) * S / 2c queries in all
+        # instead of S / c. Small heads are copied to float32.
         self.masked = model.document_bos_id is not None
         self.in_chunks = self.cp > 1 and not self.masked
         self.pads, self.on_cpu = self.in_chunks and on_cpu, on_cpu
@@ -37,7 +37,7 @@ class AttentionBytes:
 
     def saved(self) -> dict[str, int]:
         """Bytes of each tensor that the backward needs: operands and output, and wo's input."""
-        chunks = 2 * self.cp + 1  # times half a rank's tokens
+        chunks = 2 * self.cp + 1  # in halves of this rank's tokens
         queries, keys = (chunks if self.pads else 2), 2 * self.cp
         if self.pads and self.in_float32:
             keys = chunks  # each chunk has copies of its own
@@ -58,13 +58,13 @@ class AttentionBytes:
         return tensors
 
     def backward(self) -> int:
-        """Bytes of the gradients at the backward of the longer chunk, beside what is saved."""
+        """Bytes of gradients in the backward of the longer chunk, in addition to what is saved."""
         queries = self.cp if self.pads else 1
         keys = 2 * self.cp * self.kv_heads
         if self.on_cpu:  # also a copy of the output's gradient
             return (3 * queries * self.heads + keys) * self.computed
-        # FlashAttention computes those of keys and values for each query head, then their sums.
-        # The queries' are summed in float32.
+        # FlashAttention computes gradients of keys and values for each query head, then sums them;
+        # it sums the queries' in float32.
         each = 2 * self.cp * self.heads if self.in_chunks and self.heads > self.kv_heads else 0
         return (2 * self.heads + each + keys) * self.width + FLOAT32 * self.heads // 2
 

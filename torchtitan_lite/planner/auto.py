@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtitan_lite.config import sequence_parts
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
@@ -27,8 +28,8 @@ CHECKPOINTING = (
 """Modes of activation checkpointing and their options to choose from, mostly from the fastest to
 the smallest. Every second block is missing: "op" is faster, and keeps less."""
 RESHARDING = ("never", "default")
-"""Values of fsdp_reshard_after_forward to choose from, in the same order. "always" needs as much
-memory as "default" where that peaks, and more time."""
+"""Values of fsdp_reshard_after_forward to choose from, in the same order. "always" has the peak
+memory of "default", and is slower."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -213,8 +214,7 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     }
     chosen = {key: least[key] for key in least if f"parallelism.{key}" in work.job.chosen}
     work = replace(work, job=work.job.choose("parallelism", **chosen))
-    chunks = 1 if work.job.degrees.cp == 1 else 2 * work.job.degrees.cp
-    tokens = args.max_seq_len // chunks
+    tokens = args.max_seq_len // sequence_parts(cp=work.job.degrees.cp, tp=1)
     divided = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim, tokens)
     higher = [tp for tp in NODE_TP_DEGREES if tp > degree and divided % tp == 0]
     found: list[dict[str, Any]] = []

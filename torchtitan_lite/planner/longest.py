@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.config import resolve_model
+from torchtitan_lite.config import resolve_model, sequence_parts
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.job import TokenizerValues
 from torchtitan_lite.models.llama3 import Transformer
@@ -40,8 +40,8 @@ SEQ_LEN = "training.seq_len"
 
 def make_longest(space: Space) -> dict[str, Any]:
     """Return for each of DEGREES of context parallelism the longest `seq_len` that fits, as plain
-    values for JSON, or the reason for none. Each rank trains one sequence at a time, and all other
-    keys are the config's.
+    values for JSON, or the reason for none. Each group of ranks trains one sequence at a time:
+    data_parallel_shard_degree and the batch sizes follow from that. Other keys are the config's.
 
     Raises ConfigError if there is no length for any degree."""
     tokenizer, args = tokenizer_values(space.config.model), resolve_model(space.config.model)
@@ -60,12 +60,12 @@ def make_longest(space: Space) -> dict[str, Any]:
         seq_len = longest.work.job.config.training.seq_len
         found = {"cp": cp, "left_out": None, "seq_len": seq_len}
         lengths.append(found | figures_of(longest, space, None))
-        name = longest.work.job.model_name
+        model_name = longest.work.job.model_name
     if not any("seq_len" in each for each in lengths):
         raise ConfigError("\n".join(f"cp {each['cp']}: {each['left_out']}" for each in lengths))
     return {
         "request": {
-            "model": name,
+            "model": model_name,
             "device": space.device.name,
             "world_size": space.world_size,
             "memory_gib": space.device.memory_gib,
@@ -81,7 +81,8 @@ def _longest(
     """Return the longest config with `cp` that fits. Raises ConfigError if none does."""
     unchanged = {name: get_setting(space.config, name) for name in SEARCHED}
     settings = unchanged | {CP: cp, SHARD: -1, LOCAL: 1, GLOBAL: -1}
-    step = math.lcm(STEP, 2 * cp * space.config.parallelism.tensor_parallel_degree)
+    tp = space.config.parallelism.tensor_parallel_degree
+    step = math.lcm(STEP, sequence_parts(cp=cp, tp=tp))
     lengths = range(step, max(limit, step) + 1, step)
 
     def plan(seq_len: int) -> Candidate:

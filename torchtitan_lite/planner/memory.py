@@ -193,7 +193,7 @@ def step_memory(rank: Rank) -> list[Moment]:
     Assumes the last microbatch of a step after the first one, so that optimizer states exist. What
     an earlier one keeps for it is added: weights that stay gathered through its backward."""
     groups, last = rank.groups, len(rank.groups) - 1
-    # The first group whose weights are gathered at the loss: that computes with the last ones.
+    # The first group whose weights are still gathered at the loss, which uses the last group's.
     kept_from = 0 if rank.reshard == "never" else last
     stays = rank.reshard == "never" and rank.accum_steps > 1
     in_block = max(out * in_ for out, in_ in block_linear_shapes(rank.model).values())
@@ -287,7 +287,8 @@ def _block(rank: Rank, *, checkpointed: bool) -> Group:
     tp = rank.degrees.tp
     sizes = {name: out * in_ for name, (out, in_) in block_linear_shapes(rank.model).items()}
     if rank.degrees.cp > 1:
-        # Or attention's to the keys of whole sequences, when the weights behind it have gradients.
+        # The peak can be in attention's backward: it has gradients of whole keys and values, and
+        # the weights after it already have theirs.
         before = sum(size for name, size in tensors.items() if name not in BEHIND)
         behind = sum(sizes[each] for each in sizes if BLOCK_LINEARS[each].reads != "attention_norm")
         gradients = rank.width * behind // tp + rank.residual

@@ -99,10 +99,13 @@ class Roofline:
     @property
     def runs_attention_in(self) -> str:
         """The kernel given, or the one that PyTorch takes."""
-        default = "cudnn" if self.device.architecture in ("Hopper", "Blackwell") else "flash"
-        masked = self.job.model_args.document_bos_id is not None
-        default = "flash" if self.job.degrees.cp > 1 else default  # ends with the last key
-        return self.attention_kernel or ("flex" if masked else default)
+        if self.attention_kernel:
+            return self.attention_kernel
+        if self.job.model_args.document_bos_id is not None:
+            return "flex"
+        # cuDNN cannot align a causal mask with the last key, as parts of a sequence need it.
+        on_cudnn = self.device.architecture in ("Hopper", "Blackwell") and self.job.degrees.cp == 1
+        return "cudnn" if on_cudnn else "flash"
 
     def gathers_float8(self, linear: LinearChoice) -> bool:
         """Whether FSDP gathers the linear's weight in float8, if it is converted. The embedding
