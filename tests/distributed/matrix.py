@@ -1,6 +1,7 @@
 """Runs that are to train as one process does: every recipe, layout, activation checkpointing and
 mode; the same with ranks that share sequences; and vocabularies under tensor parallelism.
-matrix_page.py trains all of them, the tests those of `pairwise`."""
+matrix_page.py trains all of them, but with ranks that share sequences those of `usual_pairs`, which
+the tests train of the first ones too."""
 
 import json
 import sys
@@ -124,6 +125,11 @@ def combine(
     return cells
 
 
+def usual_pairs(cells: Iterable[Cell]) -> list[Cell]:
+    """Few of `cells` on USUAL processes that have every pair of values."""
+    return pairwise([cell for cell in cells if cell.processes == USUAL[cell.factors[1]]])
+
+
 def vocabulary_cells() -> list[Cell]:
     """Each vocabulary and degree of tensor parallelism, with and without loss parallelism, in each
     mode."""
@@ -145,20 +151,20 @@ def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Few of `cells` that have every pair that any of them has: again and again the one with the
-    most pairs that are missing, of these an eager one, of these one of the fewest processes, and of
-    these the first."""
+    """Few of `cells`, in their order, that have every pair that any of them has: again and again
+    the one with the most pairs that are missing, of these an eager one, of these one of the fewest
+    processes, and of these the first."""
     missing = set().union(*map(pairs, cells))
-    chosen = []
+    chosen = set()
 
     def rank(cell: Cell) -> tuple[int, bool, int]:
         return len(missing & pairs(cell)), "eager" in cell.factors, -cell.processes
 
     while missing:
         best = max(cells, key=rank)
-        chosen.append(best)
+        chosen.add(best)
         missing -= pairs(best)
-    return chosen
+    return [cell for cell in cells if cell in chosen]
 
 
 def outcome(cell: Cell, folder: Path) -> str | None:
