@@ -43,7 +43,7 @@ from pathlib import Path
 from torchtitan_lite.config import asks_for_help, given_keys, load_config
 from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.logger import init_logger
-from torchtitan_lite.planner.longest import format_longest, make_longest
+from torchtitan_lite.planner.longest import START, format_longest, make_longest
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
@@ -70,7 +70,8 @@ def main(argv: list[str]) -> None:
         print(__doc__)
         return
     options, words = read_options(argv)
-    config = load_config(words, world_size=options.world_size)
+    replaced = START if options.longest else ()
+    config = load_config([*words, *replaced], world_size=options.world_size)
     given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
     device = find_device(options.device, config.metrics, **given).with_given(config.metrics)
     if options.measured:

@@ -1,5 +1,6 @@
 """The longest sequences that fit."""
 
+import json
 import re
 import runpy
 import shlex
@@ -70,6 +71,18 @@ def test_lengths_are_multiples_of_what_the_degrees_divide() -> None:
 def test_a_device_that_holds_no_length_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cp 1: even 1,024 tokens do not fit: [\d.]+ of 8 GiB"):
         make_longest(space_of(memory_gib=8.0))
+
+
+def test_the_configs_own_degrees_need_not_fit_the_processes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # It shares each sequence among 8.
+    main = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
+    batch = "--training.global_batch_size=8", "--training.local_batch_size=8"
+    few = "--world-size", "2", "--model.n_layers=4"
+    main(["--longest", "--json", "--device", "H100 SXM", *few, *LONG, *batch])
+    lengths = json.loads(capsys.readouterr().out)["lengths"]
+    assert [each["cp"] for each in lengths if each["left_out"] is None] == [1, 2]
 
 
 @pytest.mark.parametrize("other", [["--search"], ["--tps", "5"]])

@@ -36,6 +36,10 @@ STEP = 1024
 MOST = 2**20
 """The longest length where the model has no limit."""
 SEQ_LEN = "training.seq_len"
+REPLACED = {SHARD: -1, LOCAL: 1, GLOBAL: -1}
+"""Values of keys whose own the answer ignores."""
+START = tuple(f"--{name}={value}" for name, value in ({CP: 1} | REPLACED).items())
+"""Overrides for a config that is loaded for this answer, so that no ignored value is refused."""
 
 
 def make_longest(space: Space) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def _longest(
 ) -> Candidate:
     """Return the longest config with `cp` that fits. Raises ConfigError if none does."""
     unchanged = {name: get_setting(space.config, name) for name in SEARCHED}
-    settings = unchanged | {CP: cp, SHARD: -1, LOCAL: 1, GLOBAL: -1}
+    settings = unchanged | {CP: cp} | REPLACED
     tp = space.config.parallelism.tensor_parallel_degree
     step = math.lcm(STEP, sequence_parts(cp=cp, tp=tp))
     lengths = range(step, max(limit, step) + 1, step)
