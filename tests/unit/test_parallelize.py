@@ -102,6 +102,8 @@ def set_up(
         "trust_instruction_set",
         "weigh_cudnn_attention",
         "count_no_memory_for_meshes",
+        "fuse_norms_with_their_gradients",
+        "store_transposes_in_tiles",
     ):
         monkeypatch.setattr(
             patches, name, lambda *label, name=name: applied.add(" ".join([name, *label]))
@@ -116,13 +118,15 @@ def set_up(
 
 
 def test_the_compiler_is_patched_where_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set_up(monkeypatch, device="cuda") == (set(), 1.0)
+    gpu = {"fuse_norms_with_their_gradients", "store_transposes_in_tiles"}
+    assert set_up(monkeypatch, device="cuda") == (gpu, 1.0)
     for split in ({"cp": 2}, {"tp": 2}):
-        assert set_up(monkeypatch, device="cuda", **split)[0] == {"tag_compiler_cache rank 2 of 4"}
+        tagged = gpu | {"tag_compiler_cache rank 2 of 4"}
+        assert set_up(monkeypatch, device="cuda", **split)[0] == tagged
     cpu = {"save_no_rng_state", "name_mxfp8_scales_in_cpp", "trust_instruction_set"}
     assert set_up(monkeypatch, device="cpu")[0] == cpu
     budget = {"weigh_cudnn_attention", "count_no_memory_for_meshes"}
     assert set_up(monkeypatch, device="cuda", mode="memory_budget", memory_budget=0.3) == (
-        budget,
+        gpu | budget,
         0.3,
     )
