@@ -5,7 +5,7 @@ set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then sed -n '2,3s/^# //p' "$0" && exit; fi
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 python=$(scripts/setup.sh dev)
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 if (($#)); then exec "$python" -m pytest "$@"; fi
 "$python" -m ruff check
 "$python" -m ruff format --check
