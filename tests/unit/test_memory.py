@@ -211,24 +211,26 @@ def test_peak_of_a_part_of_a_sequence(
     assert peak(rank).total == pytest.approx(measure(rank)[1], rel=0.1)
 
 
-def test_8b_keeps_the_keys_and_values_of_131072_tokens() -> None:
-    """16,384 tokens of a rank, and 131,072 keys and values of 8 heads of 128, in bf16."""
+def kept_by_8b(checkpoint: ActivationCheckpointConfig) -> dict[int, int]:
+    """Bytes that a block keeps for 16,384 tokens of a rank, by the ranks that share a sequence."""
     kept = {}
     for cp, seq_len in ((1, 16384), (8, 131072)):
         args = dataclasses.replace(FLAVORS["8B"], max_seq_len=seq_len)
-        rank = build_rank(args, 8, cp=cp, activation_checkpoint=NONE, **GPU, **COMPILED)
+        rank = build_rank(args, 8, cp=cp, activation_checkpoint=checkpoint, **GPU, **COMPILED)
         kept[cp] = rank.groups[1].saved
+    return kept
+
+
+def test_8b_keeps_the_keys_and_values_of_131072_tokens() -> None:
+    """16,384 tokens of a rank, and 131,072 keys and values of 8 heads of 128, in bf16."""
+    kept = kept_by_8b(NONE)
     own, whole = 2 * 2 * 16384 * 1024, 2 * 2 * 131072 * 1024
     assert whole == 512 * 2**20
     assert kept[8] - kept[1] == whole - own  # the compiler puts the two chunks together again
 
 
 def test_8b_gathers_no_key_twice_into_what_it_keeps_by_op() -> None:
-    kept = {}
-    for cp, seq_len in ((1, 16384), (8, 131072)):
-        args = dataclasses.replace(FLAVORS["8B"], max_seq_len=seq_len)
-        rank = build_rank(args, 8, cp=cp, activation_checkpoint=BY_OP, **GPU, **COMPILED)
-        kept[cp] = rank.groups[1].saved
+    kept = kept_by_8b(BY_OP)
     assert kept[8] == kept[1]
 
 

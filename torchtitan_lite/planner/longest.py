@@ -54,6 +54,7 @@ def make_longest(space: Space) -> dict[str, Any]:
     with torch.device("meta"):
         model = Transformer(args)
 
+    # A degree that cannot be planned is left out, with the reason.
     lengths: list[dict[str, Any]] = []
     for cp in DEGREES:
         try:
@@ -103,6 +104,8 @@ def _longest(
 def format_longest(answer: Mapping[str, Any]) -> str:
     """Format the result of `make_longest` as text for a terminal of 80 columns."""
     request = answer["request"]
+
+    # A row for each degree that was planned; a note for each other one.
     rows = [("cp", "tokens", "replicate x shard x TP", "recompute", "GiB", "tokens/s", "waits")]
     left_out = []
     for each in answer["lengths"]:
@@ -120,6 +123,8 @@ def format_longest(answer: Mapping[str, Any]) -> str:
                 f"{each['exposed_pct']:.0f} %",
             )
         )
+
+    # The table between its title and what it means.
     title = "Longest sequences of {model} on {world_size} x {device}".format_map(request)
     notes = (
         "One sequence at a time on the cp ranks that share it, one microbatch a step; other keys "
