@@ -8,11 +8,13 @@ from torchtitan_lite.config import (
     BatchSizes,
     Config,
     ParallelDegrees,
+    Stages,
     dump_config,
     resolve_batch,
     resolve_degrees,
     resolve_model,
     resolve_shares,
+    resolve_stages,
     show_settings,
 )
 from torchtitan_lite.errors import ConfigError
@@ -45,6 +47,8 @@ class Job:
     """Samples of each dataset in one period of the mix."""
     model_args: ModelArgs
     tokenizer: TokenizerValues
+    stages: Stages
+    """The names of the modules of each pipeline stage."""
     chosen: tuple[str, ...] = ()
     """Keys whose value was "auto" and has been replaced, such as "activation_checkpoint.mode"."""
 
@@ -87,9 +91,13 @@ class Job:
     def layout(self) -> str:
         """Return the degrees and the batch, for the log."""
         degrees, batch = self.degrees, self.batch
+        pipeline = ""
+        if degrees.pp > 1:
+            name = self.config.parallelism.pipeline_parallel_schedule
+            pipeline = f"pp {degrees.pp} ({len(self.stages)} stages, {name}) x "
         return (
-            f"{degrees.world_size} processes: dp_replicate {degrees.dp_replicate} x dp_shard "
-            f"{degrees.dp_shard} x cp {degrees.cp} x tp {degrees.tp}; global batch "
+            f"{degrees.world_size} processes: {pipeline}dp_replicate {degrees.dp_replicate} "
+            f"x dp_shard {degrees.dp_shard} x cp {degrees.cp} x tp {degrees.tp}; global batch "
             f"{batch.global_batch_size} x {self.config.training.seq_len} tokens in "
             f"{batch.grad_accum_steps} microbatches a rank"
         )
@@ -109,6 +117,7 @@ class Job:
             "float8_all_gather": float8.enable_fsdp_float8_all_gather,
             "global_batch_size": self.batch.global_batch_size,
             "local_batch_size": self.batch.local_batch_size,
+            "pipeline_parallel_degree": self.degrees.pp,
             "lr": config.optimizer.lr,
             "seq_len": config.training.seq_len,
             "tensor_parallel_degree": self.degrees.tp,
@@ -123,7 +132,7 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
     has more ids than the model.
     """
     degrees = resolve_degrees(config.parallelism, world_size=world_size)
-    batch = resolve_batch(config.training, dp_degree=degrees.dp)
+    batch = resolve_batch(config.training, config.parallelism, dp_degree=degrees.dp)
     shares = resolve_shares(config.training.datasets)
 
     # The model is the configured one with the run's vocabulary and sequence length.
@@ -140,4 +149,5 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
             f"than the model's vocab_size = {args.vocab_size}; use a tokenizer with at most that "
             "many, or set [model] vocab_size."
         )
-    return Job(config, degrees, batch, shares, args, tokenizer)
+    stages = resolve_stages(config.parallelism, n_layers=args.n_layers)
+    return Job(config, degrees, batch, shares, args, tokenizer, stages)

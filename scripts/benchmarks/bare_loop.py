@@ -63,7 +63,7 @@ SETTINGS = (
 def check_comparable(config: Config, *, processes: int) -> None:
     """Raise ConfigError for what the bare loop does not implement."""
     check_values(config, BARE, other="the bare loop")
-    if resolve_batch(config.training, dp_degree=processes).grad_accum_steps > 1:
+    if resolve_batch(config.training, config.parallelism, dp_degree=processes).grad_accum_steps > 1:
         size = config.training.global_batch_size
         raise ConfigError(
             f"[training] global_batch_size = {size} needs gradient accumulation, which the bare "

@@ -1,6 +1,12 @@
 """Jobs for tests, without a tokenizer's file."""
 
-from torchtitan_lite.config import Config, ParallelDegrees, resolve_batch, resolve_shares
+from torchtitan_lite.config import (
+    Config,
+    ParallelDegrees,
+    resolve_batch,
+    resolve_shares,
+    resolve_stages,
+)
 from torchtitan_lite.job import Job, TokenizerValues, build_job
 from torchtitan_lite.models.flavors import ModelArgs
 
@@ -20,11 +26,13 @@ def job_of(
         return build_job(config, world_size=1, tokenizer=TOKENIZER)
     replicate, shard, tp = degrees
     parallel = ParallelDegrees(replicate, shard, cp, tp)
+    args = args or build_job(config, world_size=1, tokenizer=TOKENIZER).model_args
     return Job(
         config=config,
         degrees=parallel,
-        batch=resolve_batch(config.training, dp_degree=parallel.dp),
+        batch=resolve_batch(config.training, config.parallelism, dp_degree=parallel.dp),
         dataset_shares=resolve_shares(config.training.datasets),
-        model_args=args or build_job(config, world_size=1, tokenizer=TOKENIZER).model_args,
+        model_args=args,
         tokenizer=TOKENIZER,
+        stages=resolve_stages(config.parallelism, n_layers=args.n_layers),
     )

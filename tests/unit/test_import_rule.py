@@ -28,7 +28,7 @@ FLOORS = [
     {"errors", "files", "logger", "lr_schedule", "patches", "tables", "torchao_types"},
 ]
 """Rooms, from the top floor to the ground."""
-TABLES = {"models.flavors", "float8.recipes", "data.datasets"}
+TABLES = {"models.flavors", "float8.recipes", "data.datasets", "parallel.schedules"}
 """Modules of upper rooms that stand on the ground: tables of data, against which configs are
 checked."""
 SEE_THE_JOB = {

@@ -3,7 +3,7 @@ shares of a dataset mix."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -28,6 +28,7 @@ class ParallelDegrees:
     dp_shard: int
     cp: int
     tp: int
+    pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -42,12 +43,14 @@ class ParallelDegrees:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences per forward pass of a rank, sequences per optimizer step, and passes per step."""
+    """Sequences per forward pass of a rank, sequences per optimizer step, and passes per step.
+
+    With pipeline parallelism, a pass is one of pipeline_parallel_microbatch_size sequences."""
 
     local_batch_size: int
     global_batch_size: int
@@ -120,26 +123,31 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
 
     Raises ConfigError unless the product of the degrees is the world size.
     """
-    replicate = parallelism.data_parallel_replicate_degree
+    names = ("data_parallel_replicate", "pipeline_parallel", "context_parallel", "tensor_parallel")
+    degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in names}
     shard = parallelism.data_parallel_shard_degree
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
 
-    left, remainder = divmod(world_size, replicate * cp * tp)
+    fixed = math.prod(degrees.values())
+    left, remainder = divmod(world_size, fixed)
     if remainder:
         raise ConfigError(
-            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
-            f"tensor_parallel_degree = {replicate} * {cp} * {tp} = {replicate * cp * tp} does not "
-            f"divide the world size, {world_size}; "
-            f"run {multiples_near(world_size, replicate * cp * tp)} processes"
+            f"[parallelism] {_show_product(degrees)} does not divide the world size, {world_size}; "
+            f"run {multiples_near(world_size, fixed)} processes"
         )
     if shard not in (-1, left):
+        degrees = {"data_parallel_shard_degree": shard, **degrees}
         raise ConfigError(
-            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
-            f"context_parallel_degree * tensor_parallel_degree = {replicate} * {shard} * {cp} * "
-            f"{tp} = {replicate * shard * cp * tp}, but the run has {world_size} processes; "
+            f"[parallelism] {_show_product(degrees)}, but the run has {world_size} processes; "
             f"set data_parallel_shard_degree to {left} or -1"
         )
-    return ParallelDegrees(replicate, left, cp, tp)
+    replicate, pp, cp, tp = degrees.values()
+    return ParallelDegrees(replicate, left, cp, tp, pp)
+
+
+def _show_product(factors: Mapping[str, int]) -> str:
+    """Show a product of the values of keys: `a * b = 2 * 3 = 6`."""
+    values = factors.values()
+    return f"{' * '.join(factors)} = {' * '.join(map(str, values))} = {math.prod(values)}"
 
 
 def sequence_parts(*, cp: int, tp: int) -> int:
@@ -148,10 +156,13 @@ def sequence_parts(*, cp: int, tp: int) -> int:
     return tp if cp == 1 else 2 * cp * tp
 
 
-def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
+def resolve_batch(
+    training: TrainingConfig, parallelism: ParallelismConfig, *, dp_degree: int
+) -> BatchSizes:
     """Return the batch sizes, with a global batch size of -1 replaced.
 
-    Raises ConfigError if the global batch is not a whole number of passes.
+    Raises ConfigError if the global batch is not a whole number of local batches, or a local batch
+    of a pipeline's microbatches.
     """
     local, total = training.local_batch_size, training.global_batch_size
     one_pass = local * dp_degree
@@ -163,7 +174,15 @@ def resolve_batch(training: TrainingConfig, *, dp_degree: int) -> BatchSizes:
             f"local_batch_size * dp_degree = {local} * {dp_degree} = {one_pass}; "
             f"use {multiples_near(total, one_pass)}"
         )
-    return BatchSizes(local, total, total // one_pass)
+    if parallelism.pipeline_parallel_degree > 1:
+        size = parallelism.pipeline_parallel_microbatch_size
+        if local % size:
+            raise ConfigError(
+                f"[training] local_batch_size = {local} is not a multiple of [parallelism] "
+                f"pipeline_parallel_microbatch_size = {size}; use {multiples_near(local, size)}"
+            )
+        local = size
+    return BatchSizes(local, total, total // (local * dp_degree))
 
 
 def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:

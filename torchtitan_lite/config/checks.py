@@ -23,6 +23,7 @@ from .arithmetic import (
     sequence_parts,
 )
 from .keys import show
+from .pipeline import check_pipeline, check_stages
 from .sections import Config, LRSchedulerConfig
 
 RUN_FILES = {"config.toml", "metrics.jsonl", "numerics.jsonl", "peaks.json", "status.json"}
@@ -56,14 +57,10 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
 
 
 def _check_layout(config: Config, world_size: int) -> Iterator[str]:
-    if (degree := config.parallelism.pipeline_parallel_degree) != 1:
-        yield (
-            f"[parallelism] pipeline_parallel_degree = {degree}: pipeline parallelism is not "
-            "implemented; set it to 1"
-        )
     try:
         degrees = resolve_degrees(config.parallelism, world_size=world_size)
-        resolve_batch(config.training, dp_degree=degrees.dp)
+        batch = resolve_batch(config.training, config.parallelism, dp_degree=degrees.dp)
+        yield from check_pipeline(config, batch=batch)
     except ConfigError as error:
         yield str(error)
 
@@ -122,6 +119,8 @@ def _check_model(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+
+    yield from check_stages(config, args)
 
     # Its dimensions must allow the layout, the sequence length and the number of a layer.
     tp = config.parallelism.tensor_parallel_degree

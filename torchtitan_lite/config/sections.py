@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe
+from torchtitan_lite.parallel.schedules import DEFAULT_SCHEDULE
 
 from .run_sections import (
     CheckpointConfig,
@@ -32,6 +33,7 @@ from .types import (
     NonNegative,
     Positive,
     RecipeName,
+    ScheduleName,
     Section,
     Share,
     Text,
@@ -186,7 +188,21 @@ class ParallelismConfig(Section):
     context_parallel_degree: Count = 1
     """Ranks that share each sequence, and gather its keys and values; 1: none."""
     pipeline_parallel_degree: Count = 1
-    """Only 1: pipeline parallelism is not implemented."""
+    """Ranks that share the layers: each has a stage of the pipeline, or several; 1: none."""
+    pipeline_parallel_schedule: ScheduleName = DEFAULT_SCHEDULE
+    """The order of forward and backward passes on the stages; interleaved: several per rank."""
+    pipeline_parallel_microbatch_size: Count = 1
+    """Sequences of a pipeline's microbatch; divides local_batch_size."""
+    pipeline_parallel_layers_per_stage: Count | None = None
+    """Blocks per stage, rounded up; unset: one stage per rank, two if interleaved."""
+    pipeline_parallel_first_stage_less_layers: Whole = 1
+    """Blocks that the first stage has less, for its embedding."""
+    pipeline_parallel_last_stage_less_layers: Whole = 1
+    """Blocks that the last stage has less, for its output projection and loss."""
+    pipeline_parallel_split_points: Names = ()
+    """Modules with which stages begin after the first one, such as "layers.4"."""
+    module_fqns_per_model_part: Annotated[tuple[Names, ...], Strict(False)] = ()
+    """All modules of each stage, such as [["tok_embeddings", "layers.0"], ...]."""
 
 
 class ActivationCheckpointConfig(Section):

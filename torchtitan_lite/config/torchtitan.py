@@ -58,7 +58,6 @@ class Foreign(NamedTuple):
 
 OFF = (False,)
 _EXPERTS = "Llama 3 has no experts"
-_STAGES = "the run has one pipeline stage"
 _READER = "a thread of each rank reads the batches ahead"
 _PLANNED = "scripts/plan.py predicts the memory without a run"
 _TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
@@ -77,8 +76,13 @@ FOREIGN = {
     "validation.local_batch_size": Foreign(_TRAINED, "training.local_batch_size"),
     "validation.seq_len": Foreign(_TRAINED, "training.seq_len"),
     "parallelism.enable_compiled_autograd": Foreign("[compile] does not need it", OFF),
-    "parallelism.pipeline_parallel_[!d]*": Foreign(_STAGES),  # all but the degree
-    "parallelism.module_fqns_per_model_part": Foreign(_STAGES),
+    "parallelism.pipeline_parallel_schedule_csv": Foreign(
+        "pipeline_parallel_schedule names a schedule", ("",)
+    ),
+    "parallelism.pipeline_parallel_microbatches": Foreign(
+        "pipeline_parallel_microbatch_size sets the size of microbatches", ()
+    ),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Foreign(_EXPERTS),
     "parallelism.context_parallel_load_balancer": Foreign(
         "each rank has a chunk from the start of a sequence and one from its end", ("headtail",)
     ),

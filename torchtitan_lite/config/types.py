@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 from torchtitan_lite.data.datasets import DATASETS
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.lr_schedule import DECAYS
+from torchtitan_lite.parallel.schedules import SCHEDULES
 
 MOST = 99_999_999
 """Highest count. The name of a checkpoint's folder has as many digits for the step."""
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     DatasetName = str
     DecayType = str
     RecipeName = str
+    ScheduleName = str
 else:  # the choices are the rows of tables
     DatasetName = Literal[tuple(DATASETS)]
     DecayType = Literal[tuple(DECAYS)]
     RecipeName = Literal[tuple(RECIPES)]
+    ScheduleName = Literal[tuple(SCHEDULES)]
 
 
 class Section(BaseModel):

@@ -82,7 +82,9 @@ class Space:
     def global_batch_size(self) -> int:
         """Sequences of a step of the config, and so of all."""
         degrees = resolve_degrees(self.config.parallelism, world_size=self.world_size)
-        return resolve_batch(self.config.training, dp_degree=degrees.dp).global_batch_size
+        return resolve_batch(
+            self.config.training, self.config.parallelism, dp_degree=degrees.dp
+        ).global_batch_size
 
     def settings(self) -> Iterator[tuple[Settings, list[int]]]:
         """Yield all settings but the number of replicas, and the numbers to try with them.
