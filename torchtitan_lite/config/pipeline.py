@@ -101,7 +101,7 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
 
 
 def _check_number(number: int, parallelism: ParallelismConfig, key: str) -> None:
-    """Raise ConfigError unless the schedule can divide `number` stages, of `key`, among the ranks."""
+    """Raise ConfigError unless the ranks can share `number` stages, which come from `key`."""
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if not SCHEDULES[schedule].looped:
         fits, needs = number == degree, f"{degree}, one for each rank"
@@ -118,7 +118,7 @@ def _check_number(number: int, parallelism: ParallelismConfig, key: str) -> None
 
 
 def check_stages(config: Config, args: ModelArgs) -> Iterator[str]:
-    """Yield a message if the stages of the pipeline are not the model with the dimensions `args`."""
+    """Yield a message if the stages are not those of a model with the dimensions `args`."""
     degree = config.parallelism.pipeline_parallel_degree
     if args.tie_embeddings and degree > 1:
         yield (
