@@ -1,11 +1,12 @@
 """Build each part of a run from its job: model, batches, checkpointer, metrics."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +29,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.convert import has_float8_units, must_emulate
 from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.observe import Asked
-from torchtitan_lite.float8.selection import LinearChoice, format_choices
+from torchtitan_lite.float8.selection import format_choices
 from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
@@ -42,7 +43,10 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
+from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
 from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, cut_stage
+from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 from torchtitan_lite.planner.auto import resolve_auto
@@ -82,13 +86,24 @@ def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
 # ----- The model -----
 
 
-def build_model(
-    job: Job, mesh: DeviceMesh, *, device: torch.device
-) -> tuple[Transformer, FlopsLedger, Asked]:
-    """Build the model on meta, convert it to float8, shard it, then initialise its weights.
+@dataclass(frozen=True)
+class BuiltModel:
+    """This rank's stages of the model, the model itself without pipeline parallelism."""
 
-    Returns the model, its FLOPs per token, and the float8 operations expected in each step.
-    """
+    stages: list[Transformer]
+    indices: Sequence[int]
+    """Which stages of the pipeline they are."""
+    ledger: FlopsLedger
+    """FLOPs per token of the whole model."""
+    linears: list[str]
+    """Names of the whole model's linears in float8."""
+    asked: Asked
+    """Float8 operations expected of this rank in each step."""
+
+
+def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
+    """Build the model on meta, convert it to float8, cut it into stages, shard them, then
+    initialise their weights."""
     config, float8, training = job.config, job.config.float8, job.config.training
     args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
     attention = attention_backend(
@@ -99,7 +114,6 @@ def build_model(
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
         fused_attention=attention != "MATH",
     )
-    model, asked = meta.model, asked_of_step(job, meta.choices, ledger=meta.ledger)
 
     # Report the model, its float8 linears, and its FLOPs.
     logger.info(
@@ -117,8 +131,16 @@ def build_model(
         tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
         add_passes()
+    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    indices = schedule.rank_stages(
+        mesh["pp"].get_local_rank(), degree=job.degrees.pp, stages=len(job.stages)
+    )
+    stages = [cut_stage(meta.model, job.stages[index]) for index in indices]
+    linears = [name for choice in meta.converted for name in choice.names]
+    own = {name for stage in stages for name, _ in stage.named_modules()} & set(linears)
+    asked = asked_of_step(job, own, ledger=meta.ledger)
     parallelize(
-        model,
+        stages,
         mesh,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
@@ -127,18 +149,56 @@ def build_model(
         # The operator of a GPU, which parts of a sequence use, does not pad heads.
         flash=device.type == "cuda" and attention == "FLASH_ATTENTION" and args.head_dim % 8 == 0,
     )
-    model.to_empty(device="cpu" if training.enable_cpu_offload else device)
-    init_weights(model, seed=config.debug.seed, buffer_device=device)
-    return model, meta.ledger, asked
+    for stage in stages:
+        stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
+        init_weights(stage, seed=config.debug.seed, buffer_device=device)
+
+    return BuiltModel(stages, indices, meta.ledger, linears, asked)
 
 
-def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLedger) -> Asked:
-    """Return the float8 operations that each rank must run in a step."""
+def build_microbatches(
+    job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device
+) -> Microbatches:
+    """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
+    config, degrees = job.config, job.degrees
+    losses = [
+        ModelLoss(
+            stage,
+            compiled=config.compile.covers("loss"),
+            gathers_logits=degrees.tp > 1 and config.parallelism.disable_loss_parallel,
+        )
+        for stage in built.stages
+    ]
+    if degrees.pp == 1:
+        return PlainMicrobatches(losses[0], config.parallelism)
+
+    seq_len = config.training.seq_len // (degrees.cp * degrees.tp)
+    hidden = torch.empty(
+        (job.batch.local_batch_size, seq_len, job.model_args.dim),
+        dtype=getattr(torch, config.training.mixed_precision_param),
+        device="meta",
+        requires_grad=True,
+    )
+    return PipelinedMicrobatches(
+        losses,
+        built.indices,
+        schedule=config.parallelism.pipeline_parallel_schedule,
+        n_stages=len(job.stages),
+        n_microbatches=job.batch.grad_accum_steps,
+        hidden=hidden,
+        group=mesh["pp"].get_group(),
+        device=device,
+    )
+
+
+def asked_of_step(job: Job, converted: Collection[str], *, ledger: FlopsLedger) -> Asked:
+    """Return the float8 operations that a rank must run in a step, which has the linears
+    `converted` to float8."""
     float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
-    converted = {name for choice in choices if choice.converted for name in choice.names}
     # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
     in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
-    fsdp_groups = {tuple(name.split(".")[:2]) for name in converted - in_high_precision}
+    fsdp_groups = {tuple(name.split(".")[:2]) for name in set(converted) - in_high_precision}
+    blocks = fsdp_groups - {(OUTPUT,)}
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.fsdp > 1
     gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
     fuses = job.config.parallelism.enable_async_tensor_parallel
@@ -149,7 +209,7 @@ def asked_of_step(job: Job, choices: Sequence[LinearChoice], *, ledger: FlopsLed
         fsdp_gathers=len(fsdp_groups) if gathers_weights else 0,
         tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
         # At least one fusion per block: the compiler chooses which collectives it fuses.
-        fused=microbatches * job.model_args.n_layers if fuses else 0,
+        fused=microbatches * len(blocks) if fuses else 0,
     )
 
 
@@ -241,7 +301,7 @@ def build_batches(
         return batches, None
     return batches, ValidationBatches(
         validation_corpus,
-        local_batch_size=training.local_batch_size,
+        local_batch_size=job.batch.local_batch_size,
         samples=validated,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
@@ -250,7 +310,7 @@ def build_batches(
 
 def build_checkpointer(
     job: Job,
-    model: Transformer,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     mesh: DeviceMesh,

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -143,10 +144,21 @@ def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
 # ----- Clipping -----
 
 
-def clip_gradients(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients down to `max_norm`, in place. Return the norm before, [] float32."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+def clip_gradients(
+    parameters: Iterable[Parameter], max_norm: float, *, stages: dist.ProcessGroup
+) -> Tensor:
+    """Scale the gradients down to `max_norm`, in place. Return the norm before, [] float32, over
+    the parameters of all ranks of `stages`, the group of the pipeline."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if stages.size() > 1:
+        squares = norm.square()
+        dist.all_reduce(squares, group=stages)
+        norm = squares.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.float()
 
 
 # ----- Steps without an update -----

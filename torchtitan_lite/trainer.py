@@ -2,23 +2,24 @@
 
 import contextlib
 import gc
+import itertools
 import math
 import signal
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.build import (
+    BuiltModel,
     accept_progress,
     build_batches,
     build_checkpointer,
     build_guard,
     build_metrics,
+    build_microbatches,
     build_model,
 )
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
@@ -28,18 +29,17 @@ from torchtitan_lite.collectives import agree, on_rank0
 from torchtitan_lite.data.dataloader import Batch, Prefetcher
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import RunError
-from torchtitan_lite.float8.convert import is_float8, update_scales
+from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.lr_schedule import lr_factor
-from torchtitan_lite.metrics.flops import FlopsLedger, document_squares, document_values
+from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
-from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import build_optimizer, clip_gradients, step_unless
 from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts, start_all_gather
-from torchtitan_lite.parallel.fsdp import start_microbatch
+from torchtitan_lite.parallel.pipeline import join_stages
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
@@ -71,12 +71,13 @@ class Trainer:
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
 
-        # The mesh, and the group whose ranks train on different tokens. Those that differ only in
-        # cp share their samples.
+        # The mesh, and the group whose losses add up: its ranks train on different tokens, or have
+        # different stages. Those that differ only in pp or cp share their samples.
         mesh = build_mesh(job.degrees, device_type=device.type)
-        loss_mesh = mesh["dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        self.stage_group = mesh["pp"].get_group()
+        loss_mesh = mesh["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
         self.loss_group = loss_mesh.get_group()
-        dp_rank = loss_mesh.get_local_rank() // job.degrees.cp
+        dp_rank = loss_mesh.get_local_rank() // job.degrees.cp % job.degrees.dp
 
         # Data, from the first sample that has not been trained on.
         progress = accept_progress(resume, job)
@@ -91,11 +92,12 @@ class Trainer:
         self.schedule_start = progress.schedule_start
 
         # Model, optimizer and checkpoint, then the measurements.
-        ledger = self.build_training(mesh, progress=progress, resume=resume)
+        built = self.build_training(mesh, progress=progress, resume=resume)
+        self.asked = built.asked
         freq = self.config.float8.log_numerics_freq
-        self.numerics = NumericsMonitor(self.model, freq=freq, device=device)
+        self.numerics = NumericsMonitor(self.model, built.linears, freq=freq, device=device)
         self.metrics = build_metrics(
-            job, ledger, device=device, total_steps=self.last_step, progress=progress
+            job, built.ledger, device=device, total_steps=self.last_step, progress=progress
         )
 
         # Prefetch batches from here on. Keep the random state with which training starts.
@@ -104,24 +106,21 @@ class Trainer:
 
     def build_training(
         self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: Resume | None
-    ) -> FlopsLedger:
-        """Build and load model, optimizer and guard. Return the model's FLOPs per token."""
+    ) -> BuiltModel:
+        """Build and load model, optimizer and guard."""
         config = self.config
-        self.model, ledger, self.asked = build_model(self.job, mesh, device=self.device)
+        built = build_model(self.job, mesh, device=self.device)
+        self.model, self.part = join_stages(built.stages), built.stages[0].part
+        self.microbatches = build_microbatches(self.job, built, mesh, device=self.device)
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.guard = build_guard(config.training, progress, device=self.device)
-
-        # Fuse the loss with the output projection, unless that is in float8 or gathers its logits.
-        self.cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
-        gathers_logits = self.job.degrees.tp > 1 and config.parallelism.disable_loss_parallel
-        self.fuses_output = not (gathers_logits or is_float8(self.model.output))
 
         # Load the checkpoint, then compute the float8 scales of its weights.
         self.checkpointer = build_checkpointer(
             self.job, self.model, self.optimizer, mesh=mesh, device=self.device, resume=resume
         )
         update_scales(self.model, config.float8)
-        return ledger
+        return built
 
     def train(self) -> str | None:
         """Train to the last step. Return the name of the signal if one stopped the run earlier."""
@@ -207,7 +206,7 @@ class Trainer:
 
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
-        training, accum_steps = self.config.training, self.job.batch.grad_accum_steps
+        training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
         schedule = self.config.lr_scheduler.model_dump()
         at = step - self.schedule_start
         lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
@@ -216,24 +215,22 @@ class Trainer:
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
         # FSDP averages the gradients over ranks, after each of them or after the last one.
-        scale = 1 / (accum_steps * self.job.microbatch_tokens)
-        losses, squares = [], []
-        for accum_step in range(accum_steps):
-            batch = self.next_batch(self.prefetched)
-            assert batch is not None, "the batches last up to the last step"
-            last = accum_step == accum_steps - 1
-            start_microbatch(self.model, self.config.parallelism, last=last)
-            losses.append(self.loss(*batch, scale=scale))
-            if (bos_id := self.job.model_args.document_bos_id) is not None:
-                tokens, _ = batch
-                squares.append(document_squares(tokens, bos_id=bos_id, part=self.model.part))
+        batches = self.next_batches(self.prefetched)
+        scale = 1 / (len(batches) * self.job.microbatch_tokens)
+        loss = self.microbatches.train(batches, scale=scale)
 
         # Clip the gradients while ranks exchange losses and lengths of documents.
         self.watchdog.at(step, "optimizer")
-        take_losses = start_all_gather(torch.stack(losses).sum(), self.loss_group)
-        take_squares = start_all_gather(torch.stack(squares), self.loss_group) if squares else None
-        grad_norm = clip_gradients(self.model.parameters(), training.max_norm)
-        mean_loss = (rank_losses := take_losses()).mean()  # of [dp * cp]
+        take_losses, take_squares = start_all_gather(loss, self.loss_group), None
+        if (bos_id := self.job.model_args.document_bos_id) is not None:
+            squares = [document_squares(t, bos_id=bos_id, part=self.part) for t, _ in batches]
+            take_squares = start_all_gather(torch.stack(squares), self.loss_group)
+        grad_norm = clip_gradients(
+            self.model.parameters(), training.max_norm, stages=self.stage_group
+        )
+        stage_losses = take_losses().view(degrees.pp, -1)  # [pp, dp * cp], 0 but for the last stage
+        rank_losses = stage_losses.sum(0) if degrees.pp > 1 else stage_losses[0]
+        mean_loss = rank_losses.mean()
 
         # Update, unless the loss or the gradient is not finite, or the loss is a spike.
         found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
@@ -241,9 +238,12 @@ class Trainer:
         self.optimizer.zero_grad()
         update_scales(self.model, self.config.float8)
 
-        self.tokens += self.job.batch.global_batch_size * training.seq_len
-        whole = self.job.batch.global_batch_size * training.seq_len**2
-        documents = document_values(take_squares(), whole=whole) if take_squares else {}
+        self.tokens += batch_sizes.global_batch_size * training.seq_len
+        documents = {}
+        if take_squares:
+            of_stage = take_squares()[: degrees.dp * degrees.cp]  # stages have the same documents
+            whole = batch_sizes.global_batch_size * training.seq_len**2
+            documents = document_values(of_stage, whole=whole)
         return StepValues(
             tokens=self.tokens,
             loss=mean_loss,
@@ -256,14 +256,15 @@ class Trainer:
             **documents,
         )
 
-    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return this rank's next batch, on its device, once all ranks have one; None at the end.
-        If one rank has an error, raises it on all ranks. Raises `Stopped` after a signal."""
+    def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return this rank's next batches, as many as a step has, on its device, once all ranks
+        have theirs; fewer at the end. If one rank has an error, raises it on all ranks. Raises
+        `Stopped` after a signal."""
         self.watchdog.at(self.step + 1, "data")
-        batch, error = None, None
+        taken, error = [], None
         try:
             with self.metrics.data_wait():
-                batch = next(batches, None)
+                taken = list(itertools.islice(batches, self.job.batch.grad_accum_steps))
         except RunError as caught:
             error = caught
 
@@ -278,23 +279,10 @@ class Trainer:
         if stop:
             raise Stopped(signal.Signals(stop).name)
         self.watchdog.at(self.step + 1, "forward and backward")
-        if batch is not None:
-            tokens, labels = (each.to(self.device, non_blocking=True) for each in batch)
-            batch = tokens, labels
-        return batch
-
-    def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """Return this rank's part of the cross-entropy of `tokens` and `labels` [B, S], summed and
-        scaled, [] float32. Also run the backward pass if gradients are enabled."""
-        labels = self.model.part(labels, 1)
-        of_linear, of_logits = self.cross_entropy.of_linear, self.cross_entropy.of_logits
-        if self.fuses_output:
-            loss = self.model(tokens, partial(of_linear, labels=labels, scale=scale))
-        else:
-            loss = of_logits(self.model(tokens), labels, scale=scale)
-        if torch.is_grad_enabled():
-            loss.backward()
-        return loss.detach()
+        return [
+            (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+            for tokens, labels in taken
+        ]
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
@@ -306,8 +294,8 @@ class Trainer:
             tokens = self.validation_batches.samples * self.config.training.seq_len
             loss = torch.zeros((), device=self.device)
             batches = iter(self.validation_batches)
-            while (batch := self.next_batch(batches)) is not None:
-                loss += self.loss(*batch, scale=1 / tokens)
+            while taken := self.next_batches(batches):
+                loss += self.microbatches.evaluate(taken, scale=1 / tokens)
             dist.all_reduce(loss, group=self.loss_group)
             mean = loss.item()
         self.metrics.write_scalars(step, {"validation_loss": mean})

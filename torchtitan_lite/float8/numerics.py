@@ -25,7 +25,8 @@ ROLES = ("input", "weight", "grad_output")
 Numerics = dict[str, dict[str, dict[str, float]]]  # by kind of linear, role and name of the figure
 FIGURES: dict[str, Any] = {"sqnr_db": min, "amax": max, "underflow": max, "saturation": max}
 """The figures of a cast, and how to find the worst of several."""
-_LAYER = re.compile(r"layers\.(\d+)\.(?:_checkpoint_wrapped_module\.)?")
+_WRAPPER = re.compile(r"_checkpoint_wrapped_module\.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
@@ -67,11 +68,15 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 class NumericsMonitor:
     """Measure every `freq` steps what a model's casts to float8 lose."""
 
-    def __init__(self, model: nn.Module, *, freq: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, linears: Sequence[str], *, freq: int, device: torch.device
+    ) -> None:
+        """`linears` are the names of all Float8Linears, also those on other ranks of a pipeline."""
         self._model, self._freq = model, freq
-        linears = {name: m for name, m in model.named_modules() if is_float8_linear(m)}
-        self._rows = {id(m.linear_mm_config): row for row, m in enumerate(linears.values())}
-        assert len(self._rows) == len(linears), "each Float8Linear makes a config object of its own"
+        rows = {name: row for row, name in enumerate(linears)}
+        own = {_WRAPPER.sub("", n): m for n, m in model.named_modules() if is_float8_linear(m)}
+        self._rows = {id(m.linear_mm_config): rows[name] for name, m in own.items()}
+        assert len(self._rows) == len(own), "each Float8Linear makes a config object of its own"
         self._kinds: dict[str, dict[int | None, int]] = {}  # rows by the layer's number
         for row, name in enumerate(linears):
             layer = _LAYER.match(name)
@@ -84,7 +89,7 @@ class NumericsMonitor:
 
     def due(self, step: int) -> bool:
         """Return whether to measure in `step`; never if the model has no float8 linear."""
-        return self._freq > 0 and step % self._freq == 0 and bool(self._rows)
+        return self._freq > 0 and step % self._freq == 0 and bool(self._kinds)
 
     @contextmanager
     def observe(self) -> Iterator[None]:

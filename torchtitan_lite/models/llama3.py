@@ -235,7 +235,10 @@ def _whole(x: Tensor, dim: int) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """A Llama 3 language model. Build it on meta, then call `to_empty` and `init_weights`."""
+    """A Llama 3 language model. Build it on meta, then call `to_empty` and `init_weights`.
+
+    A stage of a pipeline has some of the `layers`, by their number in the whole model, and None in
+    place of the ends that other stages have."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -244,7 +247,8 @@ class Transformer(nn.Module):
         cos, sin = rope_table(args)
         self.rope_cos: Tensor = nn.Buffer(cos, persistent=False)
         self.rope_sin: Tensor = nn.Buffer(sin, persistent=False)
-        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
+        blocks = {str(i): TransformerBlock(args) for i in range(args.n_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
@@ -264,12 +268,19 @@ class Transformer(nn.Module):
         return self
 
     def forward(
-        self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
+        self,
+        tokens: Tensor,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, S, V] for the token after each of `tokens` [B, S]; with a `head`, its
-        result, see `Output`. A rank that has a part of each sequence returns that part's."""
-        tied = self.output.weight is self.tok_embeddings.weight
-        assert tied == self.args.tie_embeddings, "something has replaced parameters"
+        result, see `Output`. A rank that has a part of each sequence returns that part's.
+
+        `hidden` [B, s, D] is the residual stream from the stage before. A stage without an output
+        returns its own."""
+        if self.args.tie_embeddings:
+            tied = self.output.weight is self.tok_embeddings.weight
+            assert tied, "something has replaced parameters"
         seq_len = tokens.shape[1]
 
         # With a document mask, positions restart at each document.
@@ -283,9 +294,11 @@ class Transformer(nn.Module):
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, s, Q/2]
             mask = document_mask(starts, index)
 
-        x = self.tok_embeddings(self.part(tokens, 1))  # [B, s, D]
-        for layer in self.layers:
+        x = self.tok_embeddings(self.part(tokens, 1)) if hidden is None else hidden  # [B, s, D]
+        for layer in self.layers.values():
             x = layer(x, cos, sin, mask)
+        if self.output is None:
+            return x
         x = self.norm(x)
         # A Float8Linear, which can replace the Output, takes no head.
         return self.output(x) if head is None else self.output(x, head)

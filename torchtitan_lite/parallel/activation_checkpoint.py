@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan_lite.config import ActivationCheckpointConfig
 from torchtitan_lite.models.flavors import BLOCK_LINEARS
+from torchtitan_lite.models.llama3 import Transformer
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten._scaled_mm.default}
@@ -74,13 +75,12 @@ def recomputed_modules(
     return frozenset(names)
 
 
-def apply_activation_checkpointing(model: nn.Module, ac: ActivationCheckpointConfig) -> None:
+def apply_activation_checkpointing(model: Transformer, ac: ActivationCheckpointConfig) -> None:
     """Wrap the blocks of `model` in place as [activation_checkpoint] selects them. The "op" policy
     keeps every second matmul and the results of `SAVED`."""
     contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
-    layers = model.get_submodule("layers")
-    assert isinstance(layers, nn.ModuleList), "the blocks of a Transformer are a ModuleList"
-    for i in ac.checkpointed_layers(len(layers)):
-        layers[i] = checkpoint_wrapper(
-            layers[i], preserve_rng_state=False, early_stop=ac.early_stop, **contexts
+    checkpointed = {str(i) for i in ac.checkpointed_layers(model.args.n_layers)}
+    for i in checkpointed & model.layers.keys():
+        model.layers[i] = checkpoint_wrapper(
+            model.layers[i], preserve_rng_state=False, early_stop=ac.early_stop, **contexts
         )

@@ -157,7 +157,7 @@ def _set_up_gpu(comm: CommConfig) -> torch.device:
 
 def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
     """Build the mesh of all processes. It keeps every dimension, so that all can be indexed."""
-    sizes = (1, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
+    sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
 
 

@@ -53,14 +53,16 @@ def apply_fsdp(
         patches.scale_gathered_weights_over(None)
 
     reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
-    for block in model.layers:
+    for block in model.layers.values():
         shard(block, reshard_after_forward=reshard)
 
     # FSDP forms the last group of what is left when it shards the model: of both ends if they share
     # a weight. An embedding's gradient does not depend on its weight: backward does not gather it.
-    if not model.args.tie_embeddings:
+    tied = model.args.tie_embeddings
+    if model.tok_embeddings is not None and not tied:
         shard(model.tok_embeddings, reshard_after_forward=reshard)
         cast(FSDPModule, model.tok_embeddings).set_unshard_in_backward(False)
+    if model.output is not None and not tied:
         shard([model.norm, model.output], reshard_after_forward=reshard_last)
     shard(model, reshard_after_forward=reshard_last)
 

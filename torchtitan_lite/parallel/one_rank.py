@@ -11,7 +11,7 @@ same time.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,14 +37,12 @@ class MixedPrecisionTransformer(Transformer):
 
     copies: "WeightCopies"
 
-    def forward(
-        self, tokens: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Do what a Transformer does. A pass that no backward pass follows frees the copies."""
         self.copies.enter()
         needs_backward = False
         try:
-            out = super().forward(tokens, head)
+            out = super().forward(*args, **kwargs)
             needs_backward = out.requires_grad
         finally:
             if not needs_backward:

@@ -1,5 +1,7 @@
 """The order in which a model is made parallel, and the set-up of the compiler."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,7 +22,7 @@ from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
 def parallelize(
-    model: Transformer,
+    stages: Sequence[Transformer],
     mesh: DeviceMesh,
     *,
     parallelism: ParallelismConfig,
@@ -29,37 +31,46 @@ def parallelize(
     training: TrainingConfig,
     flash: bool,
 ) -> None:
-    """Make `model`, on meta and already converted to float8, parallel in place over `mesh`. See
+    """Make this rank's `stages` of a model parallel over `mesh`, in place: the model itself without
+    pipeline parallelism. They are on meta and already converted to float8. See
     `apply_context_parallel` for `flash`."""
-    # Tensor parallelism comes first, because FSDP shards what it has already split. On one rank
-    # its DTensors would only cost time.
-    if mesh["tp"].size() > 1:
-        apply_tensor_parallel(
-            model, mesh["tp"], loss_parallel=not parallelism.disable_loss_parallel
-        )
-
+    if compile.enable:
+        set_up_compiler(mesh, activation_checkpoint)
     # The compiler can overlap the collectives of tensor parallelism with matmuls.
     if parallelism.enable_async_tensor_parallel:
         enable_async_tensor_parallel(mesh["tp"])
 
-    if mesh["cp"].size() > 1:
-        apply_context_parallel(model, mesh["cp"], flash=flash)
+    for model in stages:
+        # Tensor parallelism comes first, because FSDP shards what it has already split. On one rank
+        # its DTensors would only cost time.
+        if mesh["tp"].size() > 1:
+            apply_tensor_parallel(
+                model, mesh["tp"], loss_parallel=not parallelism.disable_loss_parallel
+            )
+        if mesh["cp"].size() > 1:
+            apply_context_parallel(model, mesh["cp"], flash=flash)
 
-    # Activation checkpointing comes before the compiler, which then plans what a block recomputes.
-    apply_activation_checkpointing(model, activation_checkpoint)
+        # Activation checkpointing comes before the compiler, which then plans what a block
+        # recomputes, and blocks are compiled before FSDP, so that its gathers stay outside of their
+        # graphs.
+        apply_activation_checkpointing(model, activation_checkpoint)
+        if compile.covers("model"):
+            compile_blocks(model)
 
-    # Blocks are compiled before FSDP, so that its gathers stay outside of their graphs.
-    if compile.enable:
-        set_up_compiler(mesh, activation_checkpoint)
-    if compile.covers("model"):
-        compile_blocks(model)
+        # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
+        if needs_no_fsdp(training, data_ranks=data_ranks(mesh)):
+            apply_mixed_precision(model, training=training)
+        else:
+            # A pipeline uses weights again for each microbatch.
+            reshard = parallelism.fsdp_reshard_after_forward
+            if reshard == "default" and mesh["pp"].size() > 1:
+                reshard = "never"
+            apply_fsdp(model, mesh, training=training, reshard_after_forward=reshard)
 
-    # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
-    if needs_no_fsdp(training, data_ranks=mesh.size() // mesh["tp"].size()):
-        apply_mixed_precision(model, training=training)
-    else:
-        reshard = parallelism.fsdp_reshard_after_forward
-        apply_fsdp(model, mesh, training=training, reshard_after_forward=reshard)
+
+def data_ranks(mesh: DeviceMesh) -> int:
+    """Return the number of ranks with other tokens: dp_replicate * dp_shard * cp."""
+    return mesh.size() // (mesh["pp"].size() * mesh["tp"].size())
 
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:
@@ -95,5 +106,5 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
 
 def compile_blocks(model: Transformer) -> None:
     """Compile each block of `model` in place as one full graph. Equal blocks share their code."""
-    for block in model.layers:
+    for block in model.layers.values():
         block.compile(fullgraph=True)

@@ -81,17 +81,22 @@ def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, *, loss_paral
         gather_float8_as_bytes()
 
     # The ends of the model: the embedding scatters, the projection to the vocabulary gathers.
-    output = _style(_HeadParallel, float8=gathers_float8(model.output))(
-        input_layouts=Shard(1),
-        output_layouts=Shard(-1) if loss_parallel else Replicate(),
-        use_local_output=not loss_parallel,
-    )
-    embedding = _WaitingRowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    plan = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": output}
+    plan: dict[str, Any] = {}
+    if model.tok_embeddings is not None:
+        plan["tok_embeddings"] = _WaitingRowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        )
+    if model.output is not None:
+        plan["norm"] = SequenceParallel()
+        plan["output"] = _style(_HeadParallel, float8=gathers_float8(model.output))(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        )
     parallelize_module(model, tp_mesh, plan)
     model.tie_weights()  # both ends split the vocabulary
 
-    for block in model.layers:
+    for block in model.layers.values():
         parallelize_module(block, tp_mesh, _block_plan(block))
 
 

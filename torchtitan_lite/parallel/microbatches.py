@@ -1,0 +1,78 @@
+"""Forward and backward passes of the microbatches of a step."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.config import ParallelismConfig
+from torchtitan_lite.models.llama3 import Output, Transformer
+from torchtitan_lite.models.loss import CrossEntropy
+
+from .fsdp import start_microbatch
+
+Microbatch = tuple[Tensor, Tensor]
+"""Tokens and labels [B, S], on the device."""
+
+
+class Microbatches(Protocol):
+    """What the trainer runs: the model on one rank, or its stages on the ranks of a pipeline."""
+
+    def train(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        """Run forward and backward of a step's microbatches. Return this rank's part of their loss,
+        summed and scaled, [] float32: 0 on ranks without the last stage."""
+
+    def evaluate(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        """Return the same loss without a backward pass, of as many microbatches at most."""
+
+
+class ModelLoss:
+    """The loss of a model, or what a stage of it passes to the next."""
+
+    def __init__(self, model: Transformer, *, compiled: bool, gathers_logits: bool) -> None:
+        self.model = model
+        self._cross_entropy = CrossEntropy(compiled=compiled)
+        # A float8 linear has taken the place of an Output that is trained in float8.
+        self._fuses_output = isinstance(model.output, Output) and not gathers_logits
+
+    def __call__(
+        self, tokens: Tensor, labels: Tensor, hidden: Tensor | None = None, *, scale: float
+    ) -> Tensor:
+        """Return the cross-entropy of `tokens` and `labels` [B, S], summed over this rank's tokens
+        and scaled, [] float32; without an output, the residual stream. See `Transformer.forward`
+        for `hidden`."""
+        model, cross_entropy = self.model, self._cross_entropy
+        if model.output is None:
+            return model(tokens, hidden=hidden)
+
+        labels = model.part(labels, 1)
+        if not self._fuses_output:
+            return cross_entropy.of_logits(model(tokens, hidden=hidden), labels, scale=scale)
+
+        def head(x: Tensor, weight: Tensor) -> Tensor:
+            return cross_entropy.of_linear(x, weight, labels, scale=scale)
+
+        return model(tokens, head, hidden)
+
+
+class PlainMicrobatches:
+    """Microbatches of a model that is whole on this rank, one after another."""
+
+    def __init__(self, loss: ModelLoss, parallelism: ParallelismConfig) -> None:
+        self._loss, self._parallelism = loss, parallelism
+
+    def train(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        """See `Microbatches`."""
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            start_microbatch(self._loss.model, self._parallelism, last=number == len(batches))
+            loss = self._loss(*batch, scale=scale)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        """See `Microbatches`."""
+        return torch.stack([self._loss(*batch, scale=scale) for batch in batches]).sum()

@@ -1,0 +1,134 @@
+"""Pipeline parallelism: each rank has stages of the model, and microbatches pass through them.
+
+The schedules and the transfers are those of torch.distributed.pipelining. All ranks of a pipeline
+read the same microbatches: each stage needs the tokens for its positions and document masks, and
+the last one the labels. Only the residual stream passes between stages, and its gradient.
+
+Shapes: B sequences of a microbatch, s = seq_len / cp / tp, D dim.
+"""
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.models.loss import IGNORED
+
+from .microbatches import Microbatch, ModelLoss
+from .one_rank import MixedPrecisionTransformer
+
+
+def cut_stage(model: Transformer, names: Collection[str]) -> Transformer:
+    """Return the stage of `model`, on meta, that has the modules `names`."""
+    stage = copy.deepcopy(model)
+    for end in ("tok_embeddings", "norm", "output"):
+        if end not in names:
+            setattr(stage, end, None)
+    for i in model.layers:
+        if f"layers.{i}" not in names:
+            del stage.layers[i]
+    return stage
+
+
+def join_stages(stages: Sequence[Transformer]) -> nn.Module:
+    """Return a module that has the parameters of all `stages`, by their names in the model, and
+    shares them. It cannot be called."""
+    if len(stages) == 1:
+        return stages[0]
+    joined = nn.Module()
+    joined.layers = nn.ModuleDict()
+    for stage in stages:
+        for name, module in stage.named_children():
+            if name == "layers":
+                joined.layers.update(dict(stage.layers.items()))
+            else:
+                joined.add_module(name, module)
+    return joined
+
+
+class _Stage(PipelineStage):
+    """A stage that computes the loss itself if it is the last one."""
+
+    def __init__(self, loss: ModelLoss, **settings: Any) -> None:
+        super().__init__(loss.model, **settings)
+        self._loss = loss
+
+    def forward_maybe_with_nosync(self, *hidden: Tensor, **batch: Any) -> Tensor:
+        """Return the loss of a microbatch, or the residual stream [B, s, D]."""
+        return self._loss(hidden=hidden[0] if hidden else None, **batch)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
+        """Run the backward pass. The last one of a step completes the gradients."""
+        if isinstance(self.submod, MixedPrecisionTransformer):
+            self.submod.copies.last_microbatch = last_backward
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+class PipelinedMicrobatches:
+    """Microbatches that pass through the stages of all ranks of a pipeline. See `Microbatches`."""
+
+    def __init__(
+        self,
+        losses: Sequence[ModelLoss],
+        indices: Sequence[int],
+        *,
+        schedule: str,
+        n_stages: int,
+        n_microbatches: int,
+        hidden: Tensor,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """`losses` are this rank's stages, `indices` their numbers of `n_stages`. `hidden` is like
+        the residual stream of a microbatch, on meta [B, s, D]."""
+        self._number, self._device = n_microbatches, device
+        of_loss = torch.empty((), device="meta")
+        stages = [
+            _Stage(
+                loss,
+                stage_index=index,
+                num_stages=n_stages,
+                device=device,
+                # Known shapes spare a pass through the model to find them out.
+                input_args=() if index == 0 else hidden,
+                output_args=of_loss if index == n_stages - 1 else hidden,
+                group=group,
+            )
+            for index, loss in zip(indices, losses, strict=True)
+        ]
+        made = get_schedule_class(schedule)
+        self._schedule: Any = made(
+            stages[0] if issubclass(made, PipelineScheduleSingle) else stages,
+            n_microbatches=n_microbatches,
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
+
+    def train(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        """See `Microbatches`."""
+        return self._run(self._schedule.step, batches, scale=scale)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        """See `Microbatches`."""
+        # A schedule has a fixed number of microbatches. The others repeat one, without labels.
+        tokens, labels = batches[-1]
+        spare = [(tokens, torch.full_like(labels, IGNORED))] * (self._number - len(batches))
+        return self._run(self._schedule.eval, [*batches, *spare], scale=scale)
+
+    def _run(self, run: Any, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
+        tokens, labels = map(torch.cat, zip(*batches, strict=True))
+        losses: list[Tensor] = []
+        batch = {"tokens": tokens, "labels": labels, "scale": scale}
+        run(target=labels, losses=losses, return_outputs=False, **batch)
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack(losses).detach().sum()
