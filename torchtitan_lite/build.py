@@ -1,7 +1,7 @@
-"""Build each part of a run from its job: model, batches, checkpointer, metrics."""
+"""Build each part of a run from its job, but for the model: batches, checkpointer, metrics."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,32 +26,18 @@ from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.convert import has_float8_units, must_emulate
-from torchtitan_lite.float8.graph_passes import add_passes
-from torchtitan_lite.float8.observe import Asked
-from torchtitan_lite.float8.selection import format_choices
+from torchtitan_lite.float8.convert import has_float8_units
 from torchtitan_lite.job import Job, build_job
 from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
-from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
-from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
-from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, cut_stage
-from torchtitan_lite.parallel.schedules import SCHEDULES
-from torchtitan_lite.parallel.tensor_parallel import float8_gathers
-from torchtitan_lite.patches import tag_compiler_cache
 from torchtitan_lite.planner.auto import resolve_auto
-from torchtitan_lite.planner.meta_model import build_meta_model
-from torchtitan_lite.planner.step import format_verdict
+from torchtitan_lite.planner.meta_model import planned_device
 
 
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
@@ -71,159 +57,6 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
     job = resolve_auto(job, memory_gib=min(memory_gib), device=spec, on_cpu=on_cpu)
     logger.info(f"{job.layout()}, on {device.type}")
     return job, tokenizer
-
-
-def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
-    """Return the device's data sheet for planning. None on CPU, for an unknown GPU, and if float8
-    is on and its peak is unknown."""
-    on_gpu = device.type == "cuda"
-    spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
-    spec = spec and spec.with_given(config.metrics)
-    in_bf16 = not config.float8.enable_float8_linear
-    return spec if spec and (in_bf16 or spec.fp8_tflops) else None
-
-
-# ----- The model -----
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """This rank's stages of the model, the model itself without pipeline parallelism."""
-
-    stages: list[Transformer]
-    indices: Sequence[int]
-    """Which stages of the pipeline they are."""
-    ledger: FlopsLedger
-    """FLOPs per token of the whole model."""
-    linears: list[str]
-    """Names of the whole model's linears in float8."""
-    asked: Asked
-    """Float8 operations expected of this rank in each step."""
-
-
-def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
-    """Build the model on meta, convert it to float8, cut it into stages, shard them, then
-    initialise their weights."""
-    config, float8, training = job.config, job.config.float8, job.config.training
-    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(
-        args, cp_degree=job.degrees.cp, tp_degree=job.degrees.tp, dtype=dtype, device=device
-    )
-    meta = build_meta_model(
-        job,
-        emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
-        fused_attention=attention != "MATH",
-    )
-
-    # Report the model, its float8 linears, and its FLOPs.
-    logger.info(
-        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
-        f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
-    )
-    if float8.enable_float8_linear:
-        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
-        if (spec := planned_device(device, config)) is not None:
-            logger.info(f"predicted: {format_verdict(meta.predict(spec))}")
-    log_flops(meta.ledger, document_mask=training.document_mask)
-
-    # Parallelize the model, then allocate and initialise its shards.
-    if config.compile.enable:
-        tag_compiler_cache(attention)  # the cache key does not include the attention backend
-    if float8.enable_float8_linear and config.compile.covers("model"):
-        add_passes()
-    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
-    indices = schedule.rank_stages(
-        mesh["pp"].get_local_rank(), degree=job.degrees.pp, stages=len(job.stages)
-    )
-    stages = [cut_stage(meta.model, job.stages[index]) for index in indices]
-    linears = [name for choice in meta.converted for name in choice.names]
-    own = {name for stage in stages for name, _ in stage.named_modules()} & set(linears)
-    asked = asked_of_step(job, own, ledger=meta.ledger)
-    parallelize(
-        stages,
-        mesh,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        training=training,
-        # The operator of a GPU, which parts of a sequence use, does not pad heads.
-        flash=device.type == "cuda" and attention == "FLASH_ATTENTION" and args.head_dim % 8 == 0,
-    )
-    for stage in stages:
-        stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
-        init_weights(stage, seed=config.debug.seed, buffer_device=device)
-
-    return BuiltModel(stages, indices, meta.ledger, linears, asked)
-
-
-def build_microbatches(
-    job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device
-) -> Microbatches:
-    """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
-    config, degrees = job.config, job.degrees
-    losses = [
-        ModelLoss(
-            stage,
-            compiled=config.compile.covers("loss"),
-            gathers_logits=degrees.tp > 1 and config.parallelism.disable_loss_parallel,
-        )
-        for stage in built.stages
-    ]
-    if degrees.pp == 1:
-        return PlainMicrobatches(losses[0], config.parallelism)
-
-    seq_len = config.training.seq_len // (degrees.cp * degrees.tp)
-    hidden = torch.empty(
-        (job.batch.local_batch_size, seq_len, job.model_args.dim),
-        dtype=getattr(torch, config.training.mixed_precision_param),
-        device="meta",
-        requires_grad=True,
-    )
-    return PipelinedMicrobatches(
-        losses,
-        built.indices,
-        schedule=config.parallelism.pipeline_parallel_schedule,
-        n_stages=len(job.stages),
-        n_microbatches=job.batch.grad_accum_steps,
-        hidden=hidden,
-        group=mesh["pp"].get_group(),
-        device=device,
-    )
-
-
-def asked_of_step(job: Job, converted: Collection[str], *, ledger: FlopsLedger) -> Asked:
-    """Return the float8 operations that a rank must run in a step, which has the linears
-    `converted` to float8."""
-    float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
-    # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
-    in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
-    fsdp_groups = {tuple(name.split(".")[:2]) for name in set(converted) - in_high_precision}
-    blocks = fsdp_groups - {(OUTPUT,)}
-    gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.fsdp > 1
-    gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
-    fuses = job.config.parallelism.enable_async_tensor_parallel
-    return Asked(
-        linears=len(converted),
-        matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),
-        matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
-        fsdp_gathers=len(fsdp_groups) if gathers_weights else 0,
-        tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
-        # At least one fusion per block: the compiler chooses which collectives it fuses.
-        fused=microbatches * len(blocks) if fuses else 0,
-    )
-
-
-def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
-    """Log the FLOPs per token by precision, and what the count assumes."""
-    shares = (f"{n / ledger.total:.2%} {name}" for name, n in ledger.by_precision.items() if n)
-    line = f"{ledger.total:,} FLOPs per token: {', '.join(shares)}"
-    if ledger.emulated:
-        line += f" (float8, emulated, counts as {ledger.fp8_runs_in})"
-    if recomputed := sum(ledger.recompute.values()):
-        line += f"; {recomputed / ledger.total:.2%} more are recomputed"
-    if document_mask:
-        line += "; mfu_documents counts attention within documents only"
-    logger.info(line)
 
 
 def build_guard(
@@ -334,6 +167,7 @@ def build_checkpointer(
         folder=job.checkpoint_folder,
         device=device,
         manifest=manifest,
+        stages=mesh["pp"].get_group(),
     )
 
     # initial_load_path is only for a new run: a resumed run has its weights already.

@@ -48,7 +48,7 @@ def _outcome(make: Callable[[], Any]) -> Any:
 
 
 def _gather(outcome: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    outcomes: list[Any] = [None] * dist.get_world_size()
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
     for rank, other in enumerate(outcomes):
         if isinstance(other, RunError):

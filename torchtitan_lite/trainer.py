@@ -13,15 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.build import (
-    BuiltModel,
     accept_progress,
     build_batches,
     build_checkpointer,
     build_guard,
     build_metrics,
-    build_microbatches,
-    build_model,
 )
+from torchtitan_lite.build_model import BuiltModel, build_microbatches, build_model
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state

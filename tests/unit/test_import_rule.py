@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"agent", "bench", "launch", "train"},
     {"trainer"},
-    {"build"},
+    {"build", "build_model"},
     {"convert_hf", "planner"},
     {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
     {"job"},
@@ -34,6 +34,7 @@ checked."""
 SEE_THE_JOB = {
     "bench",
     "build",
+    "build_model",
     "config",
     "convert_hf",
     "job",

@@ -67,10 +67,13 @@ class Checkpointer:
         folder: Path,
         device: torch.device,
         manifest: CheckpointManifest,
+        stages: dist.ProcessGroup,
     ) -> None:
-        """`manifest` has what is the same in all saves of the run."""
+        """`manifest` has what is the same in all saves of the run. `stages` is the group of ranks
+        that have the other stages of the model; this rank alone without pipeline parallelism."""
         self._model, self._optimizer, self._settings = model, optimizer, settings
         self.folder, self._device, self._manifest = folder, device, manifest
+        self._stages = stages
         self.saves = settings.enable and not settings.load_only
         """Whether the run saves checkpoints."""
         self.last_saved: Path | None = None
@@ -107,7 +110,8 @@ class Checkpointer:
         excluded = tuple(f"{name}." for name in resume.excluded)
         saved = {name: e for name, e in manifest.tensors.items() if not name.startswith(excluded)}
         if not manifest.has_weights_only:  # they may have another data type, export_dtype
-            check_tensors(saved, states.entries(state), path=path)
+            wanted = states.stage_entries(state, stages=self._stages)
+            check_tensors(saved, wanted, path=path)
         self._read(path, state)
 
         # With more ranks than the saved run had, some ranks share a random state.
@@ -134,7 +138,9 @@ class Checkpointer:
                 "name the folder of a Hugging Face model (config.json and .safetensors files)."
             )
         if kind == "torchtitan":
-            load_torchtitan(path, state, group=self.group)
+            load_torchtitan(
+                path, state, tied=args.tie_embeddings, stages=self._stages, group=self.group
+            )
         elif kind == "Hugging Face":
             load_hf(path, state, args, group=self.group)
         else:
@@ -183,11 +189,13 @@ class Checkpointer:
             state = self._exported_weights()
         else:
             state = states.training_state(self._model, self._optimizer)
+        tensors = states.stage_entries(state, stages=self._stages)
+        manifest = replace(self._manifest, progress=progress, tensors=tensors)
         if self._thread is None or weights_only:  # nothing is trained beside the last save
-            self._finish(lambda: self._write(state, progress, random_state))
+            self._finish(lambda: self._write(state, manifest, random_state))
         else:
             copy = self._snapshot.take(state)
-            self._saving = self._thread.submit(self._write, copy, progress, random_state)
+            self._saving = self._thread.submit(self._write, copy, manifest, random_state)
 
     def _exported_weights(self) -> dict[str, Tensor]:
         """Return the weights in export_dtype, or unchanged if a value is out of its range."""
@@ -225,11 +233,11 @@ class Checkpointer:
             logger.warning(f'{error} Training goes on, as [checkpoint] on_failure = "warn".')
 
     def _write(
-        self, state: dict[str, Tensor], progress: TrainingProgress, random_state: dict[str, Any]
+        self, state: dict[str, Tensor], manifest: CheckpointManifest, random_state: dict[str, Any]
     ) -> Path:
         """Write a checkpoint and return its path. Raises NumericError, or StorageError after
         deleting what was written."""
-        group, step = self.group, progress.step
+        group, step = self.group, manifest.progress.step
         on_all_ranks(lambda: states.check_finite(state, step=step), group=group)
         draft = on_rank0(lambda: folders.start_draft(self.folder, step), group=group)
         target = folders.step_folder(self.folder, step)
@@ -238,11 +246,9 @@ class Checkpointer:
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
             hashed = on_all_ranks(lambda: self._hash_files(draft, random_state), group=group)
             manifest = replace(
-                self._manifest,
+                manifest,
                 save_id=uuid.uuid4().hex,
-                progress=progress,
                 files={name: entry for of_rank in hashed for name, entry in of_rank.items()},
-                tensors=states.entries(state),
             )
             on_rank0(lambda: self._commit(draft, target, manifest), group=group)
         except RunError:

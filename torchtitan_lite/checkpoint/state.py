@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import NumericError
 from torchtitan_lite.models.init import all_finite, local_part
@@ -104,6 +106,17 @@ def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
         name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in state.items()
     }
+
+
+def stage_entries(
+    state: Mapping[str, Tensor], *, stages: dist.ProcessGroup | None
+) -> dict[str, TensorEntry]:
+    """Return the same of all tensors on the ranks of `stages`, which have other parts of the model.
+    Collective."""
+    merged: dict[str, TensorEntry] = {}
+    for of_rank in on_all_ranks(lambda: entries(state), group=stages):
+        merged |= of_rank
+    return merged
 
 
 def count_not_finite(state: Mapping[str, Tensor]) -> dict[str, int]:

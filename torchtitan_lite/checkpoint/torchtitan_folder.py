@@ -22,7 +22,7 @@ from .compare import check_tensors
 from .folders import naming
 from .manifest import TENSORS_SUFFIX
 from .reading import TableReader, open_on_all_ranks, read_table
-from .state import entries
+from .state import stage_entries
 
 IGNORED = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 """First part of the names of entries that are no weights."""
@@ -34,10 +34,17 @@ EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "model.output.weight"
 
 
 def load_torchtitan(
-    folder: Path, state: dict[str, Tensor], *, group: dist.ProcessGroup | None
+    folder: Path,
+    state: dict[str, Tensor],
+    *,
+    tied: bool,
+    stages: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Read the weights in `folder`, of any data type, into the model's weights `state`. Collective.
-    Raises CheckpointError if they are broken or of another model."""
+    """Read the weights in `folder`, of any data type, into the model's weights `state`, which are
+    `tied` if the embedding's is also the output's. `stages` is the group of ranks that have the
+    other stages of the model. Collective. Raises CheckpointError if the weights are broken or of
+    another model."""
     # Allows torch to load the wrapper of weights that a float8 run gathers in float8. Imported here
     # because bf16 runs do not need it.
     import torchao.float8.fsdp_utils  # noqa: F401
@@ -47,11 +54,11 @@ def load_torchtitan(
 
     # A tied model has no output. If one is stored, it is read to compare it with the embedding.
     wanted = dict(state)
-    if OUTPUT in reader.tensors and OUTPUT not in state:
+    if tied and OUTPUT in reader.tensors:
         wanted[OUTPUT] = torch.empty_like(state[EMBEDDING])
 
     # Names and shapes must agree. Any data type is converted, so it counts as the expected one.
-    expected = entries(wanted)
+    expected = stage_entries(wanted, stages=stages)
     found = dict(reader.tensors)
     for name in found.keys() & expected.keys():
         if found[name].dtype in FLOATS and found[name].shape == expected[name].shape:
@@ -63,7 +70,7 @@ def load_torchtitan(
     with naming(folder):
         reader.load(wanted, group=group)
 
-    if OUTPUT in wanted and OUTPUT not in state:
+    if tied and OUTPUT in wanted:
         output, embedding = local_part(wanted[OUTPUT]), local_part(wanted[EMBEDDING])
         if not all(on_all_ranks(lambda: torch.equal(output, embedding))):
             raise CheckpointError(

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from torchtitan_lite.config import ModelConfig, resolve_model
+from torchtitan_lite.config import Config, ModelConfig, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.job import Job, TokenizerValues
-from torchtitan_lite.metrics.devices import DeviceSpec, Precision
+from torchtitan_lite.metrics.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
@@ -30,6 +30,16 @@ measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. 
 that one of FSDP's streams frees cannot be used by the others."""
 RESERVED_RATIO_WITHOUT_FSDP = 1.1
 """The same without FSDP: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
+
+
+def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
+    """Return the device's data sheet for planning. None on CPU, for an unknown GPU, and if float8
+    is on and its peak is unknown."""
+    on_gpu = device.type == "cuda"
+    spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
+    spec = spec and spec.with_given(config.metrics)
+    in_bf16 = not config.float8.enable_float8_linear
+    return spec if spec and (in_bf16 or spec.fp8_tflops) else None
 
 
 @dataclass(frozen=True)
