@@ -88,7 +88,7 @@ def build(recipe: str, cp: int) -> Transformer:
         add_passes()
 
     parallelize(
-        model,
+        [model],
         build_mesh(ParallelDegrees(dp_replicate=1, dp_shard=1, cp=cp, tp=1), device_type="cuda"),
         parallelism=ParallelismConfig(),
         activation_checkpoint=ActivationCheckpointConfig(mode="none"),

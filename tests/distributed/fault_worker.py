@@ -18,7 +18,6 @@ A fault happens once, and only in the first attempt; with `always`, in each atte
 """
 
 import hashlib
-import itertools
 import json
 import os
 import resource
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torchao.float8.float8_linear import Float8Linear
 
-from torchtitan_lite import build, train, trainer
+from torchtitan_lite import build, build_model, train, trainer
 from torchtitan_lite.checkpoint import checkpointer, folders
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
@@ -45,6 +44,7 @@ from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models import flavors
 from torchtitan_lite.models.llama3 import FeedForward
 from torchtitan_lite.parallel import tensor_parallel
+from torchtitan_lite.parallel.microbatches import ModelLoss
 
 RANK = int(os.environ["RANK"])
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -185,6 +185,32 @@ def save_what_is_loaded() -> None:
     FaultyCheckpointer.saves_what_is_loaded = True
 
 
+class FaultyLoss(ModelLoss):
+    """Meets the trainer's faults before forward passes."""
+
+    def __call__(
+        self, tokens: Tensor, labels: Tensor, hidden: Tensor | None = None, *, scale: float
+    ) -> Tensor:
+        """Return the loss or the residual stream, times the factors of the faults."""
+        running = FaultyTrainer.running
+        if not torch.is_grad_enabled():
+            happen(f"validation {running.step}")
+            return super().__call__(tokens, labels, hidden, scale=scale)
+
+        step = running.step + 1
+        factor = happen(f"{'accumulation' if running.passes else 'forward'} {step}")
+        running.passes = (running.passes + 1) % running.job.batch.grad_accum_steps
+        if running.notes_samples:
+            hashes = [
+                hashlib.sha256(row.numpy().tobytes()).hexdigest()
+                for row in torch.stack([tokens, labels], dim=1)
+            ]
+            with (running.job.folder / f"samples-{RANK}.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "samples": hashes}) + "\n")
+        out = super().__call__(tokens, labels, hidden, scale=scale)
+        return out if factor == 1 else out * factor
+
+
 class FaultyTrainer(trainer.Trainer):
     """Meets its faults before forward passes."""
 
@@ -196,30 +222,14 @@ class FaultyTrainer(trainer.Trainer):
         super().__init__(*args, **kwargs)
         FaultyTrainer.running = self
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        """Return the loss, times the factors of the faults."""
-        if not torch.is_grad_enabled():
-            happen(f"validation {self.step}")
-            return super().loss(tokens, labels, scale=scale)
-        factor = happen(f"{'accumulation' if self.passes else 'forward'} {self.step + 1}")
-        self.passes = (self.passes + 1) % self.job.batch.grad_accum_steps
-        if self.notes_samples:
-            hashes = [
-                hashlib.sha256(row.numpy().tobytes()).hexdigest()
-                for row in torch.stack([tokens, labels], dim=1)
-            ]
-            with (self.job.folder / f"samples-{RANK}.jsonl").open("a") as file:
-                file.write(json.dumps({"step": self.step + 1, "samples": hashes}) + "\n")
-        return super().loss(tokens, labels, scale=scale * factor)
-
-    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return the batch, unless a fault happens first."""
+    def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return the batches, unless a fault happens first."""
 
         def take() -> Iterator[Batch]:
             happen(f"data {self.step + 1}")
-            yield from itertools.islice(batches, 1)
+            yield from batches
 
-        return super().next_batch(take())
+        return super().next_batches(take())
 
     def train_step(self, step: int) -> StepValues:
         """Train, and note the weights if asked to."""
@@ -276,6 +286,7 @@ if __name__ == "__main__":
     tiny = flavors.ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0)
     flavors.FLAVORS.update(debugmodel=tiny, wider=replace(tiny, dim=64))
     train.Trainer = FaultyTrainer
+    build_model.ModelLoss = FaultyLoss
     build.Checkpointer = FaultyCheckpointer
     folders.commit, checkpointer.write_tensors = commit, write_tensors
     happen("start")

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from matrix_worker import CONFIG, forget_compiled
 from torch import Tensor
 
-from torchtitan_lite.build import build_model, prepare_job
+from torchtitan_lite.build import prepare_job
+from torchtitan_lite.build_model import build_model
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.init import init_weights
@@ -57,7 +58,7 @@ def compare(overrides: list[str], *, device: torch.device) -> dict[str, float]:
     expected = gradients(alone, tokens, labels, scale=1 / tokens.numel())
 
     mesh = build_mesh(job.degrees, device_type=device.type)
-    model, *_ = build_model(job, mesh, device=device)
+    (model,) = build_model(job, mesh, device=device).stages
     own = mesh["dp_shard"].get_local_rank()
     found = gradients(
         model, tokens[own : own + 1], labels[own : own + 1], scale=1 / job.microbatch_tokens

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from torchtitan_lite.build import build_model, prepare_job
+from torchtitan_lite.build import prepare_job
+from torchtitan_lite.build_model import build_model
 from torchtitan_lite.checkpoint.hf_folder import load_hf
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config
@@ -58,7 +59,7 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     )
     job, _ = prepare_job(config, device=device)
     mesh = build_mesh(job.degrees, device_type=device.type)
-    model, *_ = build_model(job, mesh, device=device)
+    (model,) = build_model(job, mesh, device=device).stages
     state = model_state(model)
     weights = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
     tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % job.model_args.vocab_size

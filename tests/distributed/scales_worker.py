@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import _ToFloat8ConstrFunc
 
+from torchtitan_lite import build_model
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.parallel.distributed import read_rank
+from torchtitan_lite.parallel.microbatches import ModelLoss
 from torchtitan_lite.trainer import Trainer
 
 BAD_STEP = 3
@@ -29,15 +31,21 @@ def noted_cast(ctx: Any, tensor: Tensor, scale: Tensor, *args: Any) -> Any:
     return cast(ctx, tensor, scale, *args)
 
 
+class BadLoss(ModelLoss):
+    """Fails in one step."""
+
+    bad = False
+
+    def __call__(self, *args: Any, scale: float, **kwargs: Any) -> Tensor:
+        return super().__call__(*args, scale=math.nan if self.bad else scale, **kwargs)
+
+
 class ScalesTrainer(Trainer):
     """Notes the scales of the first step, and fails in step 3."""
 
-    def loss(self, tokens: Tensor, labels: Tensor, *, scale: float) -> Tensor:
-        factor = math.nan if self.step + 1 == BAD_STEP else 1.0
-        return super().loss(tokens, labels, scale=scale * factor)
-
     def train_step(self, step: int) -> StepValues:
         scales.clear()
+        BadLoss.bad = step == BAD_STEP
         values = super().train_step(step)
         if step == 1:
             (self.job.folder / f"scales-{read_rank()[0]}.json").write_text(json.dumps(scales))
@@ -46,5 +54,6 @@ class ScalesTrainer(Trainer):
 
 if __name__ == "__main__":
     _ToFloat8ConstrFunc.forward = staticmethod(noted_cast)
+    build_model.ModelLoss = BadLoss  # type: ignore[misc]
     matrix_worker.Trainer = ScalesTrainer  # type: ignore[misc]
     matrix_worker.main()

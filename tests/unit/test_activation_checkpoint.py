@@ -215,7 +215,7 @@ def compiled_backward(
     )
     model = materialise(ac, recipe=recipe)
     torch._dynamo.reset()
-    block = model.layers[0]
+    block = model.layers["0"]
     block.compile(backend=backend, fullgraph=True)
     block(
         torch.randn(1, 32, 64, requires_grad=True), model.rope_cos, model.rope_sin, mask
@@ -288,7 +288,7 @@ def test_attention_that_is_no_fused_operator_is_recomputed() -> None:
 def test_none_leaves_the_model_as_it_is() -> None:
     with torch.device("meta"):
         model = Transformer(ARGS)
-    before = [type(layer) for layer in model.layers]
+    before = [type(layer) for layer in model.layers.values()]
     apply_activation_checkpointing(model, NONE)
-    assert [type(layer) for layer in model.layers] == before
+    assert [type(layer) for layer in model.layers.values()] == before
     assert isinstance(model, nn.Module)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from sample_jobs import job_of
 from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build
-from torchtitan_lite.build import asked_of_step, build_checkpointer, planned_device
+from torchtitan_lite.build import build_checkpointer
+from torchtitan_lite.build_model import asked_of_step
 from torchtitan_lite.config import (
     CheckpointConfig,
     Config,
@@ -20,8 +22,12 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.planner.meta_model import build_meta_model
+from torchtitan_lite.planner.meta_model import MetaModel, build_meta_model, planned_device
 from torchtitan_lite.torchao_types import is_gathered_in_float8
+
+
+def converted_names(meta: MetaModel) -> list[str]:
+    return [name for choice in meta.converted for name in choice.names]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
     asking = Config(training=training, float8=Float8Config(**float8))
     job = job_of(asking, args, degrees=degrees)
     meta = build_meta_model(job, emulate=True)
-    asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
+    asked = asked_of_step(job, converted_names(meta), ledger=meta.ledger)
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
 
@@ -89,7 +95,7 @@ def test_tied_embeddings_are_gathered_in_high_precision_also_for_a_float8_output
     assert type(meta.model.output) is Float8Linear
     assert meta.model.output.weight is meta.model.tok_embeddings.weight
     assert [is_gathered_in_float8(weight) for weight in meta.model.parameters()].count(True) == 14
-    asked = asked_of_step(job, meta.choices, ledger=meta.ledger)
+    asked = asked_of_step(job, converted_names(meta), ledger=meta.ledger)
     assert (asked.linears, asked.fsdp_gathers) == (15, 2)  # of the blocks
 
 
@@ -131,7 +137,7 @@ def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(
     monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: checkpointer)
     checkpoint = CheckpointConfig(enable=True, **keys)
     job = job_of(Config(model=ModelConfig(tokenizer_path="/llama"), checkpoint=checkpoint))
-    mesh: Any = SimpleNamespace(mesh_dim_names=("dp_shard",), shape=(1,))
+    mesh: Any = MagicMock(mesh_dim_names=("dp_shard",), shape=(1,))
     nothing: Any = None
     build_checkpointer(job, nothing, nothing, mesh=mesh, device=torch.device("cpu"), resume=None)
     assert loads == list(map(Path, loaded))

@@ -72,6 +72,7 @@ class Run:
                 model={"dim": width},
                 config="[training]\nsteps = 4\n",
             ),
+            stages=None,
         )
 
     def train(self, steps: int) -> list[float]:
@@ -467,7 +468,13 @@ def test_a_run_without_checkpoints_says_so(
     optimizer = torch.optim.AdamW(model.parameters())
     with caplog.at_level("INFO"):
         Checkpointer(
-            model, optimizer, CheckpointConfig(), folder=tmp_path, device=CPU, manifest=manifest
+            model,
+            optimizer,
+            CheckpointConfig(),
+            folder=tmp_path,
+            device=CPU,
+            manifest=manifest,
+            stages=None,
         )
     assert "checkpoints are off: [checkpoint] enable = false" in caplog.text
 

@@ -56,7 +56,7 @@ def test_the_chosen_linears_and_no_others_are_converted_and_emulate() -> None:
 def test_recipes_keep_their_scaling_with_and_without_emulation(emulate: bool) -> None:
     configs = {
         name: converted(Float8Config(recipe_name=name), emulate=emulate)
-        .layers[0]
+        .layers["0"]
         .attention.wq.config
         for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     }
@@ -80,7 +80,7 @@ def test_weights_are_wrapped_for_the_float8_all_gather_only_where_asked_for(
     all_gather: bool,
 ) -> None:
     model = converted(Float8Config(enable_fsdp_float8_all_gather=all_gather))
-    wrapped = isinstance(model.layers[0].attention.wq.weight, WeightWithDynamicFloat8CastTensor)
+    wrapped = isinstance(model.layers["0"].attention.wq.weight, WeightWithDynamicFloat8CastTensor)
     assert wrapped is all_gather
     assert not isinstance(model.output.weight, WeightWithDynamicFloat8CastTensor)
 

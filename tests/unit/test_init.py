@@ -71,7 +71,7 @@ def test_weights_depend_on_seed_and_name_only() -> None:
         assert torch.equal(weight, same.get_parameter(name))
         assert weight.ndim == 1 or not torch.equal(weight, other.get_parameter(name))
     assert not torch.equal(
-        one.layers[0].feed_forward.w1.weight, one.layers[0].feed_forward.w3.weight
+        one.layers["0"].feed_forward.w1.weight, one.layers["0"].feed_forward.w3.weight
     )
     assert torch.equal(one.norm.weight, torch.ones(64))
 
@@ -104,7 +104,7 @@ def test_standard_deviations(name: str, std: float) -> None:
 def test_a_tied_matrix_has_the_embeddings_values_by_the_outputs_deviation() -> None:
     tied, untied = make_model(0, tied=True), make_model(0)
     torch.testing.assert_close(tied.output.weight, untied.tok_embeddings.weight / 8)
-    assert torch.equal(tied.layers[1].attention.wo.weight, untied.layers[1].attention.wo.weight)
+    assert torch.equal(tied.layers["1"].attention.wo.weight, untied.layers["1"].attention.wo.weight)
 
 
 def test_a_shard_has_the_values_of_its_part_of_the_whole() -> None:

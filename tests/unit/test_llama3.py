@@ -82,7 +82,7 @@ def reference(model: Transformer) -> transformers.LlamaForCausalLM:
         "lm_head.weight": model.output.weight,
     }
     heads = {"attention.wq": args.n_heads, "attention.wk": args.n_kv_heads}
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(model.layers.values()):
         for ours, theirs in names.items():
             weight = layer.get_parameter(f"{ours}.weight")
             weights[f"model.layers.{i}.{theirs}.weight"] = (
@@ -111,12 +111,14 @@ def test_logits_and_gradients_equal_transformers_llama(
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     wq = llama.model.layers[0].self_attn.q_proj.weight.grad
-    assert relative_error(halves_from_pairs(model.layers[0].attention.wq.weight.grad, 8), wq) < 1e-5
+    assert (
+        relative_error(halves_from_pairs(model.layers["0"].attention.wq.weight.grad, 8), wq) < 1e-5
+    )
     for ours, theirs in (
         (model.tok_embeddings, llama.model.embed_tokens),
-        (model.layers[0].attention.wv, llama.model.layers[0].self_attn.v_proj),
-        (model.layers[1].feed_forward.w1, llama.model.layers[1].mlp.gate_proj),
-        (model.layers[1].ffn_norm, llama.model.layers[1].post_attention_layernorm),
+        (model.layers["0"].attention.wv, llama.model.layers[0].self_attn.v_proj),
+        (model.layers["1"].feed_forward.w1, llama.model.layers[1].mlp.gate_proj),
+        (model.layers["1"].ffn_norm, llama.model.layers[1].post_attention_layernorm),
         (model.output, llama.lm_head),
     ):
         assert relative_error(ours.weight.grad, theirs.weight.grad) < 1e-5
@@ -263,7 +265,7 @@ def test_the_mask_changes_nothing_in_a_window_of_one_document() -> None:
 def test_compiled_blocks_take_any_mask_without_another_compilation() -> None:
     masked, plain = build_pair()
     torch._dynamo.reset()
-    for layer in masked.layers:
+    for layer in masked.layers.values():
         layer.compile(fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         check_documents_are_alone(masked, plain)

@@ -97,7 +97,7 @@ def build_model(rank: Rank) -> Transformer:
         choices = select_linears(model, filter_fqns=(), tp_degree=tp, tokens=rank.tokens)
         convert_linears(model, choices, float8=rank.config.float8, emulate=True)
     parallelize(
-        model,
+        [model],
         build_mesh(rank.degrees, device_type="cpu"),
         parallelism=rank.config.parallelism,
         activation_checkpoint=rank.config.activation_checkpoint,

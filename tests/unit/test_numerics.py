@@ -21,6 +21,7 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_lite.torchao_types import is_float8_linear
 
 ARGS = ModelArgs(
     dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=16
@@ -56,6 +57,11 @@ def build_model(
     return model
 
 
+def float8_names(model: nn.Module) -> list[str]:
+    names = [name for name, module in model.named_modules() if is_float8_linear(module)]
+    return [name.replace("_checkpoint_wrapped_module.", "") for name in names]
+
+
 def run(model: nn.Module, *, seed: int = 0) -> Tensor:
     """The loss of a forward and backward pass."""
     tokens = torch.randint(
@@ -70,7 +76,7 @@ def measure(
     model: nn.Module, *, seeds: tuple[int, ...] = (0,)
 ) -> dict[str, dict[str, dict[str, float]]]:
     """The figures of a step of one microbatch for each of `seeds`."""
-    monitor = NumericsMonitor(model, freq=1, device=CPU)
+    monitor = NumericsMonitor(model, float8_names(model), freq=1, device=CPU)
     with monitor.observe():
         for seed in seeds:
             run(model, seed=seed)
@@ -182,7 +188,7 @@ def test_each_cast_is_counted_for_its_linear_and_role() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_layer_with_an_outlier_is_told_by_its_underflow() -> None:
     model = build_model()
-    weight = model.layers[1].attention.wo.weight
+    weight = model.layers["1"].attention.wo.weight
     with torch.no_grad():
         weight[0, 0] = 3000.0
     figures = measure(model)["attention.wo"]["weight"]
@@ -196,7 +202,9 @@ def test_a_layer_with_an_outlier_is_told_by_its_underflow() -> None:
 def test_a_layer_with_values_between_two_float8_numbers_is_told_by_its_ratio() -> None:
     model = build_model()
     with torch.no_grad():
-        weight = model.layers[2].feed_forward.w3.weight.fill_(432.0)  # in the middle of 416 and 448
+        weight = model.layers["2"].feed_forward.w3.weight.fill_(
+            432.0
+        )  # in the middle of 416 and 448
         weight[0, 0] = 448.0  # for a scale of 1
     figures = measure(model)["feed_forward.w3"]["weight"]
     assert (figures["sqnr_db"], figures["sqnr_db_layer"]) == (
@@ -210,7 +218,7 @@ def test_a_layer_with_values_between_two_float8_numbers_is_told_by_its_ratio() -
 def test_what_is_not_finite_is_the_worst(value: float) -> None:
     model = build_model()
     with torch.no_grad():
-        model.layers[2].feed_forward.w2.weight[0, 0] = value
+        model.layers["2"].feed_forward.w2.weight[0, 0] = value
     figures = measure(model)
     measured = figures["feed_forward.w2"]["weight"]
     assert (measured["sqnr_db"], measured["amax"]) == (-math.inf, math.inf)
@@ -221,7 +229,7 @@ def test_what_is_not_finite_is_the_worst(value: float) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_zeros_lose_nothing() -> None:
     model = build_model()
-    for block in model.layers:
+    for block in model.layers.values():
         nn.init.zeros_(block.attention.wk.weight)
     figures = measure(model)["attention.wk"]["weight"]
     assert (figures["sqnr_db"], figures["amax"], figures["underflow"]) == (math.inf, 0.0, 0.0)
@@ -233,7 +241,7 @@ def test_a_scale_a_row_loses_less_than_one_a_tensor_where_rows_differ() -> None:
     for recipe in RECIPES:
         model = build_model(recipe)
         with torch.no_grad():
-            model.layers[0].feed_forward.w1.weight[0] *= 1000
+            model.layers["0"].feed_forward.w1.weight[0] *= 1000
         figures = measure(model)
         assert {tuple(roles) for roles in figures.values()} == {("input", "weight", "grad_output")}
         least[recipe] = figures["feed_forward.w1"]["grad_output"]["sqnr_db"]
@@ -261,7 +269,7 @@ def test_the_microbatches_of_a_step_count_together_and_those_of_others_do_not() 
     for key in [key for key in inputs if key[2] == "underflow"]:
         assert both[key] <= (first[key] + second[key]) / 2 + 1e-9  # of the worst layer
     assert any(first[key] != second[key] for key in inputs)
-    monitor = NumericsMonitor(model, freq=1, device=CPU)
+    monitor = NumericsMonitor(model, float8_names(model), freq=1, device=CPU)
     for seed in (1, 2):
         with monitor.observe():
             run(model, seed=seed)
@@ -272,7 +280,7 @@ def test_the_microbatches_of_a_step_count_together_and_those_of_others_do_not() 
 @pytest.mark.parametrize("ac", [NONE, ActivationCheckpointConfig()], ids=["no AC", "op AC"])
 def test_watching_changes_no_bit(recipe: str, ac: ActivationCheckpointConfig) -> None:
     plain, watched = build_model(recipe, ac=ac), build_model(recipe, ac=ac)
-    with NumericsMonitor(watched, freq=1, device=CPU).observe():
+    with NumericsMonitor(watched, float8_names(watched), freq=1, device=CPU).observe():
         loss = run(watched)
     assert torch.equal(loss, run(plain))
     for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
@@ -281,19 +289,19 @@ def test_watching_changes_no_bit(recipe: str, ac: ActivationCheckpointConfig) ->
 
 def test_torchao_casts_as_before_after_a_step_also_after_one_that_failed() -> None:
     model = build_model()
-    model.layers[0].compile(backend="eager")
+    model.layers["0"].compile(backend="eager")
     function, compiled = (
         float8_training_tensor._ToFloat8ConstrFunc,
-        model.layers[0]._compiled_call_impl,
+        model.layers["0"]._compiled_call_impl,
     )
-    monitor = NumericsMonitor(model, freq=1, device=CPU)
+    monitor = NumericsMonitor(model, float8_names(model), freq=1, device=CPU)
     assert float8_training_tensor._ToFloat8ConstrFunc is function
     with pytest.raises(RuntimeError, match="out of data"), monitor.observe():
         assert float8_training_tensor._ToFloat8ConstrFunc is not function
-        assert model.layers[0]._compiled_call_impl is None
+        assert model.layers["0"]._compiled_call_impl is None
         raise RuntimeError("out of data")
     assert float8_training_tensor._ToFloat8ConstrFunc is function
-    assert model.layers[0]._compiled_call_impl is compiled
+    assert model.layers["0"]._compiled_call_impl is compiled
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -301,7 +309,7 @@ def test_a_compiled_model_is_measured_eagerly_and_compiled_once() -> None:
     model, expected = build_model(), flat(measure(build_model()))
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    for block in model.layers:
+    for block in model.layers.values():
         block.compile(backend=counter, fullgraph=True)
     compiled = run(model)
     assert counter.frame_count == 1  # shared by the blocks
@@ -312,9 +320,9 @@ def test_a_compiled_model_is_measured_eagerly_and_compiled_once() -> None:
 
 @pytest.mark.parametrize(("freq", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6])])
 def test_steps_to_measure(freq: int, steps: list[int]) -> None:
-    monitor = NumericsMonitor(build_model(), freq=freq, device=CPU)
+    monitor = NumericsMonitor(build_model(), ["layers.0.attention.wq"], freq=freq, device=CPU)
     assert [step for step in range(1, 8) if monitor.due(step)] == steps
 
 
 def test_a_model_without_float8_has_nothing_to_measure() -> None:
-    assert not NumericsMonitor(nn.Linear(2, 2), freq=1, device=CPU).due(1)
+    assert not NumericsMonitor(nn.Linear(2, 2), [], freq=1, device=CPU).due(1)

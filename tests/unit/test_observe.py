@@ -81,7 +81,7 @@ def test_a_step_that_runs_as_asked_has_no_mismatch_and_is_described() -> None:
 
 def test_a_linear_that_is_no_longer_of_float8_is_a_mismatch() -> None:
     model = build("tensorwise")
-    attention = model.layers[1].attention
+    attention = model.layers["1"].attention
     attention.wq, plain = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16), attention.wq
     plain.weight = attention.wq.weight
     assert observe(model).mismatches(model, TENSORWISE) == [

@@ -116,9 +116,9 @@ def compile_recomputed_block() -> None:
         fw_compiler=lambda graph, example_inputs: make_boxed_func(graph),
         partition_fn=min_cut_rematerialization_partition,
     )
-    model.layers[0].compile(backend=backend, fullgraph=True)
+    model.layers["0"].compile(backend=backend, fullgraph=True)
     x = torch.randn(1, 8, 64, requires_grad=True)
-    model.layers[0](x, model.rope_cos, model.rope_sin, None).sum().backward()
+    model.layers["0"](x, model.rope_cos, model.rope_sin, None).sum().backward()
 
 
 @torch_213

@@ -37,7 +37,7 @@ def build_block() -> nn.Module:
     )
     float8 = Float8Config.model_validate({"recipe_name": "tensorwise"})
     convert_linears(model, choices, float8=float8, emulate=False)
-    block = model.layers[0].to_empty(device="cpu").bfloat16()
+    block = model.layers["0"].to_empty(device="cpu").bfloat16()
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.02)
     return block

@@ -40,7 +40,7 @@ def plan(float8: Float8Config | None) -> dict[str, type]:
     if float8 is not None:
         choices = select_linears(model, filter_fqns=float8.filter_fqns, tp_degree=2, tokens=64)
         convert_linears(model, choices, float8=float8, emulate=True)
-    return {name: type(style) for name, style in _block_plan(model.layers[0]).items()}
+    return {name: type(style) for name, style in _block_plan(model.layers["0"]).items()}
 
 
 def test_without_float8_and_under_rowwise_activations_are_gathered_in_high_precision() -> None:

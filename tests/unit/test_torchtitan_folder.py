@@ -61,7 +61,8 @@ def make_weights() -> dict[str, Tensor]:
 
 def load(folder: Path, model: Transformer) -> dict[str, Tensor]:
     """Load into `model`, and return its weights by torchtitan's names."""
-    load_torchtitan(folder, model_state(model), group=None)
+    tied = model.args.tie_embeddings
+    load_torchtitan(folder, model_state(model), tied=tied, stages=None, group=None)
     return {name.removeprefix("model."): each for name, each in model_state(model).items()}
 
 

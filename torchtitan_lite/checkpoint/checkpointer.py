@@ -67,10 +67,10 @@ class Checkpointer:
         folder: Path,
         device: torch.device,
         manifest: CheckpointManifest,
-        stages: dist.ProcessGroup,
+        stages: dist.ProcessGroup | None,
     ) -> None:
         """`manifest` has what is the same in all saves of the run. `stages` is the group of ranks
-        that have the other stages of the model; this rank alone without pipeline parallelism."""
+        that have the stages of the model; None: all ranks."""
         self._model, self._optimizer, self._settings = model, optimizer, settings
         self.folder, self._device, self._manifest = folder, device, manifest
         self._stages = stages
