@@ -96,7 +96,7 @@ def build_model(config: Config, args: ModelArgs, device: torch.device) -> Transf
         cast_forward_inputs=False,
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.layers:
+    for block in model.layers.values():
         if config.compile.covers("model"):
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
