@@ -73,14 +73,15 @@ def test_a_device_that_holds_no_length_is_refused() -> None:
         make_longest(space_of(memory_gib=8.0))
 
 
-def test_the_configs_own_degrees_need_not_fit_the_processes(
+def test_the_configs_own_layout_and_length_need_not_fit_the_processes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # It shares each sequence among 8.
+    # It shares each sequence among 8. Two ranks of tensor parallelism cannot split an odd length.
     main = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
     batch = "--training.global_batch_size=8", "--training.local_batch_size=8"
-    few = "--world-size", "2", "--model.n_layers=4"
-    main(["--longest", "--json", "--device", "H100 SXM", *few, *LONG, *batch])
+    few = "--world-size", "4", "--model.n_layers=4"
+    split = "--training.seq_len=8191", "--parallelism.tensor_parallel_degree=2"
+    main(["--longest", "--json", "--device", "H100 SXM", *few, *LONG, *batch, *split])
     lengths = json.loads(capsys.readouterr().out)["lengths"]
     assert [each["cp"] for each in lengths if each["left_out"] is None] == [1, 2]
 

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from textwrap import fill
 from typing import Any
 
@@ -38,7 +39,7 @@ MOST = 2**20
 SEQ_LEN = "training.seq_len"
 REPLACED = {SHARD: -1, LOCAL: 1, GLOBAL: -1}
 """Values of keys whose own the answer ignores."""
-START = tuple(f"--{name}={value}" for name, value in ({CP: 1} | REPLACED).items())
+START = tuple(f"--{name}={value}" for name, value in ({CP: 1, SEQ_LEN: STEP} | REPLACED).items())
 """Overrides for a config that is loaded for this answer, so that no ignored value is refused."""
 
 
@@ -90,6 +91,7 @@ def _longest(
     step = math.lcm(STEP, sequence_parts(cp=cp, tp=tp))
     lengths = range(step, max(limit, step) + 1, step)
 
+    @cache  # the bisection plans its answer too
     def plan(seq_len: int) -> Candidate:
         return try_config(space, settings | {SEQ_LEN: seq_len}, model, tokenizer)
 
