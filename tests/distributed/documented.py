@@ -18,6 +18,8 @@ from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+FEW_LAYERS = 2
+"""Of the models whose commands are tested, and of the checkpoint of torchtitan."""
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./|python |pip |torchrun )")
 
 
@@ -69,7 +71,7 @@ def make_copy(folder: Path) -> dict[str, str]:
 def write_inputs(folder: Path) -> None:
     """Write the files that the pages take for the user's own: texts, a checkpoint of torchtitan,
     and the configs that they show, with the shipped tokenizer instead of Llama's."""
-    args = replace(FLAVORS["debugmodel_gqa"], vocab_size=2256)
+    args = replace(FLAVORS["debugmodel_gqa"], vocab_size=2256, n_layers=FEW_LAYERS)
     weights = dict(Transformer(args).named_parameters())
     init = {name: torch.full_like(each, 0.01) for name, each in weights.items()}
     save_torchtitan(folder / "torchtitan/checkpoint/step-1000", init)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from documented import PAGES, list_commands, make_copy, write_inputs
+from documented import FEW_LAYERS, PAGES, list_commands, make_copy, write_inputs
 from launching import ROOT
 
 DEFAULT_RUN = "./run_train.sh"
@@ -74,7 +74,8 @@ class Project:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A copy in which the default config has trained. After that its sequences are shorter
-    and fewer, and run_train.sh starts one process."""
+    and fewer, its model has as few layers as the checkpoint of torchtitan, and run_train.sh starts
+    one process."""
     folder = tmp_path_factory.mktemp("project").resolve()
     env = make_copy(folder)
     write_inputs(folder)
@@ -83,7 +84,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
     config = folder / "train_configs/debug_model.toml"
     text = config.read_text().replace("seq_len = 256", "seq_len = 32")
-    config.write_text(text.replace("local_batch_size = 8", "local_batch_size = 2"))
+    text = text.replace("local_batch_size = 8", "local_batch_size = 2")
+    config.write_text(text.replace("[model]\n", f"[model]\nn_layers = {FEW_LAYERS}\n"))
     return Project(folder, env | {"NGPU": "1"}, result.stdout)
 
 
