@@ -47,7 +47,7 @@ from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 from torchtitan_lite.planner.auto import resolve_auto
 from torchtitan_lite.planner.meta_model import build_meta_model
-from torchtitan_lite.planner.step import format_verdict
+from torchtitan_lite.planner.prediction import format_verdict
 
 
 def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
