@@ -25,7 +25,7 @@ from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 from torchtitan_lite.planner.meta_model import build_meta_model, planned_device
-from torchtitan_lite.planner.step import format_verdict
+from torchtitan_lite.planner.prediction import format_verdict
 
 
 @dataclass(frozen=True)

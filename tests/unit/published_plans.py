@@ -27,8 +27,8 @@ from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traff
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.planner.meta_model import build_meta_model
+from torchtitan_lite.planner.prediction import predict
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline, build_roofline
-from torchtitan_lite.planner.step import predict
 
 RATIO_LIMIT, RATE_LIMIT = 12, 20  # percent
 CHECKPOINTING: dict[str, dict[str, Any]] = {

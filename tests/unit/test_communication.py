@@ -105,4 +105,5 @@ def test_ranks_that_share_sequences_shard_weights_too() -> None:
         "context parallelism": Ring(8, 4),
         "sharding": Ring(24, 4),
         "replicas": Ring(2, 96),
+        "pipeline": Ring(1, 192),
     }

@@ -37,8 +37,9 @@ from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.planner.memory import Moment, Rank, step_memory
+from torchtitan_lite.planner.memory import Moment, step_memory
 from torchtitan_lite.planner.meta_model import RESERVED_RATIO
+from torchtitan_lite.planner.rank import Rank
 
 WIDE = ModelArgs(
     dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=512, max_seq_len=256

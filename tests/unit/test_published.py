@@ -6,7 +6,7 @@ import pytest
 from published_plans import RATE_LIMIT, RATIO_LIMIT, UNKNOWN, format_page, plan_run
 from published_runs import PUBLISHED_RUNS, PublishedRun
 
-from torchtitan_lite.planner.step import RESOLUTION
+from torchtitan_lite.planner.prediction import RESOLUTION
 
 # Planned by the tests: planning all of them takes longer than to collect all tests.
 KNOWN = [run for run in PUBLISHED_RUNS if not run.name.startswith(tuple(UNKNOWN))]

@@ -30,8 +30,8 @@ from torchtitan_lite.metrics.devices import Architecture, DeviceSpec
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.models.llama3 import TransformerBlock, rope_table
 from torchtitan_lite.planner.constants import rates_of
-from torchtitan_lite.planner.memory import Group
 from torchtitan_lite.planner.plan import find_device
+from torchtitan_lite.planner.rank import Group
 from torchtitan_lite.planner.roofline import Cost, Passes
 
 WQ, WK, WV, WO, W1, W3, W2 = BLOCK_LINEARS

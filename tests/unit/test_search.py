@@ -17,7 +17,8 @@ from torchtitan_lite.config import given_keys, load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.planner.meta_model import Workload
 from torchtitan_lite.planner.plan import find_device, make_plan
-from torchtitan_lite.planner.step import Prediction, StepTime
+from torchtitan_lite.planner.prediction import Prediction
+from torchtitan_lite.planner.step import StepTime
 
 ROOT = Path(__file__).parents[2]
 MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]

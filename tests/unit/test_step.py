@@ -10,10 +10,12 @@ from sample_plans import DEVICE, H100, RATES, linears_of, roofline_of, scheme_of
 
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.planner import step
+from torchtitan_lite.planner import prediction
 from torchtitan_lite.planner.constants import Rates
+from torchtitan_lite.planner.pipeline import time_step
+from torchtitan_lite.planner.prediction import Prediction, format_verdict, predict
 from torchtitan_lite.planner.roofline import Roofline
-from torchtitan_lite.planner.step import Prediction, StepTime, format_verdict, predict, time_step
+from torchtitan_lite.planner.step import StepTime
 
 ARGS = ModelArgs(dim=1024, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=32000)
 TOKENS = 8192
@@ -546,8 +548,8 @@ def ends_of(**moves: tuple[float, float]) -> Any:
     return move_constants
 
 
-def predicted(moves: Any, monkeypatch: pytest.MonkeyPatch) -> step.Prediction:
-    monkeypatch.setattr(step, "move_constants", moves)
+def predicted(moves: Any, monkeypatch: pytest.MonkeyPatch) -> Prediction:
+    monkeypatch.setattr(prediction, "move_constants", moves)
     at = roofline(TENSORWISE, FLAVORS["8B"], degrees=(1, 8, 1), rates=RATES)
     return predict(at, linears_of(FLAVORS["8B"], output=True))
 

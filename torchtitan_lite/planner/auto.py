@@ -17,8 +17,8 @@ from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
-from .memory import without_fsdp
 from .meta_model import Workload, build_meta_model, build_workload
+from .rank import without_fsdp
 
 CHECKPOINTING = (
     ("none", "op"),
@@ -27,9 +27,10 @@ CHECKPOINTING = (
 )
 """Modes of activation checkpointing and their options to choose from, mostly from the fastest to
 the smallest. Every second block is missing: "op" is faster, and keeps less."""
-RESHARDING = ("never", "default")
-"""Values of fsdp_reshard_after_forward to choose from, in the same order. "always" has the peak
-memory of "default", and is slower."""
+RESHARDING = ("never", "default"), ("default", "always")
+"""Values of fsdp_reshard_after_forward to choose from, in the same order, without pipelines and
+with them. Without, "always" has the peak memory of "default", and is slower. With them "default"
+and "never" are the same."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -112,7 +113,8 @@ def kept_options(
     modes = by_mode if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
     values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
     if values[0] == AUTO:
-        values = ["default"] if without_fsdp(job) else RESHARDING
+        pipelined = job.degrees.pp > 1
+        values = ["default"] if without_fsdp(job) else RESHARDING[pipelined]
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "the stand-in is in the table of devices"
 
@@ -159,7 +161,7 @@ def _reductions(job: Job) -> Sequence[str]:
     value, training = job.config.parallelism.fsdp_reduce_gradients, job.config.training
     if value != AUTO:
         return [value]
-    same = job.batch.grad_accum_steps == 1 or without_fsdp(job)
+    same = job.batch.grad_accum_steps == 1 or job.degrees.pp > 1 or without_fsdp(job)
     return ["last"] if same or training.dtype == "bfloat16" else ["last", "each"]
 
 

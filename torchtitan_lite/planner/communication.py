@@ -41,11 +41,17 @@ def replicate_ring(degrees: ParallelDegrees) -> Ring:
     return Ring(degrees.dp_replicate, degrees.tp * degrees.fsdp)
 
 
+def pipeline_ring(degrees: ParallelDegrees) -> Ring:
+    """Return the ring in which pipeline stages send their results: the outermost dimension."""
+    return Ring(degrees.pp, degrees.world_size // degrees.pp)
+
+
 RINGS = {
     "tensor parallelism": tp_ring,
     "context parallelism": context_ring,
     "sharding": shard_ring,
     "replicas": replicate_ring,
+    "pipeline": pipeline_ring,
 }
 """Ring of each kind of collective."""
 
@@ -67,6 +73,10 @@ class Network:
         latency = (hops - between) * rates.link_hop_seconds + between * rates.network_hop_seconds
         sent = nbytes * hops / ring.size
         return rates.collective_seconds + latency + sent / (1e9 * self.bandwidth_gb_s(ring))
+
+    def send_s(self, nbytes: float, ring: Ring) -> float:
+        """Seconds to send `nbytes` to the next rank; a gather by two sends half its bytes."""
+        return self.gather_s(2 * nbytes, Ring(2, ring.stride))
 
     def bandwidth_gb_s(self, ring: Ring) -> float:
         """GB/s (10^9 bytes per second) that each rank of `ring` sends of large messages."""

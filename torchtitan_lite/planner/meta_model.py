@@ -19,9 +19,12 @@ from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
-from .memory import Moment, Rank, step_memory, without_fsdp
+from .memory import Moment, rank_moments
+from .pipeline import time_step
+from .prediction import Prediction, predict
+from .rank import without_fsdp
 from .roofline import Roofline, build_roofline
-from .step import Prediction, StepTime, predict, time_step
+from .step import StepTime
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 RESERVED_RATIO = 1.26
@@ -69,8 +72,13 @@ class Workload:
         return time_step(self.roofline(device, attention_kernel), self.choices, self.converted)
 
     def moments(self, *, on_cpu: bool = False) -> list[Moment]:
-        """Estimate what a rank holds at the moments of a step at which memory can peak."""
-        return step_memory(Rank(self.job, {each.kind for each in self.converted}, on_cpu=on_cpu))
+        """Estimate what a rank holds at the moments of a step at which memory can peak; of a
+        pipeline's ranks, the one with the largest peak."""
+        return max(self.rank_moments(on_cpu=on_cpu), key=peak_bytes)
+
+    def rank_moments(self, *, on_cpu: bool = False) -> list[list[Moment]]:
+        """Estimate the same for each rank of a pipeline; else one list."""
+        return rank_moments(self.job, {each.kind for each in self.converted}, on_cpu=on_cpu)
 
     @property
     def reserved_ratio(self) -> float:
@@ -79,7 +87,12 @@ class Workload:
 
     def reserved_bytes(self, *, on_cpu: bool = False) -> float:
         """Return an upper bound of the memory that a GPU reserves in a step."""
-        return self.reserved_ratio * max(moment.total for moment in self.moments(on_cpu=on_cpu))
+        return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu))
+
+
+def peak_bytes(moments: Sequence[Moment]) -> int:
+    """Return the most memory of some moments."""
+    return max(moment.total for moment in moments)
 
 
 @dataclass(frozen=True)

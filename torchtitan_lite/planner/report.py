@@ -21,12 +21,18 @@ UTILISATIONS = {
     "hfu": ("effective", ", with what is recomputed"),
 }
 """The peak by which each is divided, and a note."""
-STEP_PARTS = {"device_parts_s": "", "exposed_s": "exposed: ", "slowed_s": "slowed: "}
+STEP_PARTS = {
+    "device_parts_s": "",
+    "exposed_s": "exposed: ",
+    "slowed_s": "slowed: ",
+    "idle_s": "idle: ",
+}
 """What a step consists of, unless the host is slower, and what its rows begin with."""
 LEGEND = {
     "fsdp copies": "copies of weights and gradients in other types",
     "exposed": "communication that the device waits for",
     "slowed": "how much longer computation takes",
+    "idle": "waiting for computation of other ranks",
     "hidden": "communication during computation, which costs no time itself",
     "host": "the CPU's time to launch the kernels",
 }
@@ -59,6 +65,7 @@ def format_plan(plan: Plan) -> str:
         "Run": _run(plan["request"], prediction["converted"]),
         "Time of a step, predicted": _time(prediction, ", if on" if off else ""),
         "Memory of a rank, predicted": _memory(plan["memory"]),
+        **({"Stages of the pipeline": _stages(plan["pipeline"])} if plan["pipeline"] else {}),
         f"Cost at the {schedule['origin']} rate": _cost(schedule),
         linears: _linears(plan["linears"], prediction["better_kept"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
@@ -120,8 +127,9 @@ def _run(request: Plan, converted: Sequence[str]) -> str:
     mask = ", document mask (attention counts as if documents were one)"
     budget = " (the time of what it recomputes is not counted)"
     context = "cp {cp} x " if request["cp"] > 1 else ""
+    stages = "pp {pp} x " if request["pp"] > 1 else ""
     group = "each rank" if request["cp"] == 1 else "every {cp} ranks".format_map(request)
-    degrees = "dp_replicate {dp_replicate} x dp_shard {dp_shard} x " + context + "tp {tp}"
+    degrees = stages + "dp_replicate {dp_replicate} x dp_shard {dp_shard} x " + context + "tp {tp}"
     return _wrap(
         f"{degrees}; {{global_batch_size}} x {{seq_len:,}} tokens a step, "
         f"{{local_batch_size}} x {{seq_len:,}} at a time on {group}; ".format_map(request)
@@ -190,6 +198,44 @@ def _memory(memory: Plan) -> str:
     ]
     more = "no number of GPUs, with tp up to 8 either; lower local_batch_size or seq_len"
     return table + "\n" + _wrap(f"would fit: {', or '.join(layouts) or more}")
+
+
+def _stages(pipeline: Plan) -> str:
+    """A row for each stage, by rank, and what holds for all."""
+    rows = []
+    for each in pipeline["stages"]:
+        first, last = each["modules"][0], each["modules"][-1]
+        rows.append(
+            (
+                str(each["stage"]),
+                str(each["rank"]),
+                f"{first} to {last}" if first != last else first,
+                f"{each['flops_per_token'] / 1e9:,.2f}",
+                f"{each['rank_reserved'] / GIB:,.1f}",
+                *(f"{1e3 * each[key]:,.1f}" for key in ("forward_s", "backward_s")),
+                f"{each['rank_idle']:.1%}",
+            )
+        )
+    header = ("stage", "rank", "modules", "GFLOPs", "GiB", "F, ms", "B, ms", "idle")
+    table = format_columns([header, *rows], right=(0, 1, 3, 4, 5, 6, 7))
+    equal = pipeline["bubble_of_equal_stages"]
+    formula = (
+        "" if equal is None else f"; {equal:.1%} if stages were equal and sending took no time"
+    )
+    text = (
+        "GFLOPs: per token. GiB: that the rank reserves at most. F and B: forward and backward of "
+        "a microbatch. Idle: part of the step in which the rank waits for others, on average "
+        f"{pipeline['bubble']:.1%} with {{microbatches}} microbatches in {{schedule}}{formula}. "
+        "A rank sends {sent:,.1f} GiB a step to its neighbours, {send_ms:.2f} ms for each "
+        "microbatch and pass. Rank {largest_rank} needs the most memory."
+    )
+    sent = {"sent": pipeline["sent_bytes_per_step"] / GIB, "send_ms": 1e3 * pipeline["send_s"]}
+    parts = [table, _wrap(text.format_map({**pipeline, **sent}))]
+    if faster := pipeline["faster_division"]:
+        keys = " ".join(f"--{key} {value}" for key, value in faster["settings"].items())
+        blocks = ", ".join(map(str, faster["blocks"]))
+        parts.append(_wrap(f"{faster['speedup']:.2f}x as fast: {blocks} blocks, by {keys}"))
+    return "\n".join(parts)
 
 
 def _cost(schedule: Plan) -> str:

@@ -23,7 +23,8 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates, rates_of
-from .memory import WIDTHS, Group, without_fsdp
+from .rank import WIDTHS, Group, without_fsdp
+from .share import checkpointed_blocks
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
@@ -249,8 +250,7 @@ class Roofline:
             return self.move(2 * self.tokens * elements, moved.kernels)
 
         forward, backward = map(cost, COMPILED_POINTWISE if self.compiled else EAGER_POINTWISE)
-        ac, n_layers = self.job.config.activation_checkpoint, args.n_layers
-        again = len(ac.checkpointed_layers(n_layers))
+        n_layers, again = args.n_layers, len(checkpointed_blocks(self.job))
         return Passes(forward * n_layers, backward * n_layers + forward * again)
 
     def loss(self) -> Cost:
@@ -273,6 +273,8 @@ class Roofline:
     def gather_copies(self, group: Group) -> Cost:
         """Cost of the copies around a gather of `group`, in bytes of the whole and of a shard. One
         rank casts its weights."""
+        if not group.weights:
+            return Cost()
         if without_fsdp(self.job):
             nbytes = 6 * group.weights + 19 * group.in_float8
             return self.move(nbytes, 2 + 21 * bool(group.in_float8))

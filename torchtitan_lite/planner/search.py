@@ -22,8 +22,8 @@ from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
 
 from .auto import find_fitting, kept_options, name_kept
+from .checks import check_planned
 from .meta_model import Workload, build_workload, tokenizer_values
-from .plan import check_planned
 
 SHOWN = 5  # layouts in the answer
 GIB = 2**30

@@ -5,20 +5,19 @@ block computes: what takes longer than the computation is exposed, and so are th
 the last reduction. Tensor and context parallelism wait for computation and are waited for.
 """
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
 from .communication import Network, Ring, context_ring, replicate_ring, shard_ring, tp_ring
-from .constants import Rates, move_constants
-from .memory import Group, Rank
+from .rank import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
-BLOCK_PARAMETERS, END_PARAMETERS = len(BLOCK_LINEARS) + 2, 3  # with two norms; embedding to output
-RESOLUTION = 0.05  # a smaller relative difference is reported as none
+BLOCK_PARAMETERS, NORM_AND_OUTPUT = len(BLOCK_LINEARS) + 2, 2  # with two norms
+OTHER_STAGES = "for other stages"
 
 
 @dataclass(frozen=True)
@@ -31,100 +30,12 @@ class StepTime:
     exposed_s: Mapping[str, float]  # communication that the device waits for, by kind
     slowed_s: Mapping[str, float]  # longer computation, by what slows it
     hidden_s: Mapping[str, float]  # communication beside computation, by kind
+    idle_s: Mapping[str, float] = field(default_factory=lambda: {OTHER_STAGES: 0.0})
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What float8 gains over bf16. A band is as wide as the constants are uncertain: each moves the
-    prediction by itself, and the moves, as ratios, add up as squares."""
-
-    recipe: str
-    step_speedup: float  # time in bf16 over time in float8: above 1 float8 pays
-    speedup_band: tuple[float, float]
-    float8_s_band: tuple[float, float]  # seconds of the step in float8, fast and slow
-    converted: list[str]  # kinds of linears in float8
-    better_kept: list[str]  # those of them that bf16 would make faster
-    bf16: StepTime
-    float8: StepTime
-    float8_s_ends: Mapping[str, Sequence[float]]
-    """Seconds of the step in float8 at the slow and the fast end of each uncertain constant."""
-
-
-def predict(roofline: Roofline, linears: Sequence[LinearChoice]) -> Prediction:
-    """Predict a step in bf16, and in float8 with those `linears` that are converted."""
-    in_float8 = [linear for linear in linears if linear.converted]
-    chosen = roofline.choose(in_float8)
-    converted = [linear.kind for linear in in_float8]
-    better_kept = [linear.kind for linear in in_float8 if linear not in chosen]
-
-    def times(rates: Rates) -> tuple[StepTime, StepTime]:
-        at = replace(roofline, rates=rates)
-        return time_step(at, linears, []), time_step(at, linears, in_float8)
-
-    # Once by the constants as they are, and with each uncertain one at either end.
-    bf16, float8 = times(roofline.rates)
-    speedup = bf16.step_s / float8.step_s
-    ends = move_constants(roofline.device, roofline.rates)
-    moved = {name: [times(rates) for rates in each] for name, each in ends.items()}
-    speedups = [[one.step_s / other.step_s for one, other in each] for each in moved.values()]
-    float8_s_ends = {name: [other.step_s for _, other in each] for name, each in moved.items()}
-    return Prediction(
-        recipe=roofline.job.config.float8.recipe_name,
-        step_speedup=speedup,
-        speedup_band=_band(speedup, speedups),
-        float8_s_band=_band(float8.step_s, float8_s_ends.values()),
-        converted=converted,
-        better_kept=better_kept,
-        bf16=bf16,
-        float8=float8,
-        float8_s_ends=float8_s_ends,
-    )
-
-
-def _band(value: float, moved: Iterable[Sequence[float]]) -> tuple[float, float]:
-    """Return the ends around `value`, which each uncertain constant moves to two others."""
-    moves = [[math.log(each / value) for each in ends] for ends in moved]
-    down, up = (math.hypot(*(pick((0.0, *ends)) for ends in moves)) for pick in (min, max))
-    return value * math.exp(-down), value * math.exp(up)
-
-
-def format_verdict(gain: Prediction, *, on: bool = True) -> str:
-    """Return the prediction in one sentence, of float8 that is `on` or could be."""
-    if not gain.converted and on:
-        return f"{gain.recipe} float8 is on, but filter_fqns keeps every linear in bf16."
-    if not gain.converted:
-        return (
-            f"{gain.recipe} float8 would gain nothing: no linear would be faster in it, but "
-            "--search compares the other recipes."
-        )
-
-    # A sign is claimed where the whole band has it.
-    low, high = gain.speedup_band
-    near = abs(gain.step_speedup - 1) <= RESOLUTION
-    if near and max(1 - low, high - 1) <= 2 * RESOLUTION:
-        effect = "is neutral" if on else "would be neutral"
-    elif low > 1:
-        effect = "helps" if on else "would help"
-    elif high < 1:
-        effect = "hurts" if on else "would hurt"
-    else:
-        effect = "may help or hurt"
-    keep = f"keep {', '.join(gain.better_kept)}" if gain.better_kept else "no linear is better kept"
-    return (
-        f"{gain.recipe} float8 {effect}: a step {'runs' if on else 'would run'} at "
-        f"{gain.step_speedup:.2f}x the speed of bf16 ({low:.2f} to {high:.2f}); {keep} in bf16."
-    )
-
-
-def time_step(
-    roofline: Roofline, linears: Sequence[LinearChoice], in_float8: Collection[LinearChoice]
-) -> StepTime:
-    """Time a step of a model of `linears`, of which some train `in_float8`."""
-    return _Step(roofline, linears, in_float8).time()
-
-
-class _Step:
-    """Times of one step in float8, or with all linears in bf16."""
+class Step:
+    """Times of one step of a job, or of a share of it, in float8 or with all linears in bf16. They
+    do not include the time in which a pipeline's ranks wait for each other."""
 
     def __init__(
         self,
@@ -143,7 +54,7 @@ class _Step:
         rates = self.roofline.rates
 
         # Computation: all but the optimizer runs once in each microbatch.
-        blocks, head = self._blocks(), self._head()
+        blocks, head = self._blocks, self._head
         parameters = self.rank.cumulative_weights[-1] // degrees.fsdp
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()}
@@ -161,22 +72,23 @@ class _Step:
         between, compute = context.both * accum, sum(blocks.values(), parallel + context)
         exposed, hidden = self._sharded(Ring(1, 1), compute)
         exposed_with, hidden_with = self._sharded(replicate_ring(degrees), compute)
-        late = rates.slowest_device - 1 if degrees.world_size > 1 else 0.0
         exposed_s = {
             "tensor parallelism": waited.seconds,
             "context parallelism": between.seconds,
             "sharding": exposed,
             "replicas": max(0.0, exposed_with - exposed),
+            "pipeline": 0.0,
         }
         slowed_s = {
             "beside communication": hidden_with * rates.overlap_slowdown,
-            "by the slowest device": late * sum(device_parts_s.values()),
+            "by the slowest device": self.late * sum(device_parts_s.values()),
         }
         hidden_s = {
             "tensor parallelism": hidden_by_matmuls,
             "context parallelism": 0.0,
             "sharding": hidden,
             "replicas": max(0.0, hidden_with - hidden),  # whatever the rounding
+            "pipeline": 0.0,
         }
 
         host_s = self._host_s(sum(each.kernels for each in [*parts.values(), waited, between]))
@@ -184,12 +96,36 @@ class _Step:
         step_s = max(device_s, host_s)
         return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
 
+    def actions_s(self) -> dict[str, float]:
+        """Seconds of a microbatch's forward F and backward B, with what they wait for but FSDP, and
+        of the two parts of B: W for gradients of weights, half of its matmuls, and I for others."""
+        blocks, loss = self._blocks, sum(self._head.values(), Cost())
+        compute = sum(blocks.values(), Passes(loss))
+        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
+        waits = self._tensor_parallel(asynchronous=asynchronous) + self._context_parallel()
+        slow = 1 + self.late
+        backward = compute.backward.seconds * slow + waits.backward.seconds
+        weights = blocks["linears"].backward.seconds * slow / 2
+        return {
+            "F": compute.forward.seconds * slow + waits.forward.seconds,
+            "B": backward,
+            "I": backward - weights,
+            "W": weights,
+        }
+
+    @property
+    def late(self) -> float:
+        """By how much all wait for the slowest device, relative to computation."""
+        several = self.job.degrees.world_size > 1
+        return self.roofline.rates.slowest_device - 1 if several else 0.0
+
     def _host_s(self, kernels: float) -> float:
         """Seconds in which the host launches that many kernels, runs the blocks' hooks and updates
         parameters that are split."""
         rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
         sharded = self.job.degrees.tp > 1 or not self.rank.without_fsdp
-        tensors = sharded * (BLOCK_PARAMETERS * n_layers + END_PARAMETERS)
+        ends = self.rank.has_embedding + NORM_AND_OUTPUT * self.rank.has_output
+        tensors = sharded * (BLOCK_PARAMETERS * n_layers + ends)
         return (
             kernels * rates.host_seconds_per_kernel
             + self.job.batch.grad_accum_steps * n_layers * rates.host_seconds_per_block
@@ -213,6 +149,7 @@ class _Step:
         embedding, *_, head = self.rank.groups
         return embedding if self.job.model_args.tie_embeddings else head
 
+    @cached_property
     def _blocks(self) -> dict[str, Passes]:
         """Computation of the blocks in a microbatch, by part."""
         in_blocks = [linear for linear in self.linears if linear.kind != OUTPUT]
@@ -235,11 +172,13 @@ class _Step:
         gradients = self.roofline.gradient_copies(parameters, reductions)
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
+    @cached_property
     def _head(self) -> dict[str, Cost]:
         """Computation between the two passes: the projection to the vocabulary and the loss."""
         output = [linear for linear in self.linears if linear.kind == OUTPUT]
         costs = self.roofline.linears(output, self.in_float8)
-        return {"output": sum(costs, Passes()).both, "loss": self.roofline.loss()}
+        loss = self.roofline.loss() * self.rank.has_output
+        return {"output": sum(costs, Passes()).both, "loss": loss}
 
     def _sharded(self, replicas: Ring, compute: Passes) -> tuple[float, float]:
         """Seconds of FSDP's collectives, and of the sums over `replicas`, in a step: those that the
@@ -269,7 +208,9 @@ class _Step:
         forward, backward = compute.forward.seconds, compute.backward.seconds
         reducing, others = rank.reductions, accum - rank.reductions
         hidden = forwards * min(ahead, forward) + others * min(again, backward)
-        hidden += reducing * min(again + reductions - last, backward)
+        # A pipeline reduces when all its microbatches are done.
+        beside = again + (0.0 if rank.pipelined else reductions - last)
+        hidden += reducing * min(beside, backward)
         total = forwards * (first + ahead) + accum * again + reducing * reductions
         return total - hidden, hidden
 
@@ -303,8 +244,7 @@ class _Step:
         gradients = gather("attention") + gather("gated")
 
         # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
-        ac = self.job.config.activation_checkpoint
-        checkpointed = len(ac.checkpointed_layers(args.n_layers))
+        ac, checkpointed = self.job.config.activation_checkpoint, len(rank.checkpointed)
         kept = ac.keeps_by_op and self.roofline.compiled and rank.gathers_float8("ffn_norm")
         again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else scatter)
 
@@ -316,10 +256,13 @@ class _Step:
 
         forward = inputs + scatter * 2 + scale * in_forward
         backward = gradients + scatter_back * 2 + scale * in_backward
-        ends = gather("norm") + scatter  # around the projection, and of the embedding
+        # Around the projection, and of the embedding: the backward does the reverse.
+        projection, embedding = rank.has_output, rank.has_embedding
+        first = gather("norm") * projection + scatter * embedding
+        back = gather("norm") * embedding + scatter * projection
         return Passes(
-            forward * args.n_layers + ends + self._gathered_logits(ring),
-            backward * args.n_layers + again * checkpointed + ends,
+            forward * args.n_layers + first + self._gathered_logits(ring) * projection,
+            backward * args.n_layers + again * checkpointed + back,
         )
 
     def _context_parallel(self) -> Passes:
@@ -338,7 +281,7 @@ class _Step:
         backward = collective + move((1 + chunks) * whole + output, chunks)
 
         n_layers = self.job.model_args.n_layers  # activation checkpointing keeps none of them
-        again = len(self.job.config.activation_checkpoint.checkpointed_layers(n_layers))
+        again = len(self.rank.checkpointed)
         return Passes(forward * n_layers, backward * n_layers + forward * again)
 
     def _gathered_logits(self, ring: Ring) -> Cost:

@@ -1,0 +1,182 @@
+"""Plans of pipelines: the order of passes, pauses, and memory of each rank."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sample_jobs import job_of
+from sample_plans import DEVICE, RATES
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from torchtitan_lite.config import Config, resolve_stages
+from torchtitan_lite.job import Job
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.parallel.schedules import SCHEDULES
+from torchtitan_lite.planner.memory import rank_moments
+from torchtitan_lite.planner.orders import in_flight, rank_ends, rank_order, schedule_actions
+from torchtitan_lite.planner.pipeline import time_pipeline
+from torchtitan_lite.planner.roofline import Roofline
+
+ARGS = ModelArgs(dim=1024, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=32000)
+SIZES = [(2, 1, 2), (2, 1, 8), (4, 1, 4), (4, 1, 9), (8, 1, 32)]
+LOOPED_SIZES = [(2, 2, 2), (2, 2, 8), (4, 2, 8), (4, 3, 12), (4, 2, 6), (8, 2, 32)]
+
+
+def torch_order(schedule: str, degree: int, stages: int, microbatches: int) -> list[list[str]]:
+    """The actions of each rank by torch's schedule, such as 1F0: stage, kind and microbatch."""
+    own = SCHEDULES[schedule].rank_stages(0, degree=degree, stages=stages)
+    made: Any = [
+        SimpleNamespace(
+            group_size=degree,
+            group_rank=0,
+            num_stages=stages,
+            stage_index=i,
+            submod=None,
+            is_last=False,
+            has_backward=True,
+        )
+        for i in own
+    ]
+    looped = SCHEDULES[schedule].looped
+    planned = get_schedule_class(schedule)(made if looped else made[0], microbatches)
+    order = planned.pipeline_order if looped else planned._get_pipeline_order()
+    kept = ("F", "B", "I", "W")
+    return [
+        [
+            f"{action.stage_index}{action.computation_type.value}{action.microbatch_index}"
+            for action in order[rank]
+            if action is not None and action.computation_type.value in kept
+        ]
+        for rank in range(degree)
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_run_in_the_order_of_torch(schedule: str) -> None:
+    for degree, each, microbatches in LOOPED_SIZES if SCHEDULES[schedule].looped else SIZES:
+        each = 2 if SCHEDULES[schedule].v_shaped else each
+        theirs = torch_order(schedule, degree, degree * each, microbatches)
+        for rank in range(degree):
+            ours = rank_order(
+                schedule, rank, degree=degree, stages=degree * each, microbatches=microbatches
+            )
+            found = [f"{a.stage}{a.kind}{a.microbatch}" for a in ours]
+            if schedule == "1F1B":  # there torch counts the last rank's forwards from 1
+                found, theirs[rank] = (
+                    [each[:2] for each in order] for order in (found, theirs[rank])
+                )
+            assert found == theirs[rank]
+
+
+def bubble(schedule: str, degree: int, each: int, microbatches: int, *, send_s: float = 0) -> float:
+    """Share of the time in which the first rank waits, where B takes twice as long as F."""
+    stages = degree * each
+    scheduled = schedule_actions(schedule, degree, stages, microbatches)
+    seconds = {
+        (kind, stage): {"F": 1.0, "B": 2.0}.get(kind, 1.0)
+        for kind in "FBIW"
+        for stage in range(stages)
+    }
+    end = max(rank_ends(scheduled, seconds, send_s=send_s, degree=degree))
+    return 1 - 3 * each * microbatches / end
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degree", "each", "microbatches", "share"),
+    [
+        ("1F1B", 2, 1, 2, 1 / 3),
+        ("1F1B", 2, 1, 8, 1 / 9),
+        ("GPipe", 4, 1, 8, 3 / 11),
+        ("1F1B", 8, 1, 32, 7 / 39),
+        ("Interleaved1F1B", 8, 2, 32, 7 / 71),
+        ("Interleaved1F1B", 4, 3, 12, 3 / 39),
+        ("ZBVZeroBubble", 4, 2, 8, 3 / 51),  # each of its passes takes 1: the ranks start in turn
+    ],
+)
+def test_share_of_pauses_with_equal_stages(
+    schedule: str, degree: int, each: int, microbatches: int, share: float
+) -> None:
+    assert bubble(schedule, degree, each, microbatches) == pytest.approx(share)
+
+
+def test_sends_delay_each_turn_of_two_neighbours() -> None:
+    # The first rank begins its third forward when it has sent two and has a gradient back.
+    assert bubble("1F1B", 2, 1, 3, send_s=0.5) == pytest.approx(1 - 9 / 14)
+    assert bubble("GPipe", 2, 1, 3, send_s=0.5) == pytest.approx(1 - 9 / 13)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "flight"),
+    [
+        ("GPipe", 0, (8, 7)),
+        ("1F1B", 0, (4, 4)),
+        ("1F1B", 3, (1, 1)),
+        ("Interleaved1F1B", 0, (11, 11)),
+        ("Interleaved1F1B", 3, (5, 5)),
+    ],
+)
+def test_microbatches_in_flight(schedule: str, rank: int, flight: tuple[int, int]) -> None:
+    stages = 8 if SCHEDULES[schedule].looped else 4
+    order = rank_order(schedule, rank, degree=4, stages=stages, microbatches=8)
+    assert in_flight(order, dict.fromkeys(range(stages), 1)) == flight
+
+
+def pipeline_job(schedule: str = "1F1B", *, degree: int = 2, n: int = 4, **tables: Any) -> Job:
+    """A job of 1,024 tokens a microbatch, eager in bf16, with one data-parallel rank."""
+    config = Config.model_validate(
+        {
+            "activation_checkpoint": {"mode": "full"},
+            "parallelism": {
+                "pipeline_parallel_degree": degree,
+                "pipeline_parallel_schedule": schedule,
+            },
+            "training": {"seq_len": 1024, "local_batch_size": n, "global_batch_size": n},
+        }
+        | tables
+    )
+    job = job_of(config, replace(ARGS, max_seq_len=1024), degrees=(1, 1, 1))
+    stages = resolve_stages(config.parallelism, n_layers=ARGS.n_layers)
+    return replace(job, degrees=replace(job.degrees, pp=degree), stages=stages)
+
+
+def test_a_rank_holds_its_stages() -> None:
+    block = 4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024
+    matrix = 32000 * 1024
+    first, last = (moments[-1] for moments in rank_moments(pipeline_job(), (), on_cpu=False))
+    assert first.parameters == 4 * (3 * block + matrix)
+    assert last.parameters == 4 * (3 * block + matrix + 1024)
+    # Buffers for 4 microbatches of 1,024 x 1,024 in bf16, from one neighbour each.
+    rotary = 4 * 1024 * 128
+    assert first.buffers == last.buffers == 4 * 2 * 1024**2 + rotary
+
+
+def test_gradients_stay_whole_and_activations_follow_the_schedule() -> None:
+    whole = {
+        schedule: rank_moments(pipeline_job(schedule), (), on_cpu=False)[0]
+        for schedule in ("1F1B", "GPipe")
+    }
+    held = {
+        schedule: [each for each in moments if each.name == "gradients of tok_embeddings"]
+        for schedule, moments in whole.items()
+    }
+    # A microbatch keeps the inputs of three blocks and the stage's output, 2 MiB each.
+    microbatch = 4 * 2 * 2**20
+    for i, (one, all_) in enumerate(zip(held["1F1B"], held["GPipe"], strict=True)):
+        assert one.gradients == all_.gradients == (0, one.parameters)[i]
+        assert all_.activations - one.activations == (2, 1)[i] * microbatch
+
+
+def test_the_step_is_that_of_the_slowest_stage() -> None:
+    job = pipeline_job(n=8)
+    timed = time_pipeline(Roofline(DEVICE, RATES, job), [], [])
+    (first, last), n = timed.ranks, 8
+    f0, b0 = timed.actions_s[0]["F"], timed.actions_s[0]["B"]
+    f1, b1 = timed.actions_s[1]["F"], timed.actions_s[1]["B"]
+    assert f1 > f0 and b0 == pytest.approx(b1, rel=1e-3)
+    # The last rank waits for the first forward; the first one for the last backward.
+    assert first.step_s == last.step_s
+    assert last.idle_s["for other stages"] < first.idle_s["for other stages"]
+    at_least = f0 + n * (f1 + b1) + b0
+    assert at_least < first.step_s
+    assert timed.send_s == pytest.approx(7e-6 + 2e-6 + 2 * 2**20 / 400e9)
