@@ -142,7 +142,6 @@ def test_their_table_for_mxfp8_is_used_and_the_one_for_float8_is_not(
         "no effect here: [float8] recipe_name, [float8] filter_fqns, [float8] "
         "enable_fsdp_float8_all_gather, [float8] precompute_float8_dynamic_scale_for_fsdp: "
         "[model] converters selects [mx]",
-        "no effect here: [parallelism] pipeline_parallel_schedule: the run has one pipeline stage",
         "no effect here: [mx] mxfp8_dim1_cast_kernel_choice: torchao chooses the kernels of the "
         "casts",
         "no effect here: [mx] recipe_name: the recipe is mxfp8, with scales rounded up; [float8] "
