@@ -21,9 +21,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 
 
-def parallelism(
-    replicate: int, shard: int, cp: int, tp: int, pp: int = 1
-) -> ParallelismConfig:
+def parallelism(replicate: int, shard: int, cp: int, tp: int, pp: int = 1) -> ParallelismConfig:
     return ParallelismConfig(
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
@@ -68,7 +66,8 @@ def test_ranks_that_share_sequences_are_not_data_parallel_but_shard_weights() ->
             4,
             "[parallelism] data_parallel_shard_degree * data_parallel_replicate_degree * "
             "pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree = "
-            "3 * 1 * 1 * 1 * 2 = 6, but the run has 4 processes; set data_parallel_shard_degree to 2 or -1",
+            "3 * 1 * 1 * 1 * 2 = 6, but the run has 4 processes; "
+            "set data_parallel_shard_degree to 2 or -1",
         ),
         (
             (1, 0, 1, 1),
@@ -101,9 +100,7 @@ def test_ranks_that_share_sequences_are_not_data_parallel_but_shard_weights() ->
         ),
     ],
 )
-def test_degrees_that_do_not_fit(
-    degrees: tuple[int, ...], world_size: int, message: str
-) -> None:
+def test_degrees_that_do_not_fit(degrees: tuple[int, ...], world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_degrees(parallelism(*degrees), world_size=world_size)
 
@@ -136,9 +133,7 @@ def test_a_pass_of_a_pipeline_is_one_of_its_microbatches(
     local: int, total: int, dp: int, size: int, resolved: BatchSizes
 ) -> None:
     training = TrainingConfig(local_batch_size=local, global_batch_size=total)
-    pipeline = ParallelismConfig(
-        pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=size
-    )
+    pipeline = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=size)
     assert resolve_batch(training, pipeline, dp_degree=dp) == resolved
 
 

@@ -55,7 +55,8 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
             {"parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}},
             "[parallelism] data_parallel_shard_degree * data_parallel_replicate_degree * "
             "pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree = "
-            "2 * 1 * 1 * 2 * 1 = 4, but the run has 2 processes; set data_parallel_shard_degree to 1 or -1",
+            "2 * 1 * 1 * 2 * 1 = 4, but the run has 2 processes; "
+            "set data_parallel_shard_degree to 1 or -1",
         ),
         (
             4,
