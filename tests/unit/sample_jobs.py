@@ -19,13 +19,14 @@ def job_of(
     *,
     degrees: tuple[int, int, int] = (1, 1, 1),
     cp: int = 1,
+    pp: int = 1,
 ) -> Job:
-    """Return the job of a config whose degrees, (dp_replicate, dp_shard, tp) and cp, and dimensions
-    may be given."""
-    if args is None and (*degrees, cp) == (1, 1, 1, 1):
+    """Return the job of a config whose degrees, (dp_replicate, dp_shard, tp), cp and pp, and
+    dimensions may be given. `pp` is also the config's."""
+    if args is None and (*degrees, cp, pp) == (1, 1, 1, 1, 1):
         return build_job(config, world_size=1, tokenizer=TOKENIZER)
     replicate, shard, tp = degrees
-    parallel = ParallelDegrees(replicate, shard, cp, tp)
+    parallel = ParallelDegrees(replicate, shard, cp, tp, pp)
     args = args or build_job(config, world_size=1, tokenizer=TOKENIZER).model_args
     return Job(
         config=config,

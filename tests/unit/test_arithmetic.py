@@ -21,10 +21,11 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 
 
-def parallelism(replicate: int, shard: int, cp: int, tp: int) -> ParallelismConfig:
+def parallelism(replicate: int, shard: int, cp: int, tp: int, pp: int = 1) -> ParallelismConfig:
     return ParallelismConfig(
         data_parallel_replicate_degree=replicate,
         data_parallel_shard_degree=shard,
+        pipeline_parallel_degree=pp,
         context_parallel_degree=cp,
         tensor_parallel_degree=tp,
     )
@@ -33,17 +34,19 @@ def parallelism(replicate: int, shard: int, cp: int, tp: int) -> ParallelismConf
 @pytest.mark.parametrize(
     ("degrees", "world_size", "resolved"),
     [
-        ((1, -1, 1, 1), 1, (1, 1, 1, 1)),
-        ((1, -1, 1, 1), 8, (1, 8, 1, 1)),
-        ((2, -1, 1, 2), 8, (2, 2, 1, 2)),
-        ((2, 2, 1, 2), 8, (2, 2, 1, 2)),
-        ((1, 1, 1, 8), 8, (1, 1, 1, 8)),
-        ((1, -1, 8, 1), 8, (1, 1, 8, 1)),
-        ((2, -1, 2, 2), 16, (2, 2, 2, 2)),
+        ((1, -1, 1, 1), 1, (1, 1, 1, 1, 1)),
+        ((1, -1, 1, 1), 8, (1, 8, 1, 1, 1)),
+        ((2, -1, 1, 2), 8, (2, 2, 1, 2, 1)),
+        ((2, 2, 1, 2), 8, (2, 2, 1, 2, 1)),
+        ((1, 1, 1, 8), 8, (1, 1, 1, 8, 1)),
+        ((1, -1, 8, 1), 8, (1, 1, 8, 1, 1)),
+        ((2, -1, 2, 2), 16, (2, 2, 2, 2, 1)),
+        ((1, -1, 1, 1, 4), 4, (1, 1, 1, 1, 4)),
+        ((2, -1, 2, 2, 3), 48, (2, 2, 2, 2, 3)),
     ],
 )
 def test_resolve_degrees(
-    degrees: tuple[int, int, int, int], world_size: int, resolved: tuple[int, int, int, int]
+    degrees: tuple[int, ...], world_size: int, resolved: tuple[int, ...]
 ) -> None:
     result = resolve_degrees(parallelism(*degrees), world_size=world_size)
     assert dataclasses.astuple(result) == resolved
@@ -51,8 +54,8 @@ def test_resolve_degrees(
 
 
 def test_ranks_that_share_sequences_are_not_data_parallel_but_shard_weights() -> None:
-    degrees = ParallelDegrees(dp_replicate=2, dp_shard=3, cp=7, tp=5)
-    assert (degrees.dp, degrees.fsdp, degrees.world_size) == (6, 21, 210)
+    degrees = ParallelDegrees(dp_replicate=2, dp_shard=3, cp=7, tp=5, pp=11)
+    assert (degrees.dp, degrees.fsdp, degrees.world_size) == (6, 21, 2310)
 
 
 @pytest.mark.parametrize(
@@ -61,39 +64,43 @@ def test_ranks_that_share_sequences_are_not_data_parallel_but_shard_weights() ->
         (
             (1, 3, 1, 2),
             4,
-            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
-            "context_parallel_degree * tensor_parallel_degree = 1 * 3 * 1 * 2 = 6, but the run has "
-            "4 processes; set data_parallel_shard_degree to 2 or -1",
+            "[parallelism] data_parallel_shard_degree * data_parallel_replicate_degree * "
+            "pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree = "
+            "3 * 1 * 1 * 1 * 2 = 6, but the run has 4 processes; "
+            "set data_parallel_shard_degree to 2 or -1",
         ),
         (
             (1, 0, 1, 1),
             4,
-            "= 1 * 0 * 1 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 "
+            "= 0 * 1 * 1 * 1 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 "
             "or -1",
         ),
         (
             (2, -1, 3, 4),
             36,
-            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
-            "tensor_parallel_degree = 2 * 3 * 4 = 24 does not divide the world size, 36; "
-            "run 24 or 48 processes",
+            "[parallelism] data_parallel_replicate_degree * pipeline_parallel_degree * "
+            "context_parallel_degree * tensor_parallel_degree = 2 * 1 * 3 * 4 = 24 does not divide "
+            "the world size, 36; run 24 or 48 processes",
         ),
         (
             (1, 3, 1, 2),
             5,
-            "= 1 * 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes",
+            "= 1 * 1 * 1 * 2 = 2 does not divide the world size, 5; run 4 or 6 processes",
         ),
         (
             (1, -1, 1, 8),
             1,
-            "= 1 * 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes",
+            "= 1 * 1 * 1 * 8 = 8 does not divide the world size, 1; run 8 or 16 processes",
         ),
-        ((1, -1, 4, 1), 2, "= 1 * 4 * 1 = 4 does not divide the world size, 2; run 4 or 8"),
+        ((1, -1, 4, 1), 2, "= 1 * 1 * 4 * 1 = 4 does not divide the world size, 2; run 4 or 8"),
+        (
+            (1, -1, 1, 1, 4),
+            6,
+            "= 1 * 4 * 1 * 1 = 4 does not divide the world size, 6; run 4 or 8 processes",
+        ),
     ],
 )
-def test_degrees_that_do_not_fit(
-    degrees: tuple[int, int, int, int], world_size: int, message: str
-) -> None:
+def test_degrees_that_do_not_fit(degrees: tuple[int, ...], world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_degrees(parallelism(*degrees), world_size=world_size)
 
@@ -108,10 +115,36 @@ def test_degrees_that_do_not_fit(
     ],
 )
 def test_resolve_batch(local: int, total: int, dp: int, resolved: BatchSizes) -> None:
-    assert (
-        resolve_batch(TrainingConfig(local_batch_size=local, global_batch_size=total), dp_degree=dp)
-        == resolved
+    training = TrainingConfig(local_batch_size=local, global_batch_size=total)
+    # Without a pipeline its microbatch size has no effect.
+    plain = ParallelismConfig(pipeline_parallel_microbatch_size=3)
+    assert resolve_batch(training, plain, dp_degree=dp) == resolved
+
+
+@pytest.mark.parametrize(
+    ("local", "total", "dp", "size", "resolved"),
+    [
+        (8, -1, 1, 1, BatchSizes(1, 8, 8)),
+        (8, -1, 2, 4, BatchSizes(4, 16, 2)),
+        (8, 64, 2, 2, BatchSizes(2, 64, 16)),  # microbatches of gradient accumulation too
+    ],
+)
+def test_a_pass_of_a_pipeline_is_one_of_its_microbatches(
+    local: int, total: int, dp: int, size: int, resolved: BatchSizes
+) -> None:
+    training = TrainingConfig(local_batch_size=local, global_batch_size=total)
+    pipeline = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=size)
+    assert resolve_batch(training, pipeline, dp_degree=dp) == resolved
+
+
+def test_microbatches_that_do_not_divide_the_local_batch() -> None:
+    pipeline = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=3)
+    message = (
+        "[training] local_batch_size = 8 is not a multiple of [parallelism] "
+        "pipeline_parallel_microbatch_size = 3; use 6 or 9"
     )
+    with pytest.raises(ConfigError, match=re.escape(message) + "$"):
+        resolve_batch(TrainingConfig(local_batch_size=8), pipeline, dp_degree=1)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +158,8 @@ def test_batch_that_does_not_divide(total: int, fix: str) -> None:
         rf"\* dp_degree = "
         rf"4 \* 8 = 32; {fix}$",
     ):
-        resolve_batch(TrainingConfig(local_batch_size=4, global_batch_size=total), dp_degree=8)
+        training = TrainingConfig(local_batch_size=4, global_batch_size=total)
+        resolve_batch(training, ParallelismConfig(), dp_degree=8)
 
 
 def datasets(*weights: float) -> tuple[DatasetConfig, ...]:

@@ -46,16 +46,17 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         (
             6,
             {"parallelism": {"context_parallel_degree": 4}},
-            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
-            "tensor_parallel_degree = 1 * 4 * 1 = 4 does not divide the world size, 6; "
-            "run 4 or 8 processes",
+            "[parallelism] data_parallel_replicate_degree * pipeline_parallel_degree * "
+            "context_parallel_degree * tensor_parallel_degree = 1 * 1 * 4 * 1 = 4 does not divide "
+            "the world size, 6; run 4 or 8 processes",
         ),
         (
             2,
             {"parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}},
-            "[parallelism] data_parallel_replicate_degree * data_parallel_shard_degree * "
-            "context_parallel_degree * tensor_parallel_degree = 1 * 2 * 2 * 1 = 4, but the run has "
-            "2 processes; set data_parallel_shard_degree to 1 or -1",
+            "[parallelism] data_parallel_shard_degree * data_parallel_replicate_degree * "
+            "pipeline_parallel_degree * context_parallel_degree * tensor_parallel_degree = "
+            "2 * 1 * 1 * 2 * 1 = 4, but the run has 2 processes; "
+            "set data_parallel_shard_degree to 1 or -1",
         ),
         (
             4,
@@ -75,17 +76,11 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
             "sequences are split; use 8 or 16",
         ),
         (
-            2,
-            {"parallelism": {"pipeline_parallel_degree": 2}},
-            "[parallelism] pipeline_parallel_degree = 2: pipeline parallelism is not implemented; "
-            "set it to 1",
-        ),
-        (
             3,
             {"parallelism": {"tensor_parallel_degree": 2}},
-            "[parallelism] data_parallel_replicate_degree * context_parallel_degree * "
-            "tensor_parallel_degree = 1 * 1 * 2 = 2 does not divide the world size, 3; "
-            "run 2 or 4 processes",
+            "[parallelism] data_parallel_replicate_degree * pipeline_parallel_degree * "
+            "context_parallel_degree * tensor_parallel_degree = 1 * 1 * 1 * 2 = 2 does not divide "
+            "the world size, 3; run 2 or 4 processes",
         ),
         (
             2,

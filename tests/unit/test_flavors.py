@@ -43,7 +43,7 @@ def test_linear_shapes_are_those_of_the_model(flavor: str) -> None:
     args = dataclasses.replace(FLAVORS[flavor], n_layers=1, vocab_size=16)
     linears = {
         name: tuple(module.weight.shape)
-        for name, module in on_meta(args).layers[0].named_modules()
+        for name, module in on_meta(args).layers["0"].named_modules()
         if isinstance(module, nn.Linear)
     }
     assert block_linear_shapes(args) == linears
