@@ -246,7 +246,7 @@ class Run:
     ) -> StepRecord | None:
         """Train for `seconds`, of which some are for data and compilation; the step's own record,
         if it is there. `more` values are computed in float64."""
-        with self.metrics.data_wait():
+        with self.metrics.timed("data"):
             self.device.now += data_s
         if compile_s:
             self.metrics.compile_began()
@@ -480,7 +480,7 @@ def test_what_comes_after_the_last_step_is_in_no_record():
     run = Run(log_freq=3)
     run.train_step(2.0)
     run.train_step(2.0)
-    with run.metrics.data_wait():
+    with run.metrics.timed("data"):
         run.device.now += 100.0
     run.metrics.settle()
     assert [(record.step, record.step_time_s) for record in run.recorder.records] == [
