@@ -17,7 +17,6 @@ CHARTS = {
     "tflops": ("throughput", "TFLOPS per device"),
     "hfu": ("MFU", "percent; with recompute; of documents"),
     "peaks": ("MFU", "percent of one peak or another"),
-    "bubble": ("pipeline", "bubble, percent"),
     "memory": ("memory", "peak, GiB"),
     "step": ("times", "step, seconds"),
     "outside": ("times", "outside of steps, seconds"),
@@ -130,7 +129,7 @@ class StepRecord:
         "attention_imbalance", optional=True)] = None
     bubble_pct: Annotated[float | None, Figure(
         "share of a pipeline's time in which a rank does not compute, mean of all ranks", "%",
-        "pipeline/bubble_pct", ("bubble",), _console_bubble, optional=True)] = None
+        "pipeline/bubble_pct", (), _console_bubble, optional=True)] = None
     stage_time_s: Annotated[Mapping[int, float] | None, Figure(
         "computing of each pipeline stage in a step; the stage's number ends the tag", "s",
         "pipeline/stage_time_s", optional=True)] = None
@@ -149,7 +148,7 @@ class StepRecord:
         "`memory_gib` of a GPU's memory", "%", "memory/max_reserved(%)", in_json=False)]
     memory_max_gib: Annotated[float | None, Figure(
         "`memory_gib` of the rank with the highest, with pipelines", "GiB",
-        "memory/max_of_ranks(GiB)", ("memory",), optional=True)] = None
+        "memory/max_of_ranks(GiB)", optional=True)] = None
     memory_max_rank: Annotated[int | None, Figure(
         "which rank that is", "", "memory/max_rank", optional=True)] = None
     data_time_pct: Annotated[float, Figure(

@@ -1,8 +1,8 @@
 """Share of a pipeline's time that its ranks wait, and the speed of each of its stages.
 
 A rank's pipeline time is that of its schedule: from the step's first action, which on most ranks is
-a wait for another stage, to the last. Usually the first rank's is the longest. In it a rank of p computes m
-microbatches while m + p - 1 pass, if all stages take equally long: the bubble is the rest,
+a wait for another stage, to the last. Usually the first rank's is the longest. In it a rank of p
+computes m microbatches while m + p - 1 pass, if all stages take equally long. The rest is bubble:
 (p - 1) / (m + p - 1) (arXiv 1811.06965, section 2.3, for GPipe; 1F1B has the same).
 
 Shapes: P ranks of a pipeline, R ranks that share a stage, V stages of a rank.
