@@ -33,9 +33,11 @@ from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
+from torchtitan_lite.metrics.stages import StageTimes
 from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
 from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
+from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.planner.auto import resolve_auto
 from torchtitan_lite.planner.meta_model import planned_device
 
@@ -191,6 +193,24 @@ def writing_ranks(metrics: MetricsConfig) -> Callable[[Callable[[], None]], obje
     return on_all_ranks if metrics.save_for_all_ranks else on_rank0
 
 
+def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
+    """Build the measurement of a pipeline's stages."""
+    schedule = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule]
+    ranks, stages = job.degrees.pp, len(job.stages)
+    return StageTimes(
+        [schedule.rank_stages(rank, degree=ranks, stages=stages) for rank in range(ranks)],
+        # Ranks of different stages are the furthest apart.
+        pipeline_rank=dist.get_rank() * ranks // job.degrees.world_size,
+        flops=[
+            {precision: sum(of[precision] for of in flops) for precision in ledger.by_precision}
+            for flops in (
+                [ledger.by_module[name] for name in names if name in ledger.by_module]
+                for names in job.stages
+            )
+        ],
+    )
+
+
 def build_metrics(
     job: Job,
     ledger: FlopsLedger,
@@ -235,6 +255,7 @@ def build_metrics(
         n_devices=job.degrees.world_size,
         writers=writers,
         start_tokens=progress.tokens,
+        stages=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
     )
     if config.compile.enable:
         on_compile_start(lambda _: metrics.compile_began())

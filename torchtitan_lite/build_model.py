@@ -20,7 +20,7 @@ from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, cut_stage
+from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage
 from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
@@ -101,7 +101,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
 
 
 def build_microbatches(
-    job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device
+    job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device, timed: Timed
 ) -> Microbatches:
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
     config, degrees = job.config, job.degrees
@@ -131,6 +131,7 @@ def build_microbatches(
         hidden=hidden,
         group=mesh["pp"].get_group(),
         device=device,
+        timed=timed,
     )
 
 

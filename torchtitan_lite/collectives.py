@@ -1,10 +1,11 @@
 """Exchange of Python values and errors between ranks. All functions are collective, on CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_lite.errors import RunError
 
@@ -29,15 +30,22 @@ def on_all_ranks(make: Callable[[], T], *, group: dist.ProcessGroup | None = Non
     return _gather(_outcome(make), group=group)
 
 
-def agree(*, stop: int, save: bool, error: RunError | None) -> tuple[int, bool]:
-    """Return the highest signal number `stop` of all ranks (0: none), and whether a rank wants to
-    save. If a rank has an `error`, it is raised on every rank, as in `on_all_ranks`."""
-    flags = torch.tensor([stop, save, error is not None], dtype=torch.int32)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    stop, save, failed = flags.tolist()
+def agree(
+    *, stop: int, save: bool, error: RunError | None, figures: Sequence[float] = ()
+) -> tuple[int, bool, Tensor]:
+    """Return the highest signal number `stop` of all ranks (0: none), whether a rank wants to save,
+    and all ranks' `figures`, as many and not negative, [ranks, figures] float64. If a rank has an
+    `error`, it is raised on every rank, as in `on_all_ranks`."""
+    # The largest value of each place, and only its own rank puts figures into a row.
+    rows = torch.zeros(dist.get_world_size(), len(figures), dtype=torch.float64)
+    rows[dist.get_rank()] = torch.tensor(figures)
+    flags = torch.tensor([stop, save, error is not None], dtype=torch.float64)
+    shared = torch.cat([flags, rows.flatten()])
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    highest, saves, failed = shared[:3].tolist()
     if failed:
         _gather(error)
-    return stop, bool(save)
+    return int(highest), bool(saves), shared[3:].view_as(rows)
 
 
 def _outcome(make: Callable[[], Any]) -> Any:

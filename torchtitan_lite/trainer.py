@@ -98,6 +98,11 @@ class Trainer:
             job, built.ledger, device=device, total_steps=self.last_step, progress=progress
         )
 
+        self.microbatches = build_microbatches(
+            job, built, mesh, device=device, timed=self.metrics.timed
+        )
+        watchdog.stages = built.indices if job.degrees.pp > 1 else ()
+
         # Prefetch batches from here on. Keep the random state with which training starts.
         self.generators = random_state(device)
         self.prefetched = Prefetcher(self.batches, device=device)
@@ -109,7 +114,6 @@ class Trainer:
         config = self.config
         built = build_model(self.job, mesh, device=self.device)
         self.model, self.part = join_stages(built.stages), built.stages[0].part
-        self.microbatches = build_microbatches(self.job, built, mesh, device=self.device)
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.guard = build_guard(config.training, progress, device=self.device)
 
@@ -261,7 +265,7 @@ class Trainer:
         self.watchdog.at(self.step + 1, "data")
         taken, error = [], None
         try:
-            with self.metrics.data_wait():
+            with self.metrics.timed("data"):
                 taken = list(itertools.islice(batches, self.job.batch.grad_accum_steps))
         except RunError as caught:
             error = caught
@@ -272,7 +276,10 @@ class Trainer:
         error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
         stop = self.watchdog.stop_signal.received
         save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
-        stop, save = agree(stop=stop, save=save, error=error)
+        times = self.metrics.own_times()
+        stop, save, rank_times = agree(stop=stop, save=save, error=error, figures=times)
+        if self.metrics.stages is not None:
+            self.metrics.stages.exchanged(rank_times)
         self.save_wanted |= save
         if stop:
             raise Stopped(signal.Signals(stop).name)

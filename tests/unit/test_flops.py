@@ -75,6 +75,15 @@ def test_8b_by_the_causal_convention_is_megatrons_count():
     assert ledger.attention == 12_884_901_888 // 2
 
 
+def test_8b_counts_of_modules():
+    ledger = ledger_of(FLAVORS["8B"], "rowwise_with_gw_hp", seq_len=8192)
+    linears = 41_875_931_136 // 32
+    block = {"fp8": linears * 2 // 3, "bf16": linears // 3 + 12_884_901_888 // 32, "fp32": 0}
+    assert ledger.by_module == {f"layers.{i}": block for i in range(32)} | {
+        "output": {"fp8": 0, "bf16": 3_152_019_456, "fp32": 0}
+    }
+
+
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [("tensorwise", 72.31), ("rowwise", 72.31), ("rowwise_with_gw_hp", 48.21), ("mxfp8", 72.31)],

@@ -14,10 +14,18 @@ from torchtitan_lite.metrics.figures import StepRecord, Summary, Writer, summary
 from torchtitan_lite.metrics.flops import FlopsLedger, Rates, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips, StepValues
+from torchtitan_lite.metrics.stages import StageTimes
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
 UNKNOWN = Peaks("Tesla T4")
 CPU = torch.device("cpu")
+PIPELINE_FIGURES = {
+    "bubble_pct",
+    "stage_time_s",
+    "stage_mfu",
+    "memory_max_gib",
+    "memory_max_rank",
+}
 
 # Llama3-8B at seq_len 8192: 41.876 G of the block linears, 3.152 G of `output`, 12.885 G of
 # attention.
@@ -246,7 +254,7 @@ class Run:
     ) -> StepRecord | None:
         """Train for `seconds`, of which some are for data and compilation; the step's own record,
         if it is there. `more` values are computed in float64."""
-        with self.metrics.data_wait():
+        with self.metrics.timed("data"):
             self.device.now += data_s
         if compile_s:
             self.metrics.compile_began()
@@ -340,6 +348,52 @@ def test_figures_of_documents_are_averages_over_the_steps_since_the_last_record(
         assert record.mfu == rates.mfu
         assert record.attention_imbalance == 1.0 + excess / 2**40  # not rounded to float32
     assert (record.loss, record.grad_norm) == (4.0, 2.0)
+
+
+def test_a_pipelines_totals_leave_out_the_first_step_and_what_is_outside_of_steps():
+    run = Run(log_freq=2)
+    run.metrics.stages = StageTimes([(0, 2), (1, 3)], pipeline_rank=1, flops=[{"bf16": 1000}] * 4)
+
+    def train_step(seconds: float) -> StepRecord | None:
+        with run.metrics.timed("pipeline"):
+            for _ in range(2):
+                with run.metrics.timed("stage 1"):
+                    run.device.now += seconds
+            with run.metrics.timed("stage 3"):
+                run.device.now += seconds
+            run.device.now += 5.0
+        return run.train_step(1.0)
+
+    train_step(100.0)
+    assert run.metrics.own_times()[1:] == [0, 0, 0, 0]
+    for seconds in (3.0, 5.0, 7.0):
+        train_step(seconds)
+        with run.metrics.outside_step("validation", step=run.step), run.metrics.timed("stage 1"):
+            run.device.now += 50.0
+    memory_gib, *times = run.metrics.own_times()
+    assert times == [3, 60.0, 30.0, 15.0]
+    assert memory_gib > 0.01
+
+    # What all ranks exchanged is in the next record: 3 steps of 20 s, 10 and 15 s of which compute.
+    run.metrics.stages.exchanged(
+        torch.tensor([[1, 3, 60, 15, 15], [2, *times]], dtype=torch.float64)
+    )
+    train_step(9.0)
+    record = train_step(11.0)
+    assert record.bubble_pct == pytest.approx(37.5)
+    assert record.stage_time_s == {0: 5.0, 1: 10.0, 2: 5.0, 3: 5.0}
+    # 1,000 tokens of 1,000 FLOPs in 5 s, at a peak of 989 TFLOPS.
+    assert record.stage_mfu[0] == pytest.approx(100 * 1e6 / 5 / 989e12)
+    assert (record.memory_max_gib, record.memory_max_rank) == (2.0, 1)
+    assert run.metrics.summary().bubble_pct == pytest.approx(37.5)
+
+
+def test_without_pipelines_ranks_exchange_no_times():
+    run = Run()
+    run.train_step(1.0)
+    assert run.metrics.own_times() == []
+    assert run.train_step(1.0).to_json().keys().isdisjoint(PIPELINE_FIGURES)
+    assert run.metrics.summary().bubble_pct is None
 
 
 def test_first_step_after_a_resume_is_logged_alone():
@@ -480,7 +534,7 @@ def test_what_comes_after_the_last_step_is_in_no_record():
     run = Run(log_freq=3)
     run.train_step(2.0)
     run.train_step(2.0)
-    with run.metrics.data_wait():
+    with run.metrics.timed("data"):
         run.device.now += 100.0
     run.metrics.settle()
     assert [(record.step, record.step_time_s) for record in run.recorder.records] == [
@@ -621,6 +675,12 @@ def test_summary_lines():
         "median tps 2,345 per device, median mfu 41.2%, without the first step",
         "of 100.0s: training 60.0%, compile 30.0%, validation 10.0%",
         "peak memory 0.9GiB per device",
+    ]
+    on_rank_3 = replace(record, memory_max_gib=1.25, memory_max_rank=3)
+    of_pipeline = replace(summary, last=on_rank_3, bubble_pct=20.04)
+    assert summary_lines(of_pipeline, unigram_entropy=6.27)[-2:] == [
+        "pipeline bubble 20.0%, without the first step",
+        "peak memory 1.2GiB, on rank 3",
     ]
     summary = replace(summary, last=replace(record, approximate_mfu=True))
     approximate = summary_lines(summary, unigram_entropy=6.27)

@@ -217,6 +217,14 @@ def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert parts[-1].startswith("rank 0 waited at step 0, start, at test_watchdog.py:")
 
 
+def test_a_rank_of_a_pipeline_is_named_with_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = explain_here(monkeypatch, [replace(BEAT, stages=(1, 3))], alive=False)
+    assert str(lost).startswith(
+        "rank 1 is silent; last seen at step 7, stage 1, stage 3, forward, in all_reduce "
+        "(process 5 on elsewhere); rank 0 waited at step 0, start, "
+    )
+
+
 def test_where_all_ranks_wait_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = explain_here(monkeypatch, [BEAT], alive=True)
     assert lost.rank is None

@@ -98,6 +98,12 @@ def test_console_shows_the_mfu_of_documents(log):
     ]
 
 
+def test_console_shows_the_bubble_of_a_pipeline_and_its_largest_rank(log):
+    record = replace(RECORD, bubble_pct=33.34, memory_max_gib=1.27, memory_max_rank=3)
+    ConsoleWriter(total_steps=30, color=False).write(record)
+    assert "mfu 41.2%  bubble 33.3%  mem 1.3GiB (rank 3)  time" in log.messages[0]
+
+
 def test_console_shows_steps_without_an_update(log):
     ConsoleWriter(total_steps=30, color=False).write(replace(RECORD, skipped_steps=2))
     assert log.messages == [LINE.replace("1.23  tps", "1.23  skipped 2  tps") + "warm-up"]

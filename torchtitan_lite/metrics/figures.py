@@ -65,6 +65,16 @@ def _console_mfu(record: "StepRecord") -> str:
     return f"{text} (documents {documents})"
 
 
+def _console_bubble(record: "StepRecord") -> str:
+    return "" if record.bubble_pct is None else f"bubble {record.bubble_pct:.1f}%"
+
+
+def _console_memory(record: "StepRecord") -> str:
+    if record.memory_max_gib is None:
+        return f"mem {record.memory_gib:.1f}GiB"
+    return f"mem {record.memory_max_gib:.1f}GiB (rank {record.memory_max_rank})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The figures of one logged step, in the order of metrics.jsonl and of the console line.
@@ -117,6 +127,15 @@ class StepRecord:
     attention_imbalance: Annotated[float | None, Figure(
         "attention within documents of each microbatch's busiest rank, over the mean", "",
         "attention_imbalance", optional=True)] = None
+    bubble_pct: Annotated[float | None, Figure(
+        "share of a pipeline's time in which a rank does not compute, mean of all ranks", "%",
+        "pipeline/bubble_pct", (), _console_bubble, optional=True)] = None
+    stage_time_s: Annotated[Mapping[int, float] | None, Figure(
+        "computing of each pipeline stage in a step; the stage's number ends the tag", "s",
+        "pipeline/stage_time_s", optional=True)] = None
+    stage_mfu: Annotated[Mapping[int, float] | None, Figure(
+        "`mfu` of each pipeline stage while it computes; its number ends the tag", "%",
+        "pipeline/stage_mfu", optional=True)] = None
     step_time_s: Annotated[float, Figure(
         "from the end of the previous step to this one's, with the wait for data", "s",
         "time_metrics/end_to_end(s)", ("step",))]
@@ -124,9 +143,14 @@ class StepRecord:
         "wait for data, part of `step_time_s`", "s", "time_metrics/data_loading(s)", ("step",))]
     memory_gib: Annotated[float, Figure(
         "rank 0's peak so far: reserved by torch on a GPU, resident on CPU", "GiB",
-        "memory/max_reserved(GiB)", ("memory",), lambda r: f"mem {r.memory_gib:.1f}GiB")]
+        "memory/max_reserved(GiB)", ("memory",), _console_memory)]
     memory_pct: Annotated[float | None, Figure(
         "`memory_gib` of a GPU's memory", "%", "memory/max_reserved(%)", in_json=False)]
+    memory_max_gib: Annotated[float | None, Figure(
+        "`memory_gib` of the rank with the highest, with pipelines", "GiB",
+        "memory/max_of_ranks(GiB)", optional=True)] = None
+    memory_max_rank: Annotated[int | None, Figure(
+        "which rank that is", "", "memory/max_rank", optional=True)] = None
     data_time_pct: Annotated[float, Figure(
         "`data_time_s` of `step_time_s`", "%", "time_metrics/data_loading(%)", (),
         lambda r: f"time {r.step_time_s:.3f}s (data {r.data_time_pct:.1f}%)", in_json=False)]
@@ -145,10 +169,16 @@ class StepRecord:
         }
 
     def known(self) -> dict[str, float]:
-        """Return the figures that are known, by name; the passes over a store as epochs/STORE."""
-        values = {name: getattr(self, name) for name in STEP_FIGURES if name != "epochs"}
-        epochs = {f"epochs/{store}": passes for store, passes in self.epochs.items()}
-        return {name: value for name, value in values.items() if value is not None} | epochs
+        """Return the figures that are known, by name; of those with several values, such as the
+        passes over each store, each as epochs/STORE."""
+        known: dict[str, float] = {}
+        for name in STEP_FIGURES:
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                known |= {f"{name}/{key}": x for key, x in value.items()}
+            elif value is not None:
+                known[name] = value
+        return known
 
 
 STEP_FIGURES: dict[str, Figure] = {
@@ -206,6 +236,8 @@ class Summary:
     """Median percent; None also if a peak is unknown."""
     times_s: Mapping[str, float]
     """Seconds that this process spent on training, data, compile, checkpoint, validation."""
+    bubble_pct: float | None = None
+    """Of this process's steps but the first; None without pipelines."""
 
 
 def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
@@ -222,12 +254,18 @@ def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[st
     mfu = format_mfu(summary.mfu, approximate=last.approximate_mfu)
     total_s = sum(times_s.values())
     shares = [f"{name} {time_s / total_s:.1%}" for name, time_s in times_s.items() if time_s]
+    memory = f"peak memory {last.memory_gib:.1f}GiB per device"
+    if last.memory_max_gib is not None:
+        memory = f"peak memory {last.memory_max_gib:.1f}GiB, on rank {last.memory_max_rank}"
+    bubble = summary.bubble_pct
+    pipeline = [] if bubble is None else [f"pipeline bubble {bubble:.1f}%, without the first step"]
     return [
         f"{last.step:,} steps, {last.tokens:,} tokens",
         loss,
         f"median tps {tps} per device, median mfu {mfu}, without the first step",
         f"of {total_s:,.1f}s: {', '.join(shares)}",
-        f"peak memory {last.memory_gib:.1f}GiB per device",
+        *pipeline,
+        memory,
     ]
 
 

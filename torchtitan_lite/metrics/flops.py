@@ -6,7 +6,7 @@ activation checkpointing is counted separately.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -44,6 +44,8 @@ class FlopsLedger:
     """Precision in which fp8 matmuls are computed and counted: another one if emulated."""
     attention_runs_in: Precision = "bf16"
     """Precision of attention, in which `by_precision` has it."""
+    by_module: Mapping[str, Mapping[Precision, int]] = field(default_factory=dict)
+    """`by_precision` of each block, such as layers.0, and of `output`."""
 
     @property
     def total(self) -> int:
@@ -84,18 +86,23 @@ def count_flops(
     recompute = flops | {high_precision: 2 * layer_matmul * recomputed_layers}
     flops[high_precision] = attention
 
-    # Linears.
+    # Linears, and the attention of each block.
     precisions: dict[str, dict[str, Precision]] = {}
+    by_module: dict[str, dict[Precision, int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             count = 2 * module.in_features * module.out_features
             in_float8 = float8_matmuls.get(name, ())
             precisions[name] = {m: "fp8" if m in in_float8 else high_precision for m in MATMULS}
             runs_in = [fp8_runs_in if p == "fp8" else p for p in precisions[name].values()]
+            own = by_module.setdefault(".".join(name.split(".")[:2]), dict.fromkeys(flops, 0))
             for precision in runs_in:
                 flops[precision] += count
+                own[precision] += count
             recompute[runs_in[0]] += count if name in recomputed else 0
             output = 3 * count if name == "output" else output
+    for name in by_module.keys() - {"output"}:
+        by_module[name][high_precision] += 6 * layer_matmul
     return FlopsLedger(
         flops,
         recompute,
@@ -105,6 +112,7 @@ def count_flops(
         recompute_is_known,
         fp8_runs_in,
         attention_runs_in=high_precision,
+        by_module=by_module,
     )
 
 
@@ -175,10 +183,7 @@ def compute_rates(
     def utilisation(
         flops: Mapping[Precision, float], tflops: Mapping[Precision, float]
     ) -> float | None:
-        if (ideal := _ideal_seconds(flops, tflops)) is None:
-            return None
-        percent = 100 * tps * ideal
-        return None if percent > 100 and peaks.approximate else percent
+        return compute_utilisation(tps, flops, tflops, approximate=peaks.approximate)
 
     return Rates(
         tps=tps,
@@ -190,6 +195,20 @@ def compute_rates(
         mfu_achievable=utilisation(flops, peaks.measured),
         hfu=utilisation(with_recompute, known) if ledger.recompute_is_known else None,
     )
+
+
+def compute_utilisation(
+    tps: float,
+    flops: Mapping[Precision, float],
+    tflops: Mapping[Precision, float],
+    *,
+    approximate: bool,
+) -> float | None:
+    """Return the utilisation in percent at `tps` tokens per second of `flops` each, see `Rates`."""
+    if (ideal := _ideal_seconds(flops, tflops)) is None:
+        return None
+    percent = 100 * tps * ideal
+    return None if percent > 100 and approximate else percent
 
 
 def effective_peak(

@@ -23,6 +23,7 @@ from torchtitan_lite.errors import NumericError
 from .figures import BETWEEN_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
+from .stages import StageTimes
 from .writers import warn_left_out
 
 STEP_TIME_WEIGHT = 0.1
@@ -61,7 +62,8 @@ def record_cuda_event() -> torch.cuda.Event:
 
 
 Span = tuple[str, Any, Any]
-"""Name and the events of begin and end: of a `step`, or of its waits for `data` and `compile`."""
+"""Name and the events of begin and end: of a `step`, of its waits for `data` and `compile`, and
+with pipelines of the `pipeline` and of each computation of a `stage N` in it."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,13 @@ class MetricsProcessor:
         n_devices: int,
         writers: list[Writer],
         start_tokens: int,
+        stages: StageTimes | None = None,
     ) -> None:
         """`start_tokens` is the number of tokens trained on before this process, 0 in a new run.
-        Only ranks that write metrics have writers."""
+        Only ranks that write metrics have writers, only those of pipelines `stages`."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
+        self.stages = stages
         self.skips = Skips()
         """The longest series of steps without an update that the host knows of."""
 
@@ -138,6 +142,7 @@ class MetricsProcessor:
         self._last_record: StepRecord | None = None
         self._tokens = start_tokens  # at the last record
         self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds
+        self._totals: dict[str, float] = defaultdict(float)  # the same, of all steps but the first
         self._steady_tps = array("d")  # of each record but the first; 8 bytes a record
         self._times = {"training": 0.0, "data": 0.0, "compile": 0.0}
         self._mean_step_s: float | None = None  # moving average over records, without warm-up
@@ -145,11 +150,11 @@ class MetricsProcessor:
     # ----- The clock -----
 
     @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Count the time as the step's wait for data, unless within `outside_step`."""
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the time as the step's span NAME, unless within `outside_step`."""
         began = self.record_event()
         yield
-        self._spans.append(("data", began, self.record_event()))
+        self._spans.append((name, began, self.record_event()))
 
     def compile_began(self) -> None:
         """Count the time until `compile_ended` as compilation, unless within `outside_step`."""
@@ -218,7 +223,10 @@ class MetricsProcessor:
             ended = self._pending.popleft()
             self._since_record["steps"] += 1
             for name, began, end in ended.spans:
-                self._since_record[name] += began.elapsed_time(end) / 1000
+                seconds = began.elapsed_time(end) / 1000
+                self._since_record[name] += seconds
+                self._totals[name] += seconds
+            self._totals["steps"] += 1
 
             values = ended.values()
             for name in values.keys() & AVERAGED:
@@ -229,6 +237,12 @@ class MetricsProcessor:
             if self._last_record is None or values["step"] % self.log_freq == 0:
                 self._write_record(values)
         return self._last_record is not previous
+
+    def own_times(self) -> list[float]:
+        """Return what the other ranks of a pipeline are to know of this one, see `StageTimes`."""
+        if self.stages is None:
+            return []
+        return self.stages.own(self._totals, peak_memory_gib(self.device))
 
     # ----- Records -----
 
@@ -244,7 +258,9 @@ class MetricsProcessor:
         tokens, self._tokens = values["tokens"] - self._tokens, values["tokens"]
         tps = tokens / training_s / self.n_devices
         step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
-        if self._last_record is not None:
+        if self._last_record is None:
+            self._totals.clear()
+        else:
             self._steady_tps.append(tps)
             before = step_time_s if self._mean_step_s is None else self._mean_step_s
             self._mean_step_s = before + STEP_TIME_WEIGHT * (step_time_s - before)
@@ -253,6 +269,7 @@ class MetricsProcessor:
         averages = {name: since[name] / steps for name in since.keys() & AVERAGED}
         computed = {name: x for name, x in (values | averages).items() if name in STEP_FIGURES}
         computed["skipped_steps"] = int(values["skipped_steps"])
+        computed |= self.stages.figures(tokens / steps, self.peaks) if self.stages else {}
         share = averages.get("attention_share")
         self._last_record = StepRecord(
             **computed,
@@ -306,7 +323,9 @@ class MetricsProcessor:
         mfu = None
         if tps is not None:
             mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
-        return Summary(self._last_record, tps, mfu, times_s=dict(self._times))
+        bubble_pct = self.stages.bubble_pct() if self.stages else None
+        times_s = dict(self._times)
+        return Summary(self._last_record, tps, mfu, times_s=times_s, bubble_pct=bubble_pct)
 
     def close(self) -> None:
         """Close the writers."""

@@ -8,7 +8,8 @@ Shapes: B sequences of a microbatch, s = seq_len / cp / tp, D dim.
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torchtitan_lite.models.loss import IGNORED
 
 from .microbatches import Microbatch, ModelLoss
 from .one_rank import MixedPrecisionTransformer
+
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Measures what a name stands for, without waiting for the device."""
 
 
 def cut_stage(model: Transformer, names: Collection[str]) -> Transformer:
@@ -55,13 +59,14 @@ def join_stages(stages: Sequence[Transformer]) -> nn.Module:
 class _Stage(PipelineStage):
     """A stage that computes the loss itself if it is the last one."""
 
-    def __init__(self, loss: ModelLoss, **settings: Any) -> None:
+    def __init__(self, loss: ModelLoss, timed: Timed, **settings: Any) -> None:
         super().__init__(loss.model, **settings)
-        self._loss = loss
+        self._loss, self._timed = loss, timed
 
     def forward_maybe_with_nosync(self, *hidden: Tensor, **batch: Any) -> Tensor:
         """Return the loss of a microbatch, or the residual stream [B, s, D]."""
-        return self._loss(hidden=hidden[0] if hidden else None, **batch)
+        with self._timed(f"stage {self.stage_index}"):
+            return self._loss(hidden=hidden[0] if hidden else None, **batch)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
@@ -69,7 +74,8 @@ class _Stage(PipelineStage):
         """Run the backward pass. The last one of a step completes the gradients."""
         if isinstance(self.submod, MixedPrecisionTransformer):
             self.submod.copies.last_microbatch = last_backward
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        with self._timed(f"stage {self.stage_index}"):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 class PipelinedMicrobatches:
@@ -86,14 +92,17 @@ class PipelinedMicrobatches:
         hidden: Tensor,
         group: dist.ProcessGroup,
         device: torch.device,
+        timed: Timed,
     ) -> None:
         """`losses` are this rank's stages, `indices` their numbers of `n_stages`. `hidden` is like
-        the residual stream of a microbatch, on meta [B, s, D]."""
-        self._number, self._device = n_microbatches, device
+        the residual stream of a microbatch, on meta [B, s, D]. `timed` measures the time of the
+        `pipeline` and of `stage N`."""
+        self._number, self._device, self._timed = n_microbatches, device, timed
         of_loss = torch.empty((), device="meta")
         stages = [
             _Stage(
                 loss,
+                timed,
                 stage_index=index,
                 num_stages=n_stages,
                 device=device,
@@ -128,7 +137,8 @@ class PipelinedMicrobatches:
         tokens, labels = map(torch.cat, zip(*batches, strict=True))
         losses: list[Tensor] = []
         batch = {"tokens": tokens, "labels": labels, "scale": scale}
-        run(target=labels, losses=losses, return_outputs=False, **batch)
+        with self._timed("pipeline"):
+            run(target=labels, losses=losses, return_outputs=False, **batch)
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack(losses).detach().sum()

@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -69,9 +69,10 @@ class Heartbeat:
     step: int
     phase: str
     place: str  # "in COLLECTIVE", or "at FILE:LINE in FUNCTION"
+    stages: Sequence[int] = ()  # of a pipeline
 
     def __str__(self) -> str:
-        where = f"at step {self.step}, {self.phase}, {self.place}"
+        where = f"at step {self.step}, {describe_stages(self.stages)}{self.phase}, {self.place}"
         return f"{where} (process {self.pid} on {self.host})"
 
 
@@ -91,6 +92,7 @@ class Watchdog:
         self.timeout_s = timeout_s  # current time-out of collectives
         self.stop_signal = StopSignal()
         self.step, self._phase = 0, "start"
+        self.stages: Sequence[int] = ()  # this rank's, of a pipeline
         self._torchrun, self._main_thread = os.getppid(), threading.get_ident()
         self._failed_in = ""  # place of the collective that has failed
         try:
@@ -150,7 +152,8 @@ class Watchdog:
 
     def fail(self, cause: str) -> None:
         """Report to all ranks that the job has failed. The first report counts."""
-        line = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {cause}"
+        own = f"{describe_stages(self.stages)}process {os.getpid()} on {socket.gethostname()}"
+        line = f"rank {self._rank} ({own}): {cause}"
         with suppress(RuntimeError):
             connect_store(STORE_SECONDS).compare_set(FAILURE_KEY, "", line)
 
@@ -209,7 +212,7 @@ class Watchdog:
         if frame := sys._current_frames().get(self._main_thread):
             place = self._failed_in or describe_place(frame.f_code, frame.f_lineno)
         pid, host = os.getpid(), socket.gethostname()
-        return Heartbeat(pid, host, time.time(), self.step, self._phase, place)
+        return Heartbeat(pid, host, time.time(), self.step, self._phase, place, self.stages)
 
 
 def is_rank_loss(error: BaseException) -> bool:
@@ -239,6 +242,11 @@ def describe_place(code: CodeType, line: int) -> str:
     if Path(code.co_filename).is_relative_to(Path(dist.__file__).parent):
         return f"in {code.co_name}"
     return f"at {Path(code.co_filename).name}:{line} in {code.co_name}"
+
+
+def describe_stages(stages: Sequence[int]) -> str:
+    """Return the stages of a rank as the begin of a list; "" without pipelines."""
+    return "".join(f"stage {stage}, " for stage in stages)
 
 
 def end_silent(beat: Heartbeat | None) -> str:

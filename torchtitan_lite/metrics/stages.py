@@ -1,0 +1,89 @@
+"""Share of a pipeline's time that its ranks wait, and the speed of each of its stages.
+
+A rank's pipeline time is that of its schedule: from the step's first action, which on most ranks is
+a wait for another stage, to the last. Usually the first rank's is the longest. In it a rank of p
+computes m microbatches while m + p - 1 pass, if all stages take equally long. The rest is bubble:
+(p - 1) / (m + p - 1) (arXiv 1811.06965, section 2.3, for GPipe; 1F1B has the same).
+
+Shapes: P ranks of a pipeline, R ranks that share a stage, V stages of a rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .devices import Precision
+from .flops import compute_utilisation
+from .hardware import Peaks
+
+
+class StageTimes:
+    """The times of a pipeline's stages on all ranks, from totals that the ranks exchange."""
+
+    def __init__(
+        self,
+        rank_stages: Sequence[Sequence[int]],
+        *,
+        pipeline_rank: int,
+        flops: Sequence[Mapping[Precision, int]],
+    ) -> None:
+        """`rank_stages` has the stages of each of P ranks, of which this is `pipeline_rank`, and
+        `flops` each stage's FLOPs per token by precision."""
+        self._rank_stages, self._flops = rank_stages, flops
+        self._own_stages = own_stages = rank_stages[pipeline_rank]
+        self._totals = torch.zeros(len(rank_stages), 1, 2 + len(own_stages), dtype=torch.float64)
+        self._recorded, self._memory_gib = self._totals, torch.zeros(1)
+
+    def own(self, totals: Mapping[str, float], memory_gib: float) -> list[float]:
+        """Return what other ranks are to know of this one: its peak memory, and of `totals` the
+        number of steps and the seconds of the pipeline and of each stage, [3 + V]."""
+        stages = [totals[f"stage {stage}"] for stage in self._own_stages]
+        return [memory_gib, totals["steps"], totals["pipeline"], *stages]
+
+    def exchanged(self, ranks: Tensor) -> None:
+        """Take the values that `own` returned on all ranks, [P * R, 3 + V]."""
+        self._memory_gib = ranks[:, 0]
+        self._totals = ranks[:, 1:].view(len(self._rank_stages), -1, ranks.shape[1] - 1)
+
+    def figures(self, step_tokens: float, peaks: Peaks) -> dict[str, Any]:
+        """Return the figures of StepRecord over the steps since the last call, with `step_tokens`
+        each; none before every rank has exchanged such a step."""
+        since = self._totals - self._recorded  # [P, R, 2 + V]
+        if not since[..., 0].all():
+            return {}
+        self._recorded = self._totals
+
+        # A stage takes the mean of the ranks that share it, which divide its tokens evenly.
+        seconds = (since[..., 2:] / since[..., :1]).mean(1).tolist()  # [P, V]
+        stage_time_s = {
+            stage: time_s
+            for stages, times_s in zip(self._rank_stages, seconds, strict=True)
+            for stage, time_s in zip(stages, times_s, strict=True)
+        }
+        tokens = step_tokens / since.shape[1]
+        stage_mfu = {
+            stage: compute_utilisation(
+                tokens / time_s, self._flops[stage], peaks.tflops, approximate=peaks.approximate
+            )
+            for stage, time_s in stage_time_s.items()
+        }
+        return {
+            "memory_max_gib": self._memory_gib.max().item(),
+            "memory_max_rank": int(self._memory_gib.argmax()),
+            "bubble_pct": _bubble_pct(since),
+            "stage_time_s": dict(sorted(stage_time_s.items())),
+            "stage_mfu": {i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
+        }
+
+    def bubble_pct(self) -> float | None:
+        """Return the bubble of all exchanged steps; None if there is none."""
+        return _bubble_pct(self._totals) if self._totals[..., 0].all() else None
+
+
+def _bubble_pct(totals: Tensor) -> float:
+    """Return the bubble as a percentage, the mean of all ranks, of their totals [P, R, 2 + V]."""
+    steps, pipeline_s, computed_s = totals[..., 0], totals[..., 1], totals[..., 2:].sum(-1)
+    longest_s = (pipeline_s / steps).amax(0)  # [R]
+    return 100 * (1 - computed_s / steps / longest_s).mean().item()
