@@ -72,8 +72,8 @@ def test_ranks_that_share_sequences_are_not_data_parallel_but_shard_weights() ->
         (
             (1, 0, 1, 1),
             4,
-            "= 0 * 1 * 1 * 1 * 1 = 0, but the run has 4 processes; set data_parallel_shard_degree to 4 "
-            "or -1",
+            "= 0 * 1 * 1 * 1 * 1 = 0, but the run has 4 processes; "
+            "set data_parallel_shard_degree to 4 or -1",
         ),
         (
             (2, -1, 3, 4),

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchtitan_lite import optim
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
-from torchtitan_lite.optim import UpdateGuard, build_optimizer, step_unless
+from torchtitan_lite.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
@@ -234,3 +234,33 @@ def test_the_mean_goes_on_where_it_was() -> None:
     assert guard.found_inf(torch.tensor(5.5), torch.tensor(1.0)) == 1
     assert guard.consecutive_skips == 5
     assert guard.found_inf(torch.tensor(4.5), torch.tensor(1.0)) == 0
+
+
+class Ranks:
+    """Stands in for the group of a pipeline."""
+
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e3])
+def test_gradients_are_clipped_as_by_torch_to_the_bit(max_norm: float) -> None:
+    torch.manual_seed(0)
+    ours, reference = nn.Linear(64, 64), nn.Linear(64, 64)
+    for weight, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        weight.grad = torch.randn_like(weight)
+        other.grad = weight.grad.clone()
+    norm = clip_gradients(ours.parameters(), max_norm, stages=Ranks(1))
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), max_norm))
+    for weight, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(weight.grad, other.grad)
+
+
+def test_the_norm_of_a_pipeline_is_over_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([0.0, 3.0])
+    # The other stage's gradients have a norm of 4.
+    monkeypatch.setattr(optim.dist, "all_reduce", lambda squares, group: squares.add_(16))
+    norm = clip_gradients([weight], 1.0, stages=Ranks(2))
+    assert norm.item() == 5.0
+    torch.testing.assert_close(weight.grad, torch.tensor([0.0, 0.6]))
