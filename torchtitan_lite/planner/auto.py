@@ -119,19 +119,22 @@ def kept_options(
     assert spec is not None, "the stand-in is in the table of devices"
 
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
-    options: list[KeptOption] = []
+    # Only what fits is timed.
+    tried_work: list[tuple[Workload, float]] = []
     for (mode, option), each, reduction in product(modes, values, _reductions(job)):
         tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
         tried = tried.choose(
             "parallelism", fsdp_reshard_after_forward=each, fsdp_reduce_gradients=reduction
         )
-        known = options[0].work.choices if options else None
+        known = tried_work[0][0].choices if tried_work else None
         work = build_workload(model, tried, device=device, choices=known)
-        reserved_gib = work.reserved_bytes(on_cpu=on_cpu) / 2**30
-        options.append(KeptOption(work, work.time(spec, attention_kernel).step_s, reserved_gib))
-
-    smallest = min(options, key=lambda each: each.reserved_gib)
-    fitting = [each for each in options if each.reserved_gib <= memory_gib] or [smallest]
+        tried_work.append((work, work.reserved_bytes(on_cpu=on_cpu) / 2**30))
+    smallest = min(tried_work, key=lambda each: each[1])
+    fitting = [
+        KeptOption(work, work.time(spec, attention_kernel).step_s, reserved_gib)
+        for work, reserved_gib in [each for each in tried_work if each[1] <= memory_gib]
+        or [smallest]
+    ]
     fitting.sort(key=lambda each: each.step_s)
 
     # Nothing more is recomputed for less memory.

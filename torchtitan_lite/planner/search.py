@@ -20,6 +20,7 @@ from torchtitan_lite.job import Job, TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .auto import find_fitting, kept_options, name_kept
 from .checks import check_planned
@@ -31,6 +32,9 @@ REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"  # not searched: the config's
 TP = "parallelism.tensor_parallel_degree"
+PP = "parallelism.pipeline_parallel_degree"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"  # local_batch_size, where it is used
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 LOCAL = "training.local_batch_size"
 GLOBAL = "training.global_batch_size"
@@ -44,7 +48,7 @@ PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
 FILTERS = "float8.filter_fqns"
 SCALED = "float8.scale_gradients_in_matmul"  # not searched, but off where it has no effect
 SEARCHED = (
-    *(REPLICATE, SHARD, TP, ASYNC_TP, LOCAL),
+    *(REPLICATE, SHARD, TP, ASYNC_TP, PP, SCHEDULE, LOCAL, MICROBATCH),
     *(MODE, OPTION, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
 )
 
@@ -92,21 +96,40 @@ class Space:
         Tensor parallelism stays within a node. The microbatch is a divisor of a rank's part of the
         global batch."""
         parallelism, training = self.config.parallelism, self.config.training
-        sharing = self.world_size // parallelism.context_parallel_degree
+        ranks = self.world_size // parallelism.context_parallel_degree
         unchanged = {name: get_setting(self.config, name) for name in (*SEARCHED, GLOBAL)}
         total = self.global_batch_size
-        for tp in self._values(TP, math.gcd(sharing, self.device.node_devices)):
-            dp = sharing // tp
+        pipelines = list(self._pipelines())
+        tensor = self._values(TP, math.gcd(ranks, self.device.node_devices))
+        for pipeline, tp in product(pipelines, tensor):
+            if ranks % (pipeline[PP] * tp):
+                continue
+            dp = ranks // pipeline[PP] // tp
             replicas = self._values(REPLICATE, dp)
             overlap = parallelism.enable_async_tensor_parallel and tp > 1
             layout = unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
-            layout |= {MODE: AUTO, RESHARD: AUTO}
+            layout |= {MODE: AUTO, RESHARD: AUTO} | pipeline
             microbatches = self._values(LOCAL, max(1, total // dp))
             for local, recipe in product(microbatches, self._recipes()):
                 open_batch = training.global_batch_size == -1 and local * dp == total
                 batch = {LOCAL: local, GLOBAL: -1 if open_batch else total}
+                batch |= {MICROBATCH: local} if pipeline[PP] > 1 else {}
                 chosen = layout | batch | recipe | self.kept
                 yield chosen, replicas
+
+    def _pipelines(self) -> Iterator[Settings]:
+        """Yield the given degree of pipeline parallelism, else none, with each schedule.
+        Zero-bubble ones do not allow activation checkpointing, and weights that are gathered
+        again."""
+        default = self.config.parallelism.pipeline_parallel_schedule
+        for degree in self._values(PP, 1):
+            names = [name for name in SCHEDULES if name != "GPipe"]  # never faster than 1F1B
+            if SCHEDULE in self.kept or degree == 1:
+                names = [default]
+            for name in names:
+                no_bubble = SCHEDULES[name].zero_bubble and degree > 1
+                kept = {MODE: "none", RESHARD: "never"} if no_bubble else {}
+                yield {PP: degree, SCHEDULE: name} | kept
 
     def _values(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""
@@ -170,7 +193,7 @@ def find_candidates(space: Space) -> list[Candidate]:
             if by_auto and not work.converted and space.keeps_float8:
                 continue
             float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
-            same = work.job.degrees, work.job.batch, float8
+            same = work.job.degrees, chosen[SCHEDULE], work.job.batch, float8
             if same in found:
                 continue
 
@@ -283,6 +306,8 @@ def figures_of(candidate: Candidate, space: Space, gpu_hour: float | None) -> di
         "dp_replicate": degrees.dp_replicate,
         "dp_shard": degrees.dp_shard,
         "tp": degrees.tp,
+        "pp": degrees.pp,
+        "pipeline_schedule": settings[SCHEDULE] if degrees.pp > 1 else None,
         "local_batch_size": batch.local_batch_size,
         "grad_accum_steps": batch.grad_accum_steps,
         "activation_checkpoint": config.activation_checkpoint.label,

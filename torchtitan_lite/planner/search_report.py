@@ -34,8 +34,10 @@ def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
     """Return the figure and the layout of the fastest in a line each."""
     where = "{model} on {world_size} x {device}".format_map(request)
     context = f"CP {request['cp']} x " if request["cp"] > 1 else ""
-    layout = f"replicate {{dp_replicate}} x shard {{dp_shard}} x {context}TP {{tp}}".format_map(
-        best
+    pipeline = "PP {pp} ({pipeline_schedule}) x ".format_map(best) if best["pp"] > 1 else ""
+    layout = (
+        pipeline
+        + f"replicate {{dp_replicate}} x shard {{dp_shard}} x {context}TP {{tp}}".format_map(best)
     )
     passes = best["grad_accum_steps"]
     microbatch = f"{f'{passes} passes x ' * (passes > 1)}microbatch {best['local_batch_size']}"
@@ -49,11 +51,14 @@ def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
 
 
 def _settings(layouts: Sequence[Layout]) -> str:
-    rows = [("", "replicate x shard x TP", "passes x batch", "recompute", "recipe")]
+    pipelines = any(layout["pp"] > 1 for layout in layouts)
+    axes = "PP x " * pipelines + "replicate x shard x TP"
+    sizes = "{pp} x " * pipelines + "{dp_replicate} x {dp_shard} x {tp}"
+    rows = [("", axes, "passes x batch", "recompute", "recipe")]
     rows += [
         (
             str(layout["rank"]),
-            "{dp_replicate} x {dp_shard} x {tp}".format_map(layout),
+            sizes.format_map(layout),
             "{grad_accum_steps} x {local_batch_size}".format_map(layout),
             layout["activation_checkpoint"],
             _recipe(layout),
