@@ -14,7 +14,6 @@ def test_stages_add_up_to_the_job(tmp_path: Path, schedule: str) -> None:
         "--training.steps=4",
         "--training.local_batch_size=1",
         "--training.global_batch_size=4",
-        "--model.flavor=debugmodel_4layers",
         "--metrics.peak_tflops_bf16=1.0",
         "--parallelism.pipeline_parallel_degree=2",
         f"--parallelism.pipeline_parallel_schedule={schedule}",
