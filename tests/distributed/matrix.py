@@ -69,8 +69,12 @@ VOCABULARIES = {
 """Overrides, and degrees of tensor parallelism: of 2256 two shards are a multiple of 16, of 50257
 none are alike."""
 STEPS = "--training.steps"
+LR = "--optimizer.lr=1e-3"
+"""Of the matrix: a higher one magnifies rounding, within 20 steps beyond TOLERANCE."""
 TOLERANCE = 5e-4
 """By which a loss may differ from that of the reference, relative to it."""
+NORM_TOLERANCE = 1e-3
+"""The same of a gradient's norm."""
 CHUNK = 20
 """Runs in one start of the processes."""
 
@@ -116,7 +120,7 @@ def combine(
     compiler."""
     cells = []
     for recipe, layout, ac, mode in product(recipes, layouts, checkpointing, MODES):
-        common = (*recipes[recipe], f"{STEPS}={steps}")
+        common = (*recipes[recipe], f"{STEPS}={steps}", LR)
         alone = Cell((recipe, "one process"), 1, (*common, *CHECKPOINTING["none"]))
         for processes, degrees in layouts[layout].items():
             overrides = (*common, *degrees, *checkpointing[ac], *MODES[mode])

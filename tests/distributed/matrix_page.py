@@ -20,6 +20,7 @@ from matrix import (
     FLOAT8_GATHER,
     LOSS,
     MODES,
+    NORM_TOLERANCE,
     PRECOMPUTE,
     TOLERANCE,
     TP,
@@ -47,15 +48,16 @@ REFUSED = [
 """What the config refuses of combinations that the tables lack."""
 HEAD = """# What trains as one process does
 
-Written on {date} by `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md` on
+Trained on {date} by `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md` on
 {machine}, with torch {torch} and torchao {torchao}, on CPU by gloo.
 `tests/distributed/test_matrix.py` runs some of the cells.
 
 A model of 2 blocks (dim 128, 8 heads, 4 key-value heads, feed-forward 192, vocabulary 2256) trains
 on global batches of 4 sequences of 64 tokens, {steps} steps. A figure is the largest relative
 difference of a step's loss from one process with the same recipe, eager and without activation
-checkpointing; above {tolerance:.0e} it is a fault. `all_gather` is tensorwise with float8
-all-gathers of weights and precomputed scales.
+checkpointing; above {tolerance:.0e} it is a fault, as is one of the gradient's norm above
+{norm_tolerance:.0e}. `all_gather` is tensorwise with float8 all-gathers of weights and precomputed
+scales.
 """
 
 
@@ -67,6 +69,13 @@ def machine() -> str:
         platform.machine(),
     )
     return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def trained_on(cells: Iterable[Cell], folder: Path) -> datetime.date:
+    """The day (UTC) on which the last of `cells` ended."""
+    ends = [folder / cell.name / "ended.txt" for cell in cells]
+    last = max(end.stat().st_mtime for end in ends if end.exists())
+    return datetime.datetime.fromtimestamp(last, datetime.timezone.utc).date()
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -146,27 +155,43 @@ def refusal(arguments: Sequence[str]) -> str:
     raise AssertionError(f"{arguments} are not refused")
 
 
+def context_section(cells: Sequence[Cell], folder: Path) -> str:
+    """What came of `cells`, those of ranks that share sequences."""
+    return f"""## Context parallelism
+
+The same where ranks share sequences, trained on {trained_on(cells, folder)} on {machine()}. Few
+cells have every pair of a recipe, a layout, an activation checkpointing and a mode; the others are
+empty. `bf16 documents` trains with a document mask on documents of 16 to 43 tokens, which begin and
+end anywhere in a rank's part.
+
+The learning rate is at most 1e-3, as a higher one magnifies rounding. With 2e-3 the same cells
+differ by up to 5.0e-04, and 1.1e-03 in the norm. So does one process, by 5.4e-04 and 9.6e-04, with
+`all_gather` in microbatches of 4 sequences instead of 1, which have other float8 scales.
+
+{matrix_table(cells, folder)}
+{largest(cells, folder)}
+"""
+
+
 def page(folder: Path, context: Sequence[Cell], *, steps: int) -> str:
     """The whole page, of what `folder` holds: the cells of the matrix after `steps`, and `context`,
     those of ranks that share sequences."""
     cells = matrix_cells(steps=steps)
     versions = {name: version(name) for name in ("torch", "torchao")}
-    today = datetime.datetime.now(datetime.timezone.utc).date()
-    head = HEAD.format(date=today, machine=machine(), steps=steps, tolerance=TOLERANCE, **versions)
+    head = HEAD.format(
+        date=trained_on(cells, folder),
+        machine=machine(),
+        steps=steps,
+        tolerance=TOLERANCE,
+        norm_tolerance=NORM_TOLERANCE,
+        **versions,
+    )
     refused = [[f"`{' '.join(arguments)}`", refusal(arguments)] for arguments in REFUSED]
     return f"""{head}
 {matrix_table(cells, folder)}
 {largest(cells, folder)} The losses fall, alone: {falls(cells, folder)}.
 
-## Context parallelism
-
-The same where ranks share sequences, for few cells that have every pair of a recipe, a layout, an
-activation checkpointing and a mode; the others are empty. `bf16 documents` trains with a document
-mask on documents of 10 to 40 tokens, which begin and end anywhere in a rank's part.
-
-{matrix_table(context, folder)}
-{largest(context, folder)}
-
+{context_section(context, folder)}
 ## Vocabularies
 
 Three steps of tensorwise float8 with vocabularies that tensor parallelism splits unevenly, or not
