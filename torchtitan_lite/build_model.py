@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_lite.config import zero_bubble
 from torchtitan_lite.float8.convert import must_emulate
 from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.observe import Asked
@@ -16,6 +17,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
+from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, cut_stage
@@ -103,13 +105,12 @@ def build_microbatches(
 ) -> Microbatches:
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
     config, degrees = job.config, job.degrees
+    cross_entropy = CrossEntropy(
+        compiled=config.compile.covers("loss"), repeatable=zero_bubble(config.parallelism)
+    )
+    gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
     losses = [
-        ModelLoss(
-            stage,
-            compiled=config.compile.covers("loss"),
-            gathers_logits=degrees.tp > 1 and config.parallelism.disable_loss_parallel,
-        )
-        for stage in built.stages
+        ModelLoss(stage, cross_entropy, gathers_logits=gathers_logits) for stage in built.stages
     ]
     if degrees.pp == 1:
         return PlainMicrobatches(losses[0], config.parallelism)

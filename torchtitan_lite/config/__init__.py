@@ -14,7 +14,7 @@ from .checks import check_config, check_decay, log_odd_schedule
 from .keys import format_config_page, format_help, show_settings
 from .layers import asks_for_help, given_keys
 from .loading import dump_config, load_config, shared_settings
-from .pipeline import Stages, resolve_stages
+from .pipeline import Stages, resolve_stages, zero_bubble
 from .sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,

@@ -20,6 +20,12 @@ Stages = tuple[tuple[str, ...], ...]
 """The names of each stage's modules, such as ("tok_embeddings", "layers.0", "layers.1")."""
 
 
+def zero_bubble(parallelism: ParallelismConfig) -> bool:
+    """Return whether the run has a pipeline with a zero-bubble schedule."""
+    schedule = SCHEDULES[parallelism.pipeline_parallel_schedule]
+    return parallelism.pipeline_parallel_degree > 1 and schedule.zero_bubble
+
+
 def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
     """Return the modules of each pipeline stage of a model with `n_layers` blocks; one stage with
     all of them without pipeline parallelism.

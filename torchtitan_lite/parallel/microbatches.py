@@ -30,9 +30,10 @@ class Microbatches(Protocol):
 class ModelLoss:
     """The loss of a model, or what a stage of it passes to the next."""
 
-    def __init__(self, model: Transformer, *, compiled: bool, gathers_logits: bool) -> None:
-        self.model = model
-        self._cross_entropy = CrossEntropy(compiled=compiled)
+    def __init__(
+        self, model: Transformer, cross_entropy: CrossEntropy, *, gathers_logits: bool
+    ) -> None:
+        self.model, self._cross_entropy = model, cross_entropy
         # A float8 linear has taken the place of an Output that is trained in float8.
         self._fuses_output = isinstance(model.output, Output) and not gathers_logits
 

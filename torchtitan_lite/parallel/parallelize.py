@@ -58,7 +58,7 @@ def parallelize(
             compile_blocks(model)
 
         # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
-        if needs_no_fsdp(training, data_ranks=data_ranks(mesh)):
+        if needs_no_fsdp(training, parallelism, data_ranks=data_ranks(mesh)):
             apply_mixed_precision(model, training=training)
         else:
             # A pipeline uses weights again for each microbatch.

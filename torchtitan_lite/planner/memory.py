@@ -59,7 +59,11 @@ class Moment:
 def without_fsdp(job: Job) -> bool:
     """Return whether `job` trains without FSDP: if its ranks differ in tensor parallelism only."""
     degrees = job.degrees
-    return needs_no_fsdp(job.config.training, data_ranks=degrees.world_size // degrees.tp)
+    return needs_no_fsdp(
+        job.config.training,
+        job.config.parallelism,
+        data_ranks=degrees.dp_replicate * degrees.fsdp,
+    )
 
 
 class Rank:
