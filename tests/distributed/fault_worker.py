@@ -18,6 +18,7 @@ A fault happens once, and only in the first attempt; with `always`, in each atte
 """
 
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -227,7 +228,8 @@ class FaultyTrainer(trainer.Trainer):
 
         def take() -> Iterator[Batch]:
             happen(f"data {self.step + 1}")
-            yield from batches
+            # Through what has no `close`: the end of this iterator would close the prefetcher.
+            yield from itertools.chain(batches)
 
         return super().next_batches(take())
 
