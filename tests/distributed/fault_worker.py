@@ -8,6 +8,7 @@ and `rank` (without it: all ranks). Other keys are the function's arguments. The
   data N           when a batch of step N is taken
   forward N        before the first forward pass of step N
   accumulation N   before its second one
+  gradients N      before the gradients of step N are clipped
   validation N     before the first forward pass of the validation after step N
   saving N         before the tensors of step N are written, on the thread that saves
   written N        after that, before the manifest is
@@ -18,7 +19,9 @@ A fault happens once, and only in the first attempt; with `always`, in each atte
 """
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -110,6 +113,13 @@ def lack_data(message: str) -> None:
 def scale_loss(factor: float) -> float:
     """Multiply the loss of this forward pass."""
     return factor
+
+
+@can_be_done
+def spoil_gradients() -> None:
+    """Let the gradients of this rank's weights be NaN."""
+    for weight in FaultyTrainer.running.model.parameters():
+        weight.grad.mul_(math.nan)
 
 
 @can_be_done
@@ -227,7 +237,8 @@ class FaultyTrainer(trainer.Trainer):
 
         def take() -> Iterator[Batch]:
             happen(f"data {self.step + 1}")
-            yield from batches
+            # Through what has no `close`: the end of this iterator would close the prefetcher.
+            yield from itertools.chain(batches)
 
         return super().next_batches(take())
 
@@ -264,6 +275,12 @@ class FaultyCheckpointer(checkpointer.Checkpointer):
             self.folder = folder
 
 
+def clip_gradients(*args: Any, **kwargs: Any) -> Tensor:
+    """Clip the gradients, after the faults of their place."""
+    happen(f"gradients {FaultyTrainer.running.step + 1}")
+    return CLIP_GRADIENTS(*args, **kwargs)
+
+
 def write_tensors(state: dict[str, Tensor], draft: Path, **options: Any) -> None:
     """As it is, between two places."""
     happen(f"saving {int(draft.name[-8:])}")
@@ -279,6 +296,7 @@ def commit(draft: Path, target: Path) -> None:
 
 
 COMMIT, WRITE_TENSORS = folders.commit, checkpointer.write_tensors
+CLIP_GRADIENTS = trainer.clip_gradients
 
 
 if __name__ == "__main__":
@@ -289,5 +307,6 @@ if __name__ == "__main__":
     build_model.ModelLoss = FaultyLoss
     build.Checkpointer = FaultyCheckpointer
     folders.commit, checkpointer.write_tensors = commit, write_tensors
+    trainer.clip_gradients = clip_gradients
     happen("start")
     train.main()

@@ -1,24 +1,28 @@
-"""Compares the gradients of context parallelism with one process's, in float32 without float8:
-`gradients_worker.py RUNS`, where RUNS is JSON as matrix_worker.py takes it. Prints as a line of
-JSON, by run and parameter, the norm of the difference relative to the norm of the gradient."""
+"""Compares the gradients of a layout with one process's, in float32 without float8, through what
+the trainer calls for a step's microbatches: `gradients_worker.py RUNS`, where RUNS is JSON as
+matrix_worker.py takes it. Prints as a line of JSON, by run and parameter, the norm of the
+difference relative to the norm of the gradient."""
 
 import json
 import sys
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
 from matrix_worker import CONFIG, forget_compiled
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import prepare_job
-from torchtitan_lite.build_model import build_model
+from torchtitan_lite.build_model import build_microbatches, build_model
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.distributed import build_mesh, end_process, init_distributed
+from torchtitan_lite.parallel.pipeline import join_stages
 
 SETTINGS = ("--training.mixed_precision_param=float32", "--training.mixed_precision_reduce=float32")
 DOCUMENTS = ((5, 21, 40, 43), (12, 33))
@@ -26,46 +30,51 @@ DOCUMENTS = ((5, 21, 40, 43), (12, 33))
 
 
 def sequences(job: Job) -> tuple[Tensor, Tensor]:
-    """Return the tokens and labels [dp, S] of a sequence for each data-parallel rank."""
+    """Return the tokens and labels [global batch, S] of a step."""
     generator = torch.Generator().manual_seed(0)
-    shape = job.degrees.dp, job.config.training.seq_len
+    shape = job.batch.global_batch_size, job.config.training.seq_len
     tokens, labels = torch.randint(3, job.model_args.vocab_size, (2, *shape), generator=generator)
     if (bos_id := job.model_args.document_bos_id) is not None:
-        for row, starts in zip(tokens, DOCUMENTS, strict=False):
+        for row, starts in zip(tokens, cycle(DOCUMENTS)):
             row[list(starts)] = bos_id
     return tokens, labels
 
 
-def gradients(
-    model: Transformer, tokens: Tensor, labels: Tensor, *, scale: float
-) -> dict[str, Tensor]:
-    """Return the gradients by parameter, sharded as the parameters are."""
-    labels = model.part(labels, 1)
-    head = partial(CrossEntropy(compiled=False).of_linear, labels=labels, scale=scale)
-    model(tokens, head).backward()
+def alone(job: Job, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of one process by parameter."""
+    model = Transformer(job.model_args)
+    init_weights(model, seed=job.config.debug.seed, buffer_device=tokens.device)
+    loss = CrossEntropy(compiled=False).of_linear
+    model(tokens, partial(loss, labels=labels, scale=1 / tokens.numel())).backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def compare(overrides: list[str], *, device: torch.device) -> dict[str, float]:
-    """Return the relative differences of a run by parameter."""
+    """Return the relative differences of a run by parameter. A collective call."""
     arguments = ["--job.config_file", str(CONFIG), *SETTINGS, *overrides]
     config = load_config(arguments, world_size=dist.get_world_size())
     job, _ = prepare_job(config, device=device)
     tokens, labels = sequences(job)
-
-    alone = Transformer(job.model_args)
-    init_weights(alone, seed=config.debug.seed, buffer_device=device)
-    expected = gradients(alone, tokens, labels, scale=1 / tokens.numel())
+    expected = alone(job, tokens, labels)
 
     mesh = build_mesh(job.degrees, device_type=device.type)
-    (model,) = build_model(job, mesh, device=device).stages
-    own = mesh["dp_shard"].get_local_rank()
-    found = gradients(
-        model, tokens[own : own + 1], labels[own : own + 1], scale=1 / job.microbatch_tokens
-    )
-    wholes = {name: grad.full_tensor() for name, grad in found.items()}
+    built = build_model(job, mesh, device=device)
+    microbatches = build_microbatches(job, built, mesh, device=device)
+    own = slice(mesh["dp_shard"].get_local_rank(), None, job.degrees.dp)
+    size = job.batch.local_batch_size
+    batches = list(zip(tokens[own].split(size), labels[own].split(size), strict=True))
+    microbatches.train(batches, scale=1 / (len(batches) * job.microbatch_tokens))
+
+    found = {}
+    for name, weight in join_stages(built.stages).named_parameters():
+        grad, right = weight.grad, expected[name]
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found[name] = float((whole - right).norm() / right.norm())
+    of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
     return {
-        name: float((wholes[name] - grad).norm() / grad.norm()) for name, grad in expected.items()
+        name: max(rank[name] for rank in of_ranks if name in rank)
+        for name in sorted(set().union(*of_ranks))
     }
 
 

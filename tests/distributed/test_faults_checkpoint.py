@@ -23,6 +23,7 @@ from faults import (
     status,
 )
 from launching import ENV, ROOT
+from matrix import EVENLY, PP
 from processes import descendants, is_alive
 
 from torchtitan_lite.checkpoint.compare import compare
@@ -151,10 +152,12 @@ def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Pat
 def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_path: Path) -> None:
     batch = ["--training.global_batch_size=12", f"{INTERVAL}=20"]
     straight, folder = tmp_path / "straight", tmp_path / "run"
-    finish(straight, *batch, f"{STEPS}=15", faults=[NOTE])
+    finish(straight, *batch, f"{STEPS}=19", faults=[NOTE])
     finish(folder, *batch, f"{STEPS}=3", faults=[NOTE])
     cp, tp = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("context", "tensor"))
-    layouts = [(2, [cp]), (1, []), (4, [cp, tp]), (3, []), (2, FLOAT8), (2, [])]
+    pp = [f"{PP}=2", *EVENLY]
+    layouts = [(2, [cp]), (2, pp), (1, []), (4, [*pp, tp]), (3, []), (4, [cp, tp])]
+    layouts += [(2, FLOAT8), (2, [])]
     for number, (processes, settings) in enumerate(layouts, start=1):
         before, last = 2 * number + 1, 2 * number + 3
         faults = [NOTE, {"do": "save_what_is_loaded", "at": "start"}]
@@ -162,7 +165,7 @@ def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_pa
         assert_same_state(checkpoint(folder, before), step_folder(folder / "loaded", before))
     assert samples(folder) == samples(straight)
     losses, expected = (
-        [values[0] for values in trained(path, 15).values()] for path in (folder, straight)
+        [values[0] for values in trained(path, 19).values()] for path in (folder, straight)
     )
     assert losses == pytest.approx(expected, rel=5e-4)
 

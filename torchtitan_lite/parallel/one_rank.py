@@ -3,8 +3,9 @@
 Under tensor parallelism masters, copies and gradients are DTensors. Operators run on their local
 parts, because dispatching an operator on a DTensor is slow.
 
-The modules hold the master weights between microbatches, and copies of them in the compute type
-from a forward pass to the end of its backward pass. A copy is made once a step. The last microbatch
+The modules hold the master weights between steps, and copies of them in the compute type from a
+step's first forward pass to the end of its last backward pass: in a pipeline, backward passes that
+compute activations again follow each other. A copy is made once a step. The last microbatch
 frees it as soon as its gradient is complete, so that not all copies and all gradients exist at the
 same time.
 """
@@ -138,8 +139,8 @@ class WeightCopies:
         master's gradient. The types of the sums are FSDP2's."""
         gradient, copy.grad = copy.grad, None
         assert gradient is not None, "autograd has just accumulated it"
-        weight.put(weight.master)
         if self.last_microbatch:
+            weight.put(weight.master)
             weight.free()
 
         # Sums over microbatches, in the reduce type.

@@ -1,0 +1,87 @@
+"""What happens to pipelines when a rank of one stage is stopped, is killed, hangs, or has bad
+numbers or a full disk."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from faults import (
+    Fault,
+    checkpoint,
+    checkpoints,
+    fail,
+    finish,
+    records,
+    run,
+    samples,
+    status,
+)
+from matrix import EVENLY, PP
+
+from torchtitan_lite.checkpoint.compare import compare
+from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
+
+pytestmark = pytest.mark.timeout(300)
+PIPELINE = (f"{PP}=2", *EVENLY)
+STEPS = "--training.steps"
+NOTE: Fault = {"do": "note_samples", "at": "start"}
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    return {step: (line["loss"], line["grad_norm"]) for step, line in records(folder).items()}
+
+
+def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    settings = (*PIPELINE, f"{STEPS}=12", "--float8.enable_float8_linear")
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    finish(straight, *settings, "--checkpoint.interval=12", faults=[NOTE])
+
+    term = {"do": "send", "at": "accumulation 3", "rank": 0, "number": int(signal.SIGTERM)}
+    run(folder, *settings, faults=[NOTE, term])
+    assert (status(folder)["state"], status(folder)["step"]) == ("stopped", 3)
+    assert checkpoints(folder) == ["step-00000002", "step-00000003"]
+
+    kill = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL)}
+    assert run(folder, *settings, faults=[NOTE, kill]).returncode != 0
+    assert checkpoints(folder)[-1] == "step-00000006"
+    output = finish(folder, *settings, faults=[NOTE])
+    assert f"resumed from {checkpoint(folder, 6)}" in output
+
+    assert len(curve(folder)) == 12 and curve(folder) == curve(straight)
+    assert samples(folder) == samples(straight)
+    found = compare(checkpoint(folder, 12), checkpoint(straight, 12))
+    assert (found.tensors, found.values, found.progress) == ([], [], [])
+    assert found.equal_tensors == 84
+
+
+def test_bad_gradients_of_one_stage_update_none(tmp_path: Path) -> None:
+    """The loss is finite, and so are the gradients of the last stage."""
+    settings = (*PIPELINE, f"{STEPS}=4", "--checkpoint.interval=1")
+    finish(tmp_path, *settings, faults=[{"do": "spoil_gradients", "at": "gradients 3", "rank": 0}])
+    lines = records(tmp_path).values()
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1]
+    assert [line["loss"] is None for line in lines] == [False] * 4
+    saved = [SafeReader(checkpoint(tmp_path, step)).read_whole() for step in range(1, 5)]
+    names = [name for name in saved[0] if name.startswith("model.")]
+    assert len(names) == 2 * 9 + 3
+    for before, after, same in zip(saved, saved[1:], (False, True, False), strict=False):
+        assert {torch.equal(before[name], after[name]) for name in names} == {same}
+
+
+def test_a_full_disk_on_the_first_stage_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    full = {"do": "limit_files", "size": 100_000, "at": "saving 4", "rank": 0}
+    code, cause = fail(tmp_path, *PIPELINE, faults=[full])
+    assert code == 7
+    assert re.search(r"\.tmp-step-00000004 cannot be written: rank 0: .*File too large", cause)
+    assert verify_checkpoint(checkpoint(tmp_path, 2), hashes=True) == []
+    assert status(tmp_path)["last_checkpoint"] == str(checkpoint(tmp_path, 2))
+
+
+def test_a_stage_that_hangs_is_named(tmp_path: Path) -> None:
+    asleep = {"do": "sleep", "at": "accumulation 4", "rank": 0, "seconds": 600}
+    timeout = "--comm.train_timeout_seconds=5"
+    code, cause = fail(tmp_path, *PIPELINE, timeout, faults=[asleep])
+    assert (code, status(tmp_path)["rank"]) == (6, 0)
+    assert "rank 0 is in no collective, but at step 4, forward and backward, at " in cause

@@ -1,0 +1,50 @@
+"""Ranks that share sequences, and the stages of a pipeline, have the gradients of one process."""
+
+import json
+from itertools import cycle, product
+
+import pytest
+from launching import FOLDER, finish, told
+from matrix import CP, EVENLY, MICROBATCH, MODES, PP, SCHEDULES
+
+DOCUMENTS = {"": (), "masked": ("--training.document_mask",)}
+LAYOUTS = {
+    "CP 2": (2, (f"{CP}=2",)),
+    "CP 4": (2, (f"{CP}=4",)),
+    # Microbatches of two sequences, and of one.
+    "PP 2": (
+        4,
+        (
+            f"{PP}=2",
+            *EVENLY,
+            *SCHEDULES["Interleaved1F1B"],
+            "--training.local_batch_size=2",
+            f"{MICROBATCH}=2",
+            "--training.global_batch_size=8",
+        ),
+    ),
+    "PP 4": (4, (f"{PP}=4", *EVENLY)),
+}
+"""Blocks of the model, and overrides, of four processes."""
+
+
+@pytest.mark.timeout(300)
+def test_gradients_are_those_of_one_process_within_rounding() -> None:
+    """In float32, by parameter. Compiled, which takes long, half of them, in turns with masked
+    documents and without."""
+    cases = [*product(LAYOUTS, DOCUMENTS, ["eager"])]
+    cases += [
+        (layout, documents, "compile") for layout, documents in zip(LAYOUTS, cycle(DOCUMENTS))
+    ]
+    runs, blocks = {}, {}
+    for layout, documents, mode in cases:
+        name = f"{layout} {documents} {mode}"
+        blocks[name], degrees = LAYOUTS[layout]
+        model = f"--model.n_layers={blocks[name]}"
+        runs[name] = [model, *degrees, *DOCUMENTS[documents], *MODES[mode]]
+    found = told(finish(str(FOLDER / "gradients_worker.py"), json.dumps(runs), processes=4))
+    assert {name: len(parameters) for name, parameters in found.items()} == {
+        name: number * 9 + 3 for name, number in blocks.items()
+    }
+    worst = {name: max(parameters.values()) for name, parameters in found.items()}
+    assert worst == dict.fromkeys(runs, pytest.approx(0, abs=1e-5))
