@@ -133,6 +133,8 @@ ANSWER(ncclAllReduce, count_collective("all-reduce", (size_t)c, (int)(long)d))
 ANSWER(ncclAllGather, count_collective("all-gather", (size_t)c, (int)(long)d))
 ANSWER(ncclReduceScatter, count_collective("reduce-scatter", (size_t)c, (int)(long)d))
 ANSWER(ncclBroadcast, count_collective("broadcast", (size_t)c, (int)(long)d))
+ANSWER(ncclSend, count_collective("send", (size_t)b, (int)(long)c))
+ANSWER(ncclRecv, count_collective("receive", (size_t)b, (int)(long)c))
 
 // NVML.
 ANSWER(nvmlInit, return 0)

@@ -2,15 +2,17 @@
 `program.py bench ARGUMENTS`, `program.py gpu_day ARGUMENTS`, or its part `program.py kernel_times`.
 
 It adds the models of these tests. It switches off what needs values or times of a device (the
-checks that new and saved weights are finite, the timing of a kernel's configurations), and cuDNN's
-attention, which the fake GPU does not have.
+checks that new and saved weights are finite, the stages' vote that all know their shapes, the
+timing of a kernel's configurations), and cuDNN's attention, which the fake GPU does not have.
 """
 
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.pipelining.stage as pipeline_stage
 from autotuning import take_first_configurations
 from running import FLAVORS_OF_TESTS
 
@@ -24,6 +26,20 @@ from torchtitan_lite.models.flavors import FLAVORS
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path += [str(SCRIPTS), str(SCRIPTS / "benchmarks")]
 
+
+def take_all_shapes_as_known() -> None:
+    """Let the stages of a pipeline vote, and take the result as 1: they all know. Releases of
+    PyTorch without the vote take what they are told."""
+    name = "_warmup_backward_result"
+    if (vote := getattr(pipeline_stage.PipelineStage, name, None)) is None:
+        return
+
+    def known(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones_like(vote(*args, **kwargs), device="cpu")
+
+    setattr(pipeline_stage.PipelineStage, name, known)
+
+
 # The benchmark's rows run this program too.
 torchtitan_lite.bench.TRAIN = (str(Path(__file__).resolve()), "train")
 FLAVORS.update(FLAVORS_OF_TESTS)
@@ -31,6 +47,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 init.all_finite = lambda tensor: True
 checkpointer.states.check_finite = lambda state, *, step: None
 take_first_configurations()
+take_all_shapes_as_known()
 
 if __name__ == "__main__":
     name = sys.argv.pop(1)

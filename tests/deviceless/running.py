@@ -35,8 +35,13 @@ class Run:
 
     folder: Path
     """Its run folder, where it has one."""
-    calls: Counter[str]
-    """What rank 0 called."""
+    rank_calls: list[Counter[str]]
+    """What each rank called."""
+
+    @property
+    def calls(self) -> Counter[str]:
+        """What rank 0 called."""
+        return self.rank_calls[0]
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -52,9 +57,10 @@ class Run:
 
     @property
     def waits(self) -> int:
-        """How often the host waited for the device."""
+        """How often the hosts of all ranks waited for their devices."""
         waits = ("wait for ", "copy from device to pageable")
-        return sum(n for name, n in self.calls.items() if name.startswith(waits))
+        calls = sum(self.rank_calls, Counter[str]())
+        return sum(n for name, n in calls.items() if name.startswith(waits))
 
     @property
     def float8_matmuls(self) -> dict[str, int]:
@@ -86,7 +92,7 @@ def run(
         timeout=timeout,
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
-    return Run(folder, read_counts(counts))
+    return Run(folder, [read_counts(counts, rank) for rank in range(gpus)])
 
 
 def train(folder: Path, *overrides: str, gpus: int = 1, **options: Any) -> Run:

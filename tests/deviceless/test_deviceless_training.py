@@ -21,6 +21,15 @@ PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
 TP = "--parallelism.tensor_parallel_degree=2"
 DOCUMENTS = "--training.document_mask"
 CP = "--parallelism.context_parallel_degree=2"
+PP = "--parallelism.pipeline_parallel_degree=2"
+FOUR_STAGES = (
+    PP,
+    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+    "--parallelism.pipeline_parallel_layers_per_stage=1",
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+    "--model.n_layers=4",
+)
 LONG = (CP, "--training.seq_len=131072", FLOAT8, GATHERED, PRECOMPUTED, COMPILED)
 SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
 TIED = ("--model.tie_embeddings=true", "--model.vocab_size=128256")
@@ -32,6 +41,7 @@ TENSORWISE = {
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
     "matmul e4m3 x e5m2, scales: tensor, tensor": 2 * PER_MATMUL,
 }
+ONE_LAYER = {name: n // 2 for name, n in TENSORWISE.items()}
 RECOMPUTED = TENSORWISE | {
     # All but w2, of which the backward pass needs no output.
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL + PER_MATMUL * 6 // 7,
@@ -78,7 +88,7 @@ class Case:
     @property
     def words(self) -> list[str]:
         """What is added to the config."""
-        dp_degree = 1 if {TP, CP} & set(self.overrides) else self.gpus
+        dp_degree = self.gpus // 2 ** len({TP, CP, PP} & set(self.overrides))
         return [f"--training.global_batch_size={2 * dp_degree}", *self.overrides]
 
 
@@ -136,6 +146,18 @@ CASES = {
     ),
     "CP": Case((FLOAT8, GATHERED, CP), TENSORWISE, gpus=2, steady=True),
     "CP, long, compiled": Case((*LONG, *checkpointing("full")), RECOMPUTED, gpus=2, steady=True),
+    # Stages of a pipeline.
+    "PP": Case((FLOAT8, GATHERED, PP), ONE_LAYER, gpus=2, steady=True),
+    "PP, GPipe, compiled": Case(
+        (FLOAT8, GATHERED, PP, "--parallelism.pipeline_parallel_schedule=GPipe", COMPILED),
+        ONE_LAYER,
+        gpus=2,
+    ),
+    "PP, interleaved": Case((FLOAT8, GATHERED, *FOUR_STAGES), TENSORWISE, gpus=2),
+    "PP, FSDP, compiled": Case(
+        (FLOAT8, GATHERED, PRECOMPUTED, PP, COMPILED), ONE_LAYER, gpus=4, steady=True
+    ),
+    "PP, TP, compiled": Case((FLOAT8, PP, TP, COMPILED), ONE_LAYER, gpus=4),
     # One matrix for the embedding and the output.
     "tied": Case(TIED),
     "tied, FSDP, compiled": Case((*TIED, COMPILED), gpus=2),
@@ -215,6 +237,33 @@ def test_a_shared_sequence_reserves_no_more_beyond_the_plan_than_a_short_one(
         ratios.append(run.reserved_gib / planned_gib(case, monkeypatch))
     short, shared = ratios
     assert shared <= short < 1.04
+
+
+@pytest.mark.parametrize(("schedule", "blocks", "crossings"), [((PP,), 1, 1), (FOUR_STAGES, 2, 3)])
+def test_a_pipeline_moves_weights_and_gradients_once_a_step_and_activations_once_a_microbatch(
+    schedule: tuple[str, ...], blocks: int, crossings: int, tmp_path: Path
+) -> None:
+    overrides = (FLOAT8, GATHERED, PRECOMPUTED, *schedule, "--training.global_batch_size=8")
+    run = train(tmp_path, *overrides, gpus=4)
+
+    # The residual stream, in bfloat16: to each following stage, and its gradient back.
+    hidden = f"{8192 * 4096 * 2} bytes"
+    # A block's matrices and its two norms: float8 and bfloat16 to compute, gradients in float32.
+    matrices, norms = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 4096
+    for calls in run.rank_calls:
+        transfers = {name: n for name, n in calls.items() if name.endswith(hidden)}
+        four_in_three_steps = crossings * 4 * 3
+        assert transfers == {
+            f"nccl send of {hidden}": four_in_three_steps,
+            f"nccl receive of {hidden}": four_in_three_steps,
+        }
+        assert calls[f"nccl all-gather of {(matrices + 2 * norms) // 2} bytes"] == blocks * 3
+        assert calls[f"nccl reduce-scatter of {4 * (matrices + norms) // 2} bytes"] == blocks * 3
+
+        # Besides blocks, the embedding or the output, and losses.
+        gathers = sum(n for name, n in calls.items() if name.startswith("nccl all-gather"))
+        reductions = sum(n for name, n in calls.items() if name.startswith("nccl reduce-scatter"))
+        assert (gathers, reductions) == ((blocks + 2) * 3, (blocks + 1) * 3)
 
 
 def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
