@@ -11,6 +11,7 @@ import warm
 from launching import ENV, ROOT
 
 FLOAT8 = "--float8.enable_float8_linear"
+PP = "--parallelism.pipeline_parallel_degree"
 BEFORE_START = [
     "CONFIG_FILE=missing.toml",
     "LOG_RANK=99",
@@ -43,6 +44,18 @@ BEFORE_START = [
     "--parallelism.context_parallel_rotate_method alltoall",
     "NGPU=4 --parallelism.context_parallel_degree 2 --training.seq_len 66",
     "--parallelism.pipeline_parallel_degree 2",
+    f"NGPU=4 {PP} 4 --parallelism.pipeline_parallel_schedule Interleaved1F1B --model.n_layers 6",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_schedule PipeDream",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_schedule_csv mine.csv",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_split_points layers.1,layers.2",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_split_points layers.99",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_microbatch_size 3",
+    f"NGPU=2 {PP} 2 --training.global_batch_size 2 "
+    "--parallelism.pipeline_parallel_microbatch_size 2",
+    f"NGPU=2 {PP} 2 --model.tie_embeddings true",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble {FLOAT8}",
+    f"NGPU=2 {PP} 2 --model.n_layers 2 "
+    '--parallelism.module_fqns_per_model_part [["tok_embeddings","layers.0"],["norm","output"]]',
     "--training.local_batch_size 8 --training.global_batch_size 30",
     "--training.seq_len 200000",
     "--activation_checkpoint.selective_ac_option 9",

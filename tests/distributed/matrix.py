@@ -1,12 +1,12 @@
 """Runs that are to train as one process does: every recipe, layout, activation checkpointing and
-mode; the same with ranks that share sequences, and with pipelines; and vocabularies under tensor
+mode; the same with ranks that share sequences; and vocabularies under tensor
 parallelism. matrix_page.py trains all of them, but of the second and third kind those of
 `usual_pairs`, which the tests train of the first one too."""
 
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 
@@ -50,15 +50,6 @@ EVENLY = tuple(
     f"--parallelism.pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")
 )
 """As many blocks in the first and the last stage of a pipeline as in the others."""
-BLOCKS = "--model.n_layers=8"
-"""Of all pipelines: of 4 ranks each has two, or one in each of its two interleaved stages."""
-PIPELINE_LAYOUTS = {
-    "PP 2": {2: (f"{PP}=2", "--training.local_batch_size=4", f"{MICROBATCH}=2")},
-    "PP 4": {4: (f"{PP}=4",)},
-    "PP 2 x FSDP": {4: (f"{PP}=2",)},
-    "PP 2 x TP": {4: (f"{PP}=2", f"{TP}=2")},
-    "PP 2 x CP": {4: (f"{PP}=2", f"{CP}=2")},
-}
 SCHEDULES = {
     name: (f"--parallelism.pipeline_parallel_schedule={name}",)
     for name in ("1F1B", "GPipe", "Interleaved1F1B")
@@ -76,9 +67,7 @@ CONTEXT_CHECKPOINTING = {
     **PIPELINE_CHECKPOINTING,
     BUDGET: (f"{AC}=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
 }
-USUAL = dict.fromkeys((*LAYOUTS, *CONTEXT_LAYOUTS, *PIPELINE_LAYOUTS), 4) | dict.fromkeys(
-    ("FSDP", "TP", "CP", "PP 2"), 2
-)
+USUAL = dict.fromkeys((*LAYOUTS, *CONTEXT_LAYOUTS), 4) | dict.fromkeys(("FSDP", "TP", "CP"), 2)
 """The fewest processes on which a layout does all that it does."""
 MODES = {"eager": (), "compile": ("--compile.enable",)}
 LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
@@ -129,22 +118,6 @@ def context_cells(*, steps: int) -> list[Cell]:
     """The same with ranks that share sequences; and masked documents like a recipe."""
     recipes = RECIPES | {"bf16 documents": DOCUMENTS}
     return combine(recipes, CONTEXT_LAYOUTS, CONTEXT_CHECKPOINTING, steps=steps)
-
-
-def pipeline_cells(*, steps: int) -> list[Cell]:
-    """Cells of pipelines, whose last factor is the schedule. They are of more blocks, like their
-    references."""
-    recipes = {name: RECIPES[name] for name in ("bf16", "all_gather", "rowwise")}
-    recipes["bf16 documents"] = DOCUMENTS
-    deeper = {name: (*overrides, BLOCKS) for name, overrides in recipes.items()}
-    cells = []
-    for cell in combine(deeper, PIPELINE_LAYOUTS, PIPELINE_CHECKPOINTING, steps=steps):
-        assert cell.reference is not None
-        alone = replace(cell.reference, factors=(*cell.reference.factors, "8 blocks"))
-        for schedule, overrides in SCHEDULES.items():
-            factors, changed = (*cell.factors, schedule), (*cell.overrides, *EVENLY, *overrides)
-            cells.append(Cell(factors, cell.processes, changed, alone))
-    return cells
 
 
 def combine(

@@ -1,7 +1,7 @@
 """Trains the cells of matrix.py, which takes about two hours on two cores, and writes the page of
 what came of them: `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md`. Started
-again, it goes on in FOLDER. Of the layouts whose ranks share sequences, and of pipelines, it trains
-few cells, which have every pair of values."""
+again, it goes on in FOLDER. Of the layouts whose ranks share sequences it trains few cells, which
+have every pair of values."""
 
 import datetime
 import os
@@ -30,7 +30,6 @@ from matrix import (
     deviation,
     matrix_cells,
     outcome,
-    pipeline_cells,
     train_cells,
     usual_pairs,
     vocabulary_cells,
@@ -94,19 +93,18 @@ def shown(cell: Cell, folder: Path, *, of: str = "loss") -> str:
 
 
 def matrix_table(cells: Iterable[Cell], folder: Path) -> str:
-    """A row for each recipe and layout, of pipelines with the schedule, a column for each mode and
-    activation checkpointing; empty where there is no cell."""
-    rows: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+    """A row for each recipe and layout, a column for each mode and activation checkpointing; empty
+    where there is no cell."""
+    rows: dict[tuple[str, str, str], dict[tuple[str, str], str]] = {}
     for cell in cells:
-        recipe, layout, ac, mode, *schedule = cell.factors
-        row = rows.setdefault((recipe, layout, *schedule, str(cell.processes)), {})
+        recipe, layout, ac, mode = cell.factors
+        row = rows.setdefault((recipe, layout, str(cell.processes)), {})
         row[mode, ac] = shown(cell, folder)
     used = set().union(*rows.values())
     orders = product(MODES, CHECKPOINTING | CONTEXT_CHECKPOINTING)
     columns = [column for column in orders if column in used]
-    named = ("recipe", "layout", "schedule")[: len(next(iter(rows))) - 1]
     return table(
-        [*named, "processes", *(f"{mode}, {ac}" for mode, ac in columns)],
+        ["recipe", "layout", "processes", *(f"{mode}, {ac}" for mode, ac in columns)],
         ([*names, *(row.get(column, "") for column in columns)] for names, row in rows.items()),
     )
 
@@ -175,24 +173,9 @@ differ by up to 5.0e-04, and 1.1e-03 in the norm. So does one process, by 5.4e-0
 """
 
 
-def pipeline_section(cells: Sequence[Cell], folder: Path) -> str:
-    """What came of `cells`, those of pipelines."""
-    return f"""## Pipelines
-
-The same with pipelines, of 8 blocks, trained on {trained_on(cells, folder)} on {machine()}, at a
-learning rate of at most 1e-3. Few cells have every pair of a recipe, a layout, an activation
-checkpointing, a mode and a schedule; the others are empty. A rank has a stage of 8 / PP blocks,
-interleaved two stages of half as many. `PP 2` has 2 microbatches of 2 sequences a step, `PP 2 x
-FSDP` 2 of one, the others 4 of one.
-
-{matrix_table(cells, folder)}
-{largest(cells, folder)}
-"""
-
-
-def page(folder: Path, context: Sequence[Cell], pipelines: Sequence[Cell], *, steps: int) -> str:
-    """The whole page, of what `folder` holds: the cells of the matrix after `steps`, `context`,
-    those of ranks that share sequences, and `pipelines`."""
+def page(folder: Path, context: Sequence[Cell], *, steps: int) -> str:
+    """The whole page, of what `folder` holds: the cells of the matrix after `steps`, and `context`,
+    those of ranks that share sequences."""
     cells = matrix_cells(steps=steps)
     versions = {name: version(name) for name in ("torch", "torchao")}
     head = HEAD.format(
@@ -209,7 +192,6 @@ def page(folder: Path, context: Sequence[Cell], pipelines: Sequence[Cell], *, st
 {largest(cells, folder)} The losses fall, alone: {falls(cells, folder)}.
 
 {context_section(context, folder)}
-{pipeline_section(pipelines, folder)}
 ## Vocabularies
 
 Three steps of tensorwise float8 with vocabularies that tensor parallelism splits unevenly, or not
@@ -224,12 +206,10 @@ into multiples of 16; and with one whose projection, `output`, is converted too.
 def main() -> None:
     """Train what is not trained yet, and print the page."""
     folder = Path(sys.argv[1])
-    context, pipelines = (
-        usual_pairs(cells(steps=STEPS)) for cells in (context_cells, pipeline_cells)
-    )
-    cells = [*matrix_cells(steps=STEPS), *context, *pipelines, *vocabulary_cells()]
+    context = usual_pairs(context_cells(steps=STEPS))
+    cells = [*matrix_cells(steps=STEPS), *context, *vocabulary_cells()]
     failed = train_cells(cells, folder)
-    print(page(folder, context, pipelines, steps=STEPS), end="")
+    print(page(folder, context, steps=STEPS), end="")
     for name, output in failed.items():
         print(f"{name} failed:\n{output}", file=sys.stderr)
     sys.exit(len(failed) > 0)
