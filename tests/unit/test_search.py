@@ -301,7 +301,7 @@ def test_cost_and_gpu_hours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_layout_that_fits_it_says_what_would() -> None:
-    memory = ("--memory", "60", "--model.n_layers", "16")
+    memory = ("--memory", "60", "--model.n_layers", "16", "--training.global_batch_size=-1")
     with pytest.raises(
         ConfigError, match=r"nothing fits: 405B.* on --world-size 8 reserves at"
     ) as (raised):
@@ -317,7 +317,7 @@ def test_a_model_that_no_number_of_gpus_holds() -> None:
     with pytest.raises(
         ConfigError, match="would fit: no number of GPUs, or a lower .training. seq_len"
     ):
-        search("llama3_405b", *SMALL, "--memory", "0.1")
+        search("llama3_405b", *SMALL, "--memory", "0.1", "--training.global_batch_size=-1")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
     "llama3_350m": (1, "350M", 1),
     "llama3_150m": (1, "150M", 1),
     "llama3_70b": (256, "70B", 1),
-    "llama3_405b": (512, "405B", 4),
+    "llama3_405b": (512, "405B", 2),
 }
 
 
@@ -55,7 +55,7 @@ def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name: str) -> No
         ("llama3_8b_long", 8, "H100 SXM", []),
         ("llama3_8b_long", 8, "H200", ["--activation_checkpoint.mode=full"]),
         ("llama3_70b", 32, "H100 SXM", []),
-        ("llama3_405b", 128, "H100 SXM", []),
+        ("llama3_405b", 256, "H100 SXM", []),
     ],
 )
 def test_a_shipped_config_fits_the_devices_that_it_names(
@@ -67,5 +67,5 @@ def test_a_shipped_config_fits_the_devices_that_it_names(
 
 
 def test_the_wrong_number_of_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="world size, 1; run 4 or 8 processes"):
+    with pytest.raises(ConfigError, match="world size, 1; run 2 or 4 processes"):
         load_config(["--job.config_file", f"{FOLDER}/llama3_405b.toml"], world_size=1)
