@@ -55,7 +55,7 @@ def test_degrees_batches_and_shares_follow_from_the_config() -> None:
             "data_parallel_replicate_degree": 2,
         },
     )
-    assert dataclasses.astuple(job.degrees) == (2, 2, 3, 2)
+    assert dataclasses.astuple(job.degrees) == (2, 2, 3, 2, 1)
     assert job.microbatch_tokens == 2 * 96 / 3
     assert dataclasses.astuple(job.batch) == (2, 16, 2)
     assert job.dataset_shares == (3, 1)

@@ -320,7 +320,8 @@ def test_a_compiled_model_is_measured_eagerly_and_compiled_once() -> None:
 
 @pytest.mark.parametrize(("freq", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6])])
 def test_steps_to_measure(freq: int, steps: list[int]) -> None:
-    monitor = NumericsMonitor(build_model(), ["layers.0.attention.wq"], freq=freq, device=CPU)
+    model = build_model()
+    monitor = NumericsMonitor(model, float8_names(model), freq=freq, device=CPU)
     assert [step for step in range(1, 8) if monitor.due(step)] == steps
 
 

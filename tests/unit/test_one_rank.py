@@ -77,7 +77,7 @@ class Case:
             choices = select_linears(model, filter_fqns=(), tp_degree=self.tp, tokens=64)
             convert_linears(model, choices, float8=self.float8_config, emulate=True)
         parallel.parallelize(
-            model,
+            [model],
             build_mesh(ParallelDegrees(1, 1, 1, self.tp), device_type="cpu"),
             parallelism=ParallelismConfig(),
             activation_checkpoint=ActivationCheckpointConfig.model_validate({"mode": self.ac}),
@@ -235,7 +235,7 @@ def bytes_of_copies(model: Transformer) -> int:
     return sum(weight.storage.size() for weight in model.copies._weights)
 
 
-def test_copies_live_from_the_forward_to_the_backward() -> None:
+def test_copies_live_from_the_first_forward_of_a_step_to_its_last_backward() -> None:
     model = Case(tied=True).build()
     masters = list(model.parameters())
     elements = sum(weight.numel() for weight in masters)
@@ -245,10 +245,29 @@ def test_copies_live_from_the_forward_to_the_backward() -> None:
         assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
         assert bytes_of_copies(model) == 2 * elements
         total.backward()
-        assert all(map(lambda a, b: a is b, model.parameters(), masters))
+        assert all(map(lambda a, b: (a is b) is last, model.parameters(), masters))
         assert all((weight.grad is not None) is last for weight in masters)
     assert bytes_of_copies(model) == 0
     assert model.output.weight is model.tok_embeddings.weight is masters[0]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(ac="full"), Case(ac="full", float8={"emulate": True})], ids=str
+)
+def test_backward_passes_of_a_pipeline_follow_each_other_and_compute_again(
+    float8: dict[str, Any],
+) -> None:
+    gradients = []
+    for forwards in ((0,), (1,)), ((0, 1), ()):  # one after another, or both at once
+        model = Case(ac="full", float8=float8).build()
+        losses = []
+        for i, begun in enumerate(forwards):
+            losses += [loss(model, TOKENS[each]) for each in begun]
+            model.copies.last_microbatch = i == 1
+            losses.pop(0).backward()
+        gradients.append([local(weight.grad) for weight in model.parameters()])
+    for one, both in zip(*gradients, strict=True):
+        torch.testing.assert_close(both, one, rtol=0, atol=0)
 
 
 def test_the_last_microbatch_frees_the_embedding_before_its_backward() -> None:
