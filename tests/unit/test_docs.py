@@ -88,9 +88,14 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     )
     assert too_large["memory"]["would_fit"]
     measured = plan("debug_model", measured=(("bf16_matmul", 0.7, "a file"),))
-    assert explained == {
-        key for each in (plan("debug_model"), too_large, measured) for key in key_paths(each)
-    }
+    pipelined = plan(
+        "llama3_8b",
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_last_stage_less_layers=9",
+        "--training.local_batch_size=4",
+    )
+    plans = plan("debug_model"), too_large, measured, pipelined
+    assert explained == {key for each in plans for key in key_paths(each)}
 
 
 def test_every_option_of_the_command_is_explained() -> None:
