@@ -88,9 +88,12 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     )
     assert too_large["memory"]["would_fit"]
     measured = plan("debug_model", measured=(("bf16_matmul", 0.7, "a file"),))
-    assert explained == {
-        key for each in (plan("debug_model"), too_large, measured) for key in key_paths(each)
-    }
+    stages = {"degree": 4, "first_stage_less_layers": 0, "last_stage_less_layers": 0}
+    words = (f"--parallelism.pipeline_parallel_{key}={value}" for key, value in stages.items())
+    pipeline = plan("llama3_8b", *words, "--training.local_batch_size=8")
+    assert pipeline["pipeline"]["faster_division"]["blocks"] == [8, 9, 9, 6]
+    plans = plan("debug_model"), too_large, measured, pipeline
+    assert explained == {key for each in plans for key in key_paths(each)}
 
 
 def test_every_option_of_the_command_is_explained() -> None:
