@@ -50,6 +50,8 @@ UNCERTAIN = (
     "docs/published.md. To replace values, measure them with scripts/gpu_day.sh and give its file "
     "(--measured). --tps replaces the predicted rate by that of a short run."
 )
+LESS = ("first_stage_less_layers", "last_stage_less_layers")
+"""Keys that divide the blocks of a pipeline."""
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
 
@@ -232,7 +234,7 @@ def _stages(pipeline: Plan) -> str:
     sent = {"sent": pipeline["sent_bytes_per_step"] / GIB, "send_ms": 1e3 * pipeline["send_s"]}
     parts = [table, _wrap(text.format_map({**pipeline, **sent}))]
     if faster := pipeline["faster_division"]:
-        keys = " ".join(f"--{key} {value}" for key, value in faster["settings"].items())
+        keys = " ".join(f"--parallelism.pipeline_parallel_{key} {faster[key]}" for key in LESS)
         blocks = ", ".join(map(str, faster["blocks"]))
         parts.append(_wrap(f"{faster['speedup']:.2f}x as fast: {blocks} blocks, by {keys}"))
     return "\n".join(parts)

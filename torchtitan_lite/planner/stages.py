@@ -83,9 +83,8 @@ def _find_faster(meta: Workload, device: DeviceSpec, kernel: str) -> dict[str, A
     )
     if best is None or step_s < FASTER * best[0]:
         return None
-    less = {f"parallelism.pipeline_parallel_{key}": value for key, value in best[3].items()}
     return {
-        "settings": less,
+        **best[3],
         "blocks": [
             len(blocks_of(share_of(best[2].job, [i]))) for i in range(len(best[2].job.stages))
         ],
