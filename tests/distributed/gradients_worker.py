@@ -5,6 +5,7 @@ difference relative to the norm of the gradient."""
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 
@@ -59,7 +60,9 @@ def compare(overrides: list[str], *, device: torch.device) -> dict[str, float]:
 
     mesh = build_mesh(job.degrees, device_type=device.type)
     built = build_model(job, mesh, device=device)
-    microbatches = build_microbatches(job, built, mesh, device=device)
+    microbatches = build_microbatches(
+        job, built, mesh, device=device, timed=lambda _: nullcontext()
+    )
     own = slice(mesh["dp_shard"].get_local_rank(), None, job.degrees.dp)
     size = job.batch.local_batch_size
     batches = list(zip(tokens[own].split(size), labels[own].split(size), strict=True))

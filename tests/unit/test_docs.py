@@ -88,11 +88,13 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
     )
     assert too_large["memory"]["would_fit"]
     measured = plan("debug_model", measured=(("bf16_matmul", 0.7, "a file"),))
-    stages = {"degree": 4, "first_stage_less_layers": 0, "last_stage_less_layers": 0}
-    words = (f"--parallelism.pipeline_parallel_{key}={value}" for key, value in stages.items())
-    pipeline = plan("llama3_8b", *words, "--training.local_batch_size=8")
-    assert pipeline["pipeline"]["faster_division"]["blocks"] == [8, 9, 9, 6]
-    plans = plan("debug_model"), too_large, measured, pipeline
+    pipelined = plan(
+        "llama3_8b",
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_last_stage_less_layers=9",
+        "--training.local_batch_size=4",
+    )
+    plans = plan("debug_model"), too_large, measured, pipelined
     assert explained == {key for each in plans for key in key_paths(each)}
 
 
@@ -269,10 +271,12 @@ def test_on_the_page_every_cell_of_the_matrix_trained_as_one_process_does() -> N
     tables, _, _ = (ROOT / "docs/float8_matrix.md").read_text().partition("## Refused")
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
     figures = [cell for row in rows for cell in row if re.fullmatch(r"\d\.\de[-+]\d\d", cell)]
-    assert len(figures) == len(matrix.matrix_cells(steps=matrix_page.STEPS)) + len(
-        matrix.vocabulary_cells()
-    )
+    context = matrix.usual_pairs(matrix.context_cells(steps=matrix_page.STEPS))
+    cells = [*matrix.matrix_cells(steps=matrix_page.STEPS), *context, *matrix.vocabulary_cells()]
+    assert len(figures) == len(cells)
     assert max(map(float, figures)) <= matrix.TOLERANCE
+    norms = re.findall(r"norm of the gradient differs most, by (\S+),", tables)
+    assert len(norms) == 2 and max(map(float, norms)) <= matrix.NORM_TOLERANCE
     assert not {"failed", "refused"} & {cell for row in rows for cell in row}
 
 

@@ -129,8 +129,8 @@ def check_stages(config: Config, args: ModelArgs) -> Iterator[str]:
     if args.tie_embeddings and degree > 1:
         yield (
             f"[parallelism] pipeline_parallel_degree = {degree} puts the embedding and the output "
-            "on different ranks, and [model] tie_embeddings = true makes them one weight; set one "
-            "of them to 1 or false"
+            "on different ranks, and [model] tie_embeddings = true makes them one weight; set the "
+            "degree to 1, or tie_embeddings to false"
         )
     try:
         resolve_stages(config.parallelism, n_layers=args.n_layers)
