@@ -354,6 +354,7 @@ def test_the_amax_of_a_gathered_weight_is_taken_over_fsdps_ranks_unless_patched(
     monkeypatch.setattr(fsdp_utils, "hp_tensor_to_float8_dynamic", cast)
     weight = Weight(torch.ones(2, 2), LinearMMConfig(), torch.float8_e4m3fn)
     fsdp: Any = "FSDP's mesh"
+    patches.scale_gathered_weights_over(None)  # other tests of this process may have patched it
     weight.fsdp_pre_all_gather(fsdp)
     for mesh in ("all shards", "those of another model"):
         patches.scale_gathered_weights_over(mesh)  # type: ignore[arg-type]
