@@ -38,7 +38,7 @@ def agree(
     `error`, it is raised on every rank, as in `on_all_ranks`."""
     # The largest value of each place, and only its own rank puts figures into a row.
     rows = torch.zeros(dist.get_world_size(), len(figures), dtype=torch.float64)
-    rows[dist.get_rank()] = torch.tensor(figures)
+    rows[dist.get_rank()] = torch.tensor(figures, dtype=torch.float64)
     flags = torch.tensor([stop, save, error is not None], dtype=torch.float64)
     shared = torch.cat([flags, rows.flatten()])
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)

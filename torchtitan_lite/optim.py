@@ -154,7 +154,7 @@ def clip_gradients(
     norm = torch.nn.utils.get_total_norm(gradients)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if stages.size() > 1:
-        squares = norm.square()
+        squares = norm.float().square()
         dist.all_reduce(squares, group=stages)
         norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

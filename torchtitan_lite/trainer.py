@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.collectives import agree, on_rank0
-from torchtitan_lite.data.dataloader import Batch, Prefetcher
+from torchtitan_lite.data.dataloader import PREFETCHED, Batch, Prefetcher
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import RunError
 from torchtitan_lite.float8.convert import update_scales
@@ -105,7 +105,8 @@ class Trainer:
 
         # Prefetch batches from here on. Keep the random state with which training starts.
         self.generators = random_state(device)
-        self.prefetched = Prefetcher(self.batches, device=device)
+        ahead = max(PREFETCHED, job.batch.grad_accum_steps)
+        self.prefetched = Prefetcher(self.batches, device=device, ahead=ahead)
 
     def build_training(
         self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: Resume | None

@@ -254,7 +254,7 @@ def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     touch = {"do": "touch", "path": f"{folder}/SAVE", "at": "forward 4", "rank": 0}
     finish(folder, f"{STEPS}=8", f"{INTERVAL}=3", "--checkpoint.keep_latest_k=3", faults=[touch])
-    assert checkpoints(folder) == [f"step-{step:08d}" for step in (4, 6, 8)]
+    assert checkpoints(folder) == [f"step-{step:08d}" for step in (5, 6, 8)]
     assert not (folder / "SAVE").exists()
 
 

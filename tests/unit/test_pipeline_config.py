@@ -188,6 +188,17 @@ def test_split_points_that_split_nothing(points: list[str]) -> None:
             pipeline(2, module_fqns_per_model_part=[list(WHOLE)]),
             "[parallelism] module_fqns_per_model_part: it makes 1 stages, but ",
         ),
+        (
+            4,
+            pipeline(2, module_fqns_per_model_part=[[], list(WHOLE)]),
+            "[parallelism] module_fqns_per_model_part: stages of 0, 7 modules; each stage needs "
+            "one, and the last one needs both norm and output",
+        ),
+        (
+            4,
+            pipeline(2, split_points=["output"]),
+            "[parallelism] pipeline_parallel_split_points: stages of 6, 1 modules; each stage ",
+        ),
     ],
 )
 def test_stages_that_the_ranks_cannot_share(

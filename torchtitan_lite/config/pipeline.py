@@ -49,6 +49,11 @@ def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
         key = "pipeline_parallel_layers_per_stage"
         stages = _divide(parallelism, modules)
     _check_number(len(stages), parallelism, key)
+    if not all(stages) or stages[-1][-2:] != LAST:
+        raise ConfigError(
+            f"[parallelism] {key}: stages of {', '.join(str(len(stage)) for stage in stages)} "
+            "modules; each stage needs one, and the last one needs both norm and output"
+        )
     return stages
 
 

@@ -31,7 +31,7 @@ IGNORED_LABEL = -100
 """Label that torch's cross-entropy ignores by default."""
 
 PREFETCHED = 4
-"""Batches that are made before they are asked for."""
+"""Least number of batches that are made before they are asked for."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, int64 [B, S]."""
@@ -235,11 +235,14 @@ class Prefetcher:
 
     An error in making a batch is raised when its turn comes."""
 
-    def __init__(self, batches: Iterable[Batch], *, device: torch.device) -> None:
+    def __init__(
+        self, batches: Iterable[Batch], *, device: torch.device, ahead: int = PREFETCHED
+    ) -> None:
+        """`ahead` batches are made before they are asked for."""
         self._batches, self._device = iter(batches), device
         self._thread = ThreadPoolExecutor(1, "batches")
         self._coming: deque[Future[Batch | None]] = deque(
-            self._thread.submit(self._make) for _ in range(PREFETCHED)
+            self._thread.submit(self._make) for _ in range(ahead)
         )
 
     def _make(self) -> Batch | None:

@@ -65,6 +65,8 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *hidden: Tensor, **batch: Any) -> Tensor:
         """Return the loss of a microbatch, or the residual stream [B, s, D]."""
+        if isinstance(self.submod, MixedPrecisionTransformer):
+            self.submod.copies.last_microbatch = False  # known once its backward begins
         with self._timed(f"stage {self.stage_index}"):
             return self._loss(hidden=hidden[0] if hidden else None, **batch)
 
@@ -99,7 +101,7 @@ class PipelinedMicrobatches:
         `pipeline` and of `stage N`."""
         self._number, self._device, self._timed = n_microbatches, device, timed
         of_loss = torch.empty((), device="meta")
-        stages = [
+        self._stages = stages = [
             _Stage(
                 loss,
                 timed,
@@ -113,11 +115,11 @@ class PipelinedMicrobatches:
             )
             for index, loss in zip(indices, losses, strict=True)
         ]
-        made = get_schedule_class(schedule)
-        self._schedule: Any = made(
-            stages[0] if issubclass(made, PipelineScheduleSingle) else stages,
+        schedule_class = get_schedule_class(schedule)
+        self._schedule: Any = schedule_class(
+            stages[0] if issubclass(schedule_class, PipelineScheduleSingle) else stages,
             n_microbatches=n_microbatches,
-            loss_fn=lambda loss, _: loss,
+            loss_fn=lambda loss, _: loss,  # the last stage returns it
             scale_grads=False,
         )
 
@@ -131,14 +133,22 @@ class PipelinedMicrobatches:
         # A schedule has a fixed number of microbatches. The others repeat one, without labels.
         tokens, labels = batches[-1]
         spare = [(tokens, torch.full_like(labels, IGNORED))] * (self._number - len(batches))
-        return self._run(self._schedule.eval, [*batches, *spare], scale=scale)
+        loss = self._run(self._schedule.eval, [*batches, *spare], scale=scale)
+        for stage in self._stages:  # which would keep all results until the next step
+            stage.clear_runtime_states()
+        return loss
 
     def _run(self, run: Any, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
         tokens, labels = map(torch.cat, zip(*batches, strict=True))
         losses: list[Tensor] = []
         batch = {"tokens": tokens, "labels": labels, "scale": scale}
         with self._timed("pipeline"):
-            run(target=labels, losses=losses, return_outputs=False, **batch)
+            try:
+                # Stages have the labels in `batch`. The schedule demands a target too.
+                run(target=labels, losses=losses, return_outputs=False, **batch)
+            except RuntimeError as error:
+                # The schedule hides what a stage raised, such as that memory is exhausted.
+                raise error.__cause__ or error from None
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack(losses).detach().sum()
