@@ -1,7 +1,7 @@
 """Ranks that share sequences, and the stages of a pipeline, have the gradients of one process."""
 
 import json
-from itertools import cycle, product
+from itertools import product
 
 import pytest
 from launching import FOLDER, finish, told
@@ -30,12 +30,9 @@ LAYOUTS = {
 
 @pytest.mark.timeout(300)
 def test_gradients_are_those_of_one_process_within_rounding() -> None:
-    """In float32, by parameter. Compiled, which takes long, half of them, in turns with masked
-    documents and without."""
+    """In float32, by parameter. Few are compiled, which takes long."""
     cases = [*product(LAYOUTS, DOCUMENTS, ["eager"])]
-    cases += [
-        (layout, documents, "compile") for layout, documents in zip(LAYOUTS, cycle(DOCUMENTS))
-    ]
+    cases += [("CP 2", "masked", "compile"), ("PP 2", "", "compile")]
     runs, blocks = {}, {}
     for layout, documents, mode in cases:
         name = f"{layout} {documents} {mode}"
