@@ -93,6 +93,8 @@ def schedule_actions(schedule: str, degree: int, stages: int, microbatches: int)
         for rank in range(degree)
     ]
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+
+    # In turns, each rank goes on in its order until it must wait for another.
     scheduled: list[Scheduled] = []
     position: dict[Action, int] = {}
     reached = [0] * degree

@@ -9,6 +9,8 @@ from typing import Any
 from torchtitan_lite.metrics.flops import MATMULS
 from torchtitan_lite.tables import format_columns
 
+from .stages_report import format_stages
+
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")
 UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 3600}  # in a day
@@ -50,7 +52,6 @@ UNCERTAIN = (
     "docs/published.md. To replace values, measure them with scripts/gpu_day.sh and give its file "
     "(--measured). --tps replaces the predicted rate by that of a short run."
 )
-LESS = ("first_stage_less_layers", "last_stage_less_layers")
 """Keys that divide the blocks of a pipeline."""
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
@@ -67,7 +68,7 @@ def format_plan(plan: Plan) -> str:
         "Run": _run(plan["request"], prediction["converted"]),
         "Time of a step, predicted": _time(prediction, ", if on" if off else ""),
         "Memory of a rank, predicted": _memory(plan["memory"]),
-        **({"Stages of the pipeline": _stages(plan["pipeline"])} if plan["pipeline"] else {}),
+        **({"Stages of the pipeline": format_stages(plan["pipeline"])} if plan["pipeline"] else {}),
         f"Cost at the {schedule['origin']} rate": _cost(schedule),
         linears: _linears(plan["linears"], prediction["better_kept"]),
         "Model": _model(plan["model"], plan["flops_per_token"]),
@@ -200,44 +201,6 @@ def _memory(memory: Plan) -> str:
     ]
     more = "no number of GPUs, with tp up to 8 either; lower local_batch_size or seq_len"
     return table + "\n" + _wrap(f"would fit: {', or '.join(layouts) or more}")
-
-
-def _stages(pipeline: Plan) -> str:
-    """A row for each stage, by rank, and what holds for all."""
-    rows = []
-    for each in pipeline["stages"]:
-        first, last = each["modules"][0], each["modules"][-1]
-        rows.append(
-            (
-                str(each["stage"]),
-                str(each["rank"]),
-                f"{first} to {last}" if first != last else first,
-                f"{each['flops_per_token'] / 1e9:,.2f}",
-                f"{each['rank_reserved'] / GIB:,.1f}",
-                *(f"{1e3 * each[key]:,.1f}" for key in ("forward_s", "backward_s")),
-                f"{each['rank_idle']:.1%}",
-            )
-        )
-    header = ("stage", "rank", "modules", "GFLOPs", "GiB", "F, ms", "B, ms", "idle")
-    table = format_columns([header, *rows], right=(0, 1, 3, 4, 5, 6, 7))
-    equal = pipeline["bubble_of_equal_stages"]
-    formula = (
-        "" if equal is None else f"; {equal:.1%} if stages were equal and sending took no time"
-    )
-    text = (
-        "GFLOPs: per token. GiB: that the rank reserves at most. F and B: forward and backward of "
-        "a microbatch. Idle: part of the step in which the rank waits for others, on average "
-        f"{pipeline['bubble']:.1%} with {{microbatches}} microbatches in {{schedule}}{formula}. "
-        "A rank sends {sent:,.1f} GiB a step to its neighbours, {send_ms:.2f} ms for each "
-        "microbatch and pass. Rank {largest_rank} needs the most memory."
-    )
-    sent = {"sent": pipeline["sent_bytes_per_step"] / GIB, "send_ms": 1e3 * pipeline["send_s"]}
-    parts = [table, _wrap(text.format_map({**pipeline, **sent}))]
-    if faster := pipeline["faster_division"]:
-        keys = " ".join(f"--parallelism.pipeline_parallel_{key} {faster[key]}" for key in LESS)
-        blocks = ", ".join(map(str, faster["blocks"]))
-        parts.append(_wrap(f"{faster['speedup']:.2f}x as fast: {blocks} blocks, by {keys}"))
-    return "\n".join(parts)
 
 
 def _cost(schedule: Plan) -> str:
