@@ -75,7 +75,7 @@ def test_the_subset_has_every_pair_of_values() -> None:
     wanted.remove((BUDGET, "eager"))
     assert len(wanted) == 2 * 2 + 2 * 4 + 2 * 2 + 2 * 4 + 2 * 2 + 4 * 2 - 1
     assert {pair for cell in CONTEXT for pair in combinations(cell.factors, 2)} == wanted
-    assert len(CONTEXT) == 12
+    assert len(CONTEXT) == 8
 
 
 @pytest.mark.parametrize(
