@@ -37,7 +37,6 @@ from torchtitan_lite.metrics.stages import StageTimes
 from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
 from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
-from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.planner.auto import resolve_auto
 from torchtitan_lite.planner.meta_model import planned_device
 
@@ -195,10 +194,9 @@ def writing_ranks(metrics: MetricsConfig) -> Callable[[Callable[[], None]], obje
 
 def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
     """Build the measurement of a pipeline's stages."""
-    schedule = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule]
-    ranks, stages = job.degrees.pp, len(job.stages)
+    ranks = job.degrees.pp
     return StageTimes(
-        [schedule.rank_stages(rank, degree=ranks, stages=stages) for rank in range(ranks)],
+        [job.rank_stages(rank) for rank in range(ranks)],
         # Ranks of different stages are the furthest apart.
         pipeline_rank=dist.get_rank() * ranks // job.degrees.world_size,
         flops=[

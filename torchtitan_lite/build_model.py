@@ -21,7 +21,6 @@ from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage
-from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 from torchtitan_lite.planner.meta_model import build_meta_model, planned_device
@@ -73,10 +72,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
         add_passes()
-    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
-    indices = schedule.rank_stages(
-        mesh["pp"].get_local_rank(), degree=job.degrees.pp, stages=len(job.stages)
-    )
+    indices = job.rank_stages(mesh["pp"].get_local_rank())
     stages = [meta.model]
     if job.degrees.pp > 1:
         stages = [cut_stage(meta.model, job.stages[index]) for index in indices]

@@ -19,6 +19,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.parallel.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class Job:
         """Tokens of a microbatch that the linears of one rank see: context parallelism splits
         sequences, and sequence parallelism gathers them before each matmul."""
         return self.batch.local_batch_size * self.config.training.seq_len // self.degrees.cp
+
+    def rank_stages(self, rank: int) -> tuple[int, ...]:
+        """Return which of `stages` a rank of the pipeline has."""
+        schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+        return schedule.rank_stages(rank, degree=self.degrees.pp, stages=len(self.stages))
 
     @property
     def model_name(self) -> str:

@@ -15,7 +15,7 @@ from torchtitan_lite.models.flavors import block_linear_shapes
 from .attention import FLOAT32
 from .orders import in_flight, rank_order
 from .rank import Group, Rank
-from .share import EMBEDDING, OUTPUT, rank_shares, rank_stages
+from .share import EMBEDDING, OUTPUT, rank_shares
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
         # block saves its input there, and the last one's output is kept until it has a gradient.
         saved = {group.name: group.saved for group in rank.groups}
         kept, received = {}, 0
-        for stage in rank_stages(job, index):
+        for stage in job.rank_stages(index):
             names = job.stages[stage]
             first, last = EMBEDDING in names, OUTPUT in names
             kept[stage] = sum(saved.get(name, 0) for name in names)

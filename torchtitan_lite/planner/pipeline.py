@@ -24,7 +24,6 @@ from .share import (
     linears_in,
     modules_in,
     rank_shares,
-    rank_stages,
     share_of,
 )
 from .step import OTHER_STAGES, Step, StepTime
@@ -85,7 +84,7 @@ def time_pipeline(
     ]
     passed = []
     for rank, (time, update, end) in enumerate(zip(times, updates, ends, strict=True)):
-        own = [actions_s[i]["F"] + actions_s[i]["B"] for i in rank_stages(job, rank)]
+        own = [actions_s[i]["F"] + actions_s[i]["B"] for i in job.rank_stages(rank)]
         passed.append(end + time.step_s - update - n * sum(own))
     step_s = max(passed) + max(updates)
     return PipelineTime([_waiting(time, step_s, sending) for time in times], actions_s, send_s)

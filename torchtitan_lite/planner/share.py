@@ -11,7 +11,6 @@ from functools import cache
 from torchtitan_lite.config import Stages
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
-from torchtitan_lite.parallel.schedules import SCHEDULES
 
 EMBEDDING, OUTPUT = "tok_embeddings", "output"
 
@@ -22,17 +21,11 @@ def share_of(job: Job, stages: Iterable[int]) -> Job:
     return replace(share, model_args=replace(job.model_args, n_layers=len(blocks_of(share))))
 
 
-def rank_stages(job: Job, rank: int) -> tuple[int, ...]:
-    """Return which stages a pipeline rank has."""
-    schedule = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule]
-    return schedule.rank_stages(rank, degree=job.degrees.pp, stages=len(job.stages))
-
-
 def rank_shares(job: Job) -> list[Job]:
     """Return the share of each pipeline rank; `job` alone without pipelines."""
     if job.degrees.pp == 1:
         return [job]
-    return [share_of(job, rank_stages(job, rank)) for rank in range(job.degrees.pp)]
+    return [share_of(job, job.rank_stages(rank)) for rank in range(job.degrees.pp)]
 
 
 def blocks_of(job: Job) -> Sequence[int]:

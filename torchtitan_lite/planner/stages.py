@@ -13,7 +13,7 @@ from torchtitan_lite.parallel.schedules import SCHEDULES
 from .meta_model import MetaModel, Workload, peak_bytes
 from .pipeline import time_pipeline
 from .rank import Rank
-from .share import OUTPUT, blocks_of, has, rank_stages, share_of
+from .share import OUTPUT, blocks_of, has, share_of
 from .step import OTHER_STAGES
 
 FASTER = 1.01
@@ -34,7 +34,7 @@ def plan_pipeline(meta: MetaModel, device: DeviceSpec, kernel: str) -> dict[str,
     block_flops = (meta.ledger.total - meta.ledger.output) / job.model_args.n_layers
 
     stages = []
-    for rank, index in sorted((r, i) for r in range(degrees.pp) for i in rank_stages(job, r)):
+    for rank, index in sorted((r, i) for r in range(degrees.pp) for i in job.rank_stages(r)):
         share, step = share_of(job, [index]), timed.ranks[rank]
         flops = block_flops * len(blocks_of(share)) + meta.ledger.output * has(share, OUTPUT)
         stages.append(
