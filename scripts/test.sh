@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# test.sh: set up on first use, then lint, type-check and run all tests, two at a time, and tests of time-outs only
-# beside each other. test.sh PYTEST-ARGUMENTS: only run pytest, in the project's folder.
+# test.sh: set up on first use, then lint, type-check and run all tests, two at a time, and tests of
+# time-outs only beside each other. test.sh PYTEST-ARGUMENTS: only run pytest, in the project's folder.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then sed -n '2,3s/^# //p' "$0" && exit; fi
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."

@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ class Trainer:
         """Build and load model, optimizer and guard."""
         config = self.config
         built = build_model(self.job, mesh, device=self.device)
-        self.model, self.part = join_stages(built.stages), built.stages[0].part
+        self.model, self.shard_sequence = join_stages(built.stages), built.stages[0].shard_sequence
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
         self.guard = build_guard(config.training, progress, device=self.device)
 
@@ -226,13 +227,14 @@ class Trainer:
         self.watchdog.at(step, "optimizer")
         take_losses, take_squares = start_all_gather(loss, self.loss_group), None
         if (bos_id := self.job.model_args.document_bos_id) is not None:
-            squares = [document_squares(t, bos_id=bos_id, part=self.part) for t, _ in batches]
-            take_squares = start_all_gather(torch.stack(squares), self.loss_group)
+            count = partial(document_squares, bos_id=bos_id, shard_sequence=self.shard_sequence)
+            squares = torch.stack([count(tokens) for tokens, _ in batches])
+            take_squares = start_all_gather(squares, self.loss_group)
         grad_norm = clip_gradients(
             self.model.parameters(), training.max_norm, stages=self.stage_group
         )
         stage_losses = take_losses().view(degrees.pp, -1)  # [pp, dp * cp], 0 but for the last stage
-        rank_losses = stage_losses.sum(0) if degrees.pp > 1 else stage_losses[0]
+        rank_losses = stage_losses.sum(0)
         mean_loss = rank_losses.mean()
 
         # Update, unless the loss or the gradient is not finite, or the loss is a spike.

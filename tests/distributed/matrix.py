@@ -1,7 +1,7 @@
 """Runs that are to train as one process does: every recipe, layout, activation checkpointing and
-mode; the same with ranks that share sequences; and vocabularies under tensor
-parallelism. matrix_page.py trains all of them, but of the second and third kind those of
-`usual_pairs`, which the tests train of the first one too."""
+mode; the same with ranks that share sequences, and with pipelines of every schedule; and
+vocabularies under tensor parallelism. matrix_page.py trains all of them, but only few of those with
+shared sequences or pipelines, in which every pair of values occurs. The tests train few of each."""
 
 import json
 import sys
@@ -11,6 +11,8 @@ from itertools import combinations, product
 from pathlib import Path
 
 from launching import FOLDER, read_records, torchrun
+
+from torchtitan_lite.parallel import schedules
 
 FLOAT8 = "--float8.enable_float8_linear"
 FLOAT8_GATHER = (FLOAT8, "--float8.enable_fsdp_float8_all_gather")
@@ -50,9 +52,19 @@ EVENLY = tuple(
     f"--parallelism.pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")
 )
 """As many blocks in the first and the last stage of a pipeline as in the others."""
+PIPELINE_LAYOUTS = {
+    "PP 2": (2, (f"{PP}=2",)),
+    "PP 4": (4, (f"{PP}=4",)),
+    "PP 2 x FSDP": (4, (f"{PP}=2",)),
+    "PP 2 x TP": (4, (f"{PP}=2", f"{TP}=2")),
+    "PP 2 x CP": (4, (f"{PP}=2", f"{CP}=2")),
+}
+"""The number of processes, and overrides."""
+PIPELINE_MODEL = ("--model.n_layers=8", "--optimizer.lr=5e-4")
+"""Two blocks in each of 4 stages, or one in each of 8, which 4 ranks of a looped schedule have; and
+half of LR, as more blocks magnify rounding more."""
 SCHEDULES = {
-    name: (f"--parallelism.pipeline_parallel_schedule={name}",)
-    for name in ("1F1B", "GPipe", "Interleaved1F1B")
+    name: (f"--parallelism.pipeline_parallel_schedule={name}",) for name in schedules.SCHEDULES
 }
 AC = "--activation_checkpoint.mode"
 CHECKPOINTING = {
@@ -118,6 +130,28 @@ def context_cells(*, steps: int) -> list[Cell]:
     """The same with ranks that share sequences; and masked documents like a recipe."""
     recipes = RECIPES | {"bf16 documents": DOCUMENTS}
     return combine(recipes, CONTEXT_LAYOUTS, CONTEXT_CHECKPOINTING, steps=steps)
+
+
+def pipeline_cells(*, steps: int) -> list[Cell]:
+    """Return a cell for each combination of some recipes, a pipeline, checkpointing, mode and
+    schedule that the config allows. Its reference has the same checkpointing and mode: what the
+    compiler rounds otherwise adds up over 8 blocks."""
+    recipes = {name: RECIPES[name] for name in ("bf16", "all_gather", "rowwise")}
+    recipes["bf16 documents"] = DOCUMENTS
+    cells = []
+    for recipe, ac, mode in product(recipes, PIPELINE_CHECKPOINTING, MODES):
+        settings = (*recipes[recipe], *PIPELINE_CHECKPOINTING[ac], *MODES[mode])
+        common = (*settings, *PIPELINE_MODEL, f"{STEPS}={steps}")
+        alone = Cell((recipe, "one process", "8 blocks", ac, mode), 1, common)
+        allows_all = "bf16" in recipe and (ac, mode) == ("none", "eager")
+        for layout, schedule in product(PIPELINE_LAYOUTS, SCHEDULES):
+            processes, degrees = PIPELINE_LAYOUTS[layout]
+            overrides = (*common, *degrees, *EVENLY, *SCHEDULES[schedule])
+            if allows_all or not schedules.SCHEDULES[schedule].zero_bubble:
+                cells.append(
+                    Cell((recipe, layout, ac, mode, schedule), processes, overrides, alone)
+                )
+    return cells
 
 
 def combine(

@@ -1,5 +1,5 @@
-"""What happens to pipelines when a rank of one stage is stopped, is killed, or has bad numbers
-or a full disk."""
+"""What happens to pipelines when a rank of one stage is stopped, is killed, hangs, or has bad
+numbers or a full disk."""
 
 import re
 import signal
@@ -54,6 +54,18 @@ def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> 
     found = compare(checkpoint(folder, 12), checkpoint(straight, 12))
     assert (found.tensors, found.values, found.progress) == ([], [], [])
     assert found.equal_tensors == 84
+
+
+def test_a_stage_that_sleeps_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """The other stage waits for it in a transfer, which is no collective."""
+    asleep = {"do": "sleep", "seconds": 600, "at": "forward 4", "rank": 1}
+    timeouts = ("--comm.init_timeout_seconds=200", "--comm.train_timeout_seconds=5")
+    code, cause = fail(tmp_path, *PIPELINE, *timeouts, faults=[asleep])
+    assert (code, status(tmp_path)["rank"]) == (6, 1)
+    assert "rank 1 is in no collective, but at step 4, stage 1, forward and backward, at" in cause
+    assert "rank 0 waited at step 4, stage 0, forward and backward, in _wait_batch_p2p" in cause
+    assert records(tmp_path).keys() == {1, 2, 3}
+    assert status(tmp_path)["last_checkpoint"] == str(checkpoint(tmp_path, 2))
 
 
 def test_bad_gradients_of_one_stage_update_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What casts to float8 lose is the same on one process and on four, wherever they cast."""
+"""Casts to float8 lose the same on one process and on several, wherever they cast."""
 
 import json
 from pathlib import Path
@@ -18,6 +18,11 @@ SETTINGS = [
     "--float8.precompute_float8_dynamic_scale_for_fsdp",
     "--float8.log_numerics_freq=2",
 ]
+TP = ("--parallelism.tensor_parallel_degree=2",)
+PP = (
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_microbatch_size=2",
+)
 
 # Sums over ranks are rounded otherwise, so that a gradient near a tie of float8 goes the other way,
 # and all before it in the backward are moved: 0.025 dB were seen, on one kind of CPU.
@@ -30,17 +35,27 @@ def measured(folder: Path, *overrides: str, processes: int) -> list[dict[str, An
     return [json.loads(line) for line in (folder / "numerics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The measurements of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    return measured(folder, "--activation_checkpoint.mode=full", processes=1)
+
+
 @pytest.mark.timeout(600)
-def test_four_processes_lose_what_one_does(tmp_path: Path) -> None:
-    one = measured(tmp_path / "one", "--activation_checkpoint.mode=full", processes=1)
-    four = measured(tmp_path / "four", "--parallelism.tensor_parallel_degree=2", processes=4)
-    assert [line["step"] for line in one] == [line["step"] for line in four] == [2, 4]
-    for alone, shared in zip(one, four, strict=True):
+@pytest.mark.parametrize("degrees", [TP, PP], ids=["FSDP x TP", "PP"])
+def test_several_processes_lose_what_one_does(
+    tmp_path: Path, one: list[dict[str, Any]], degrees: tuple[str, ...]
+) -> None:
+    several = measured(tmp_path, *degrees, processes=4 if degrees == TP else 2)
+    assert [line["step"] for line in one] == [line["step"] for line in several] == [2, 4]
+    for alone, shared in zip(one, several, strict=True):
         assert list(alone["kinds"]) == list(shared["kinds"]) and len(alone["kinds"]) == 7
         for kind, roles in shared["kinds"].items():
             # Tensor parallelism casts an input once for all that read it, under the name of the
             # first.
-            gathered = kind in ("attention.wk", "attention.wv", "feed_forward.w3")
+            others = ("attention.wk", "attention.wv", "feed_forward.w3")
+            gathered = degrees == TP and kind in others
             assert (
                 list(roles) == ["weight", "grad_output"]
                 if gathered
@@ -54,8 +69,9 @@ def test_four_processes_lose_what_one_does(tmp_path: Path) -> None:
                 assert figures["underflow"] == pytest.approx(expected["underflow"], abs=1e-3)
                 assert figures["saturation"] == expected["saturation"] == 0
                 # The loss of a rank is a mean over its own tokens, so that its gradients are twice
-                # as large on two.
-                amax = expected["amax"] * (2 if role == "grad_output" else 1)
+                # as large on two data-parallel ranks.
+                twice = degrees == TP and role == "grad_output"
+                amax = expected["amax"] * (2 if twice else 1)
                 assert figures["amax"] == (
                     amax if role == "weight" else pytest.approx(amax, rel=0.01)
                 )

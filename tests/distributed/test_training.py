@@ -59,13 +59,14 @@ def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
 ) -> None:
     settings = [f"{STEPS}=2", "--validation.enable", "--validation.freq=1", "--validation.steps=-1"]
     settings.append(f"--validation.dataset_path={ROOT}/tests/distributed/text.txt")
+    stages = "--parallelism.pipeline_parallel_degree=2"
     found = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        output = finish(*train_arguments(folder, *settings), processes=processes)
+    for name, processes, degrees in (("one", 1, []), ("FSDP", 2, []), ("PP", 2, [stages])):
+        arguments = train_arguments(tmp_path / name, *settings, *degrees)
+        output = finish(*arguments, processes=processes)
         found.append([float(loss) for loss in re.findall(r"validation_loss (\S+)", output)])
     assert len(found[0]) == 2 and found[0][1] < 9
-    assert found[1] == pytest.approx(found[0], rel=5e-4)
+    assert found[1:] == [pytest.approx(found[0], rel=5e-4)] * 2
 
 
 @pytest.mark.timeout(300)

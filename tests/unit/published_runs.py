@@ -43,6 +43,8 @@ class PublishedRun:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    vp: int | None = 1
+    """Stages of each rank of a pipeline. Above 1 they are interleaved. None: not published."""
     sharding: Literal["fsdp", "optimizer"] = "fsdp"
     """"optimizer": whole parameters on each rank, sharded optimizer (Megatron's DDP, ZeRO-1)."""
     async_tp: bool = False
@@ -85,10 +87,9 @@ class PublishedRun:
         return self.local_batch_size and self.local_batch_size * self.accumulation * self.dp
 
     @property
-    def unsupported(self) -> str:
-        """Parallelisms that the planner does not have; "" for a run that it can plan."""
-        degrees = {"context": self.cp, "pipeline": self.pp}
-        return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    def in_stages(self) -> bool:
+        """Whether its ranks share sequences or blocks, by context or pipeline parallelism."""
+        return self.cp * self.pp > 1
 
 
 @dataclass(frozen=True)
@@ -180,14 +181,17 @@ _T2024_PP = replace(
     dp_shard=8,
     pp=8,
     async_tp=True,
-    local_batch_size=32,
+    local_batch_size=4,
+    accumulation=8,
     tps=100,
+    doubt=_T2024_TP.doubt + "; microbatches are not published: by default torchtitan then made as "
+    "many as pipeline ranks, of interleaved schedules too until pytorch/torchtitan#781 (2025-01)",
 )
 _T2024_4D = replace(
     _T2024_PP,
     name="T2024 405B 512 TP 8 PP 8 32K",
     source=_PAGE_2024 + "table 6",
-    local_batch_size=8,
+    local_batch_size=1,
     seq_len=32768,
     tps=76,
 )
@@ -574,13 +578,14 @@ def _layout(
     *,
     tp: int = 1,
     pp: int = 1,
+    vp: int | None = 1,
     cp: int = 1,
     micro: int = 1,
     fsdp: bool = False,
 ) -> PublishedRun:
     """Return the run with `batch` sequences per step. The rest of the GPUs is data-parallel."""
     dp = gpus // (tp * pp * cp)
-    run = replace(run, gpus=gpus, tp=tp, pp=pp, cp=cp, local_batch_size=micro)
+    run = replace(run, gpus=gpus, tp=tp, pp=pp, vp=vp, cp=cp, local_batch_size=micro)
     # Megatron's linears overlap with the collectives of tensor parallelism.
     run = replace(run, accumulation=batch // (dp * micro), async_tp=tp > 1)
     if fsdp:
@@ -619,7 +624,9 @@ def _bridge(
         **racks,
     )
     run = _layout(run, gpus, batch, **layout)
-    doubt = "recomputation not published" if run.unsupported else _DOUBTS[model, run.sharding]
+    doubt = "recomputation not published" if run.in_stages else _DOUBTS[model, run.sharding]
+    if run.in_stages and "draft" in release:
+        doubt += "; stages of a rank as in other releases"
     return replace(run, doubt=doubt)
 
 
@@ -690,7 +697,7 @@ def _dgxc(
 _DELAYED = "FP8, delayed scaling inferred: NeMo's default then"
 _NEMO_DOUBT = "checkpointing and the overlap of tensor parallelism are not published"
 
-_RUNS = (
+PUBLISHED_RUNS = (
     *_bf16_then_float8(_T2024, 6667, 8532),
     *_bf16_then_float8(_T2024_128, 6514, 8380),
     _T2024_CP,
@@ -769,7 +776,7 @@ _RUNS = (
         _T2024_CP, name="T2024 8B 8 CP 8 256K float8", dp_shard=1, cp=8, seq_len=262144, tps=548
     ),
     _T2024_PP,
-    replace(_T2024_PP, name="T2024 405B 512 TP 8 PP 8 interleaved", tps=128),
+    replace(_T2024_PP, name="T2024 405B 512 TP 8 PP 8 interleaved", vp=2, tps=128),
     _T2024_4D,
     replace(_T2024_4D, name="T2024 405B 512 CP 2 64K", dp_shard=4, cp=2, seq_len=65536, tps=47),
     replace(_T2024_4D, name="T2024 405B 512 CP 4 128K", dp_shard=2, cp=4, seq_len=131072, tps=31),
@@ -793,47 +800,47 @@ _RUNS = (
     _bridge("25.11", "GB300", "3-70B", "CS", 4520, 2030, 64, 256, micro=2, fsdp=True),
     _bridge("26.02", "GB300", "3-70B", "CS", 5003, 2248, 64, 256, micro=2, fsdp=True),
     _bridge("26.04", "GB300", "3-70B", "CS", 5243, 2355, 64, 256, micro=2, fsdp=True),
-    _bridge("25.09", "GB200", "3-70B", "MX", 3546, 1593, 64, 128, tp=2, pp=4),
-    _bridge("25.11 draft", "GB200", "3-70B", "MX", 3617, 1625, 64, 128, tp=2, pp=4),
-    _bridge("26.02", "GB200", "3-70B", "MX", 3613, 1623, 64, 256, tp=2, pp=4),
-    _bridge("26.04", "GB200", "3-70B", "MX", 3828, 1721, 64, 256, tp=2, pp=4),
-    _bridge("25.11 draft", "GB300", "3-70B", "MX", 4346, 1952, 64, 128, tp=2, pp=4),
-    _bridge("26.02", "GB300", "3-70B", "MX", 4596, 2064, 64, 256, pp=4),
-    _bridge("26.04", "GB300", "3-70B", "MX", 4742, 2131, 64, 256, pp=4),
-    _bridge("25.09", "H100 SXM", "3-70B", "CS", 1619, 727, 64, 128, tp=4, pp=8),
-    _bridge("25.11", "H100 SXM", "3-70B", "CS", 1602, 719, 64, 128, tp=4, pp=8),
-    _bridge("26.02", "H100 SXM", "3-70B", "CS", 1621, 728, 64, 256, tp=4, pp=8),
-    _bridge("26.04", "H100 SXM", "3-70B", "CS", 1633, 734, 64, 256, tp=4, pp=8),
+    _bridge("25.09", "GB200", "3-70B", "MX", 3546, 1593, 64, 128, tp=2, pp=4, vp=5),
+    _bridge("25.11 draft", "GB200", "3-70B", "MX", 3617, 1625, 64, 128, tp=2, pp=4, vp=5),
+    _bridge("26.02", "GB200", "3-70B", "MX", 3613, 1623, 64, 256, tp=2, pp=4, vp=5),
+    _bridge("26.04", "GB200", "3-70B", "MX", 3828, 1721, 64, 256, tp=2, pp=4, vp=5),
+    _bridge("25.11 draft", "GB300", "3-70B", "MX", 4346, 1952, 64, 128, tp=2, pp=4, vp=5),
+    _bridge("26.02", "GB300", "3-70B", "MX", 4596, 2064, 64, 256, pp=4, vp=5),
+    _bridge("26.04", "GB300", "3-70B", "MX", 4742, 2131, 64, 256, pp=4, vp=5),
+    _bridge("25.09", "H100 SXM", "3-70B", "CS", 1619, 727, 64, 128, tp=4, pp=8, vp=5),
+    _bridge("25.11", "H100 SXM", "3-70B", "CS", 1602, 719, 64, 128, tp=4, pp=8, vp=5),
+    _bridge("26.02", "H100 SXM", "3-70B", "CS", 1621, 728, 64, 256, tp=4, pp=8, vp=5),
+    _bridge("26.04", "H100 SXM", "3-70B", "CS", 1633, 734, 64, 256, tp=4, pp=8, vp=5),
     _bridge("25.09", "GB200", "405B", "CS", 729, 1840, 128, 64, tp=2, fsdp=True),
     _bridge("25.11 draft", "GB200", "405B", "CS", 706, 1782, 128, 64, tp=2, fsdp=True),
     _bridge("25.11 draft", "GB300", "405B", "CS", 850, 2145, 128, 64, tp=2, fsdp=True),
-    _bridge("25.09", "GB200", "405B", "MX", 578, 1458, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.11 draft", "GB200", "405B", "MX", 563, 1420, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.11 draft", "GB300", "405B", "MX", 638, 1610, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.09", "B200", "405B", "CS", 664, 1676, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.09", "B200", "405B", "MX", 622, 1569, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.11", "B200", "405B", "CS", 661, 1667, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.11", "B200", "405B", "MX", 624, 1576, 128, 64, tp=4, pp=8, cp=2),
-    _bridge("25.11", "GB200", "405B", "CS", 813, 2053, 256, 1536, tp=4, pp=16),
-    _bridge("26.02", "GB200", "405B", "CS", 793, 2004, 256, 1536, tp=4, pp=16),
-    _bridge("26.02", "GB200", "405B", "MX", 786, 1983, 256, 1536, tp=4, pp=16),
-    _bridge("26.04", "GB200", "405B", "CS", 842, 2126, 256, 1536, tp=4, pp=16),
-    _bridge("26.04", "GB200", "405B", "MX", 793, 2002, 256, 1536, tp=4, pp=16),
-    _bridge("25.11", "GB300", "405B", "CS", 999, 2522, 256, 1536, tp=2, pp=8, cp=2),
-    _bridge("26.02", "GB300", "405B", "CS", 988, 2495, 256, 1536, tp=4, pp=8),
-    _bridge("26.02", "GB300", "405B", "MX", 931, 2349, 256, 1536, tp=2, pp=8, cp=2),
-    _bridge("26.04", "GB300", "405B", "CS", 1036, 2615, 256, 1536, tp=4, pp=8),
-    _bridge("26.04", "GB300", "405B", "MX", 968, 2443, 256, 1536, tp=2, pp=8, cp=2),
-    _bridge("25.09", "H100 SXM", "405B", "CS", 302, 763, 1024, 512, tp=8, pp=8, cp=2),
-    _bridge("25.11", "H100 SXM", "405B", "CS", 292, 737, 1024, 512, tp=8, pp=8, cp=2),
-    _bridge("26.02", "H100 SXM", "405B", "CS", 311, 784, 1024, 1536, tp=8, pp=8, cp=2),
+    _bridge("25.09", "GB200", "405B", "MX", 578, 1458, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.11 draft", "GB200", "405B", "MX", 563, 1420, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.11 draft", "GB300", "405B", "MX", 638, 1610, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.09", "B200", "405B", "CS", 664, 1676, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.09", "B200", "405B", "MX", 622, 1569, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.11", "B200", "405B", "CS", 661, 1667, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.11", "B200", "405B", "MX", 624, 1576, 128, 64, tp=4, pp=8, vp=8, cp=2),
+    _bridge("25.11", "GB200", "405B", "CS", 813, 2053, 256, 1536, tp=4, pp=16, vp=4),
+    _bridge("26.02", "GB200", "405B", "CS", 793, 2004, 256, 1536, tp=4, pp=16, vp=4),
+    _bridge("26.02", "GB200", "405B", "MX", 786, 1983, 256, 1536, tp=4, pp=16, vp=8),
+    _bridge("26.04", "GB200", "405B", "CS", 842, 2126, 256, 1536, tp=4, pp=16, vp=4),
+    _bridge("26.04", "GB200", "405B", "MX", 793, 2002, 256, 1536, tp=4, pp=16, vp=8),
+    _bridge("25.11", "GB300", "405B", "CS", 999, 2522, 256, 1536, tp=2, pp=8, vp=4, cp=2),
+    _bridge("26.02", "GB300", "405B", "CS", 988, 2495, 256, 1536, tp=4, pp=8, vp=4),
+    _bridge("26.02", "GB300", "405B", "MX", 931, 2349, 256, 1536, tp=2, pp=8, vp=4, cp=2),
+    _bridge("26.04", "GB300", "405B", "CS", 1036, 2615, 256, 1536, tp=4, pp=8, vp=4),
+    _bridge("26.04", "GB300", "405B", "MX", 968, 2443, 256, 1536, tp=2, pp=8, vp=4, cp=2),
+    _bridge("25.09", "H100 SXM", "405B", "CS", 302, 763, 1024, 512, tp=8, pp=8, vp=8, cp=2),
+    _bridge("25.11", "H100 SXM", "405B", "CS", 292, 737, 1024, 512, tp=8, pp=8, vp=8, cp=2),
+    _bridge("26.02", "H100 SXM", "405B", "CS", 311, 784, 1024, 1536, tp=8, pp=8, vp=8, cp=2),
     _nemo("2-7B", 16847, 776, 8, 128, 4096),
-    _nemo("2-13B", 8646, 754, 16, 128, 4096, pp=4),
-    _nemo("2-70B", 1707, 759, 64, 128, 4096, tp=4, pp=4),
+    _nemo("2-13B", 8646, 754, 16, 128, 4096, pp=4, vp=10),
+    _nemo("2-70B", 1707, 759, 64, 128, 4096, tp=4, pp=4, vp=20),
     _nemo("3-8B", 12036, 697, 8, 128, cp=2),
-    _nemo("3-70B", 1533, 738, 64, 128, tp=4, pp=4, cp=2),
+    _nemo("3-70B", 1533, 738, 64, 128, tp=4, pp=4, vp=5, cp=2),
     _long(4096, 16671, 768, 4),
-    _long(8192, 13907, 730, 8, pp=2),
+    _long(8192, 13907, 730, 8, pp=2, vp=None),
     _long(16384, 10082, 660, 16, tp=2),
     _long(32768, 6687, 610, 32, tp=2, cp=2),
     _long(65536, 4021, 574, 64, tp=4, cp=2),
@@ -843,16 +850,11 @@ _RUNS = (
     _long(1048576, 318, 536, 1024, tp=8, cp=32),
     _dgxc("3-8B", "bf16", 10153, 12.91, 8, 128, cp=2),
     _dgxc("3-8B", "FP8", 13555, 9.67, 8, 128, cp=2),
-    _dgxc("3-70B", "bf16", 1113, 14.72, 64, 128, tp=4, pp=4, cp=2),
-    _dgxc("3-70B", "FP8", 1488, 11.01, 64, 128, tp=4, pp=4, cp=2),
-    _dgxc("405B", "bf16", 208, 17.20, 576, 252, tp=8, pp=9, cp=2),
-    _dgxc("405B", "FP8", 319, 11.24, 576, 252, tp=8, pp=9, cp=2),
+    _dgxc("3-70B", "bf16", 1113, 14.72, 64, 128, tp=4, pp=4, vp=5, cp=2),
+    _dgxc("3-70B", "FP8", 1488, 11.01, 64, 128, tp=4, pp=4, vp=5, cp=2),
+    _dgxc("405B", "bf16", 208, 17.20, 576, 252, tp=8, pp=9, vp=7, cp=2),
+    _dgxc("405B", "FP8", 319, 11.24, 576, 252, tp=8, pp=9, vp=7, cp=2),
 )
-
-PUBLISHED_RUNS = tuple(run for run in _RUNS if not run.unsupported)
-"""Runs that the planner can plan."""
-OUT_OF_REACH = tuple(run for run in _RUNS if run.unsupported)
-"""Runs with parallelism that the planner does not have; `unsupported` names it."""
 
 _FLOAT8_BLOG = _IBM_70B.source.replace("table 3", "table 1")
 _COMPILE_BLOG = (

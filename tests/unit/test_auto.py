@@ -126,6 +126,25 @@ def test_auto_chooses_what_is_recomputed_gathered_again_and_reduced_together(
     }
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_weights_of_zero_bubble_schedules_stay_gathered_though_they_do_not_fit(
+    schedule: str,
+) -> None:
+    config = sequences(8, checkpoint="none").model_copy(
+        update={
+            "parallelism": ParallelismConfig(
+                fsdp_reshard_after_forward="auto",
+                pipeline_parallel_degree=2,
+                pipeline_parallel_schedule=schedule,
+            )
+        }
+    )
+    job = job_of(config, SHORT_8B, degrees=(1, 4, 1), pp=2)
+    job = resolve_auto(job, device=H100, memory_gib=1)
+    chosen = {"1F1B": "always", "InterleavedZeroBubble": "default"}[schedule]
+    assert job.config.parallelism.fsdp_reshard_after_forward == chosen
+
+
 @pytest.mark.parametrize(
     ("degrees", "training"),
     [

@@ -18,7 +18,9 @@ def place(rank: int, degree: int) -> ContextParallel:
 
 
 def test_a_part_is_a_chunk_from_the_start_and_one_from_the_end() -> None:
-    parts = [place(rank, 2).part(torch.arange(8).view(1, 8), 1).tolist() for rank in range(2)]
+    parts = [
+        place(rank, 2).shard_sequence(torch.arange(8).view(1, 8), 1).tolist() for rank in range(2)
+    ]
     assert parts == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
 
 
@@ -26,7 +28,7 @@ def test_a_part_is_a_chunk_from_the_start_and_one_from_the_end() -> None:
 def test_causal_attention_is_the_same_work_on_every_rank(degree: int) -> None:
     # A query at index i attends to i + 1 keys.
     index = torch.arange(96)
-    work = {int((place(rank, degree).part(index, 0) + 1).sum()) for rank in range(degree)}
+    work = {int((place(rank, degree).shard_sequence(index, 0) + 1).sum()) for rank in range(degree)}
     assert work == {96 * 97 // 2 // degree}
 
 
@@ -50,8 +52,8 @@ def test_parts_attend_as_the_whole_does(
     rows, outs = [], []
     for rank in range(degree):
         context = place(rank, degree)
-        own = [context.part(t, 2) for t in (q, k, v)]
-        rows.append(context.part(index, 0))
+        own = [context.shard_sequence(t, 2) for t in (q, k, v)]
+        rows.append(context.shard_sequence(index, 0))
         outs.append(context.attend(*own, mask(rows[-1])))
     found = torch.cat(outs, dim=2)[:, :, torch.cat(rows).argsort()]
     torch.testing.assert_close(found, expected)

@@ -272,11 +272,12 @@ def test_on_the_page_every_cell_of_the_matrix_trained_as_one_process_does() -> N
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
     figures = [cell for row in rows for cell in row if re.fullmatch(r"\d\.\de[-+]\d\d", cell)]
     context = matrix.usual_pairs(matrix.context_cells(steps=matrix_page.STEPS))
-    cells = [*matrix.matrix_cells(steps=matrix_page.STEPS), *context, *matrix.vocabulary_cells()]
-    assert len(figures) == len(cells)
+    pipelines = matrix.pairwise(matrix.pipeline_cells(steps=matrix_page.STEPS))
+    others = [*context, *pipelines, *matrix.vocabulary_cells()]
+    assert len(figures) == len(matrix.matrix_cells(steps=matrix_page.STEPS)) + len(others)
     assert max(map(float, figures)) <= matrix.TOLERANCE
     norms = re.findall(r"norm of the gradient differs most, by (\S+),", tables)
-    assert len(norms) == 2 and max(map(float, norms)) <= matrix.NORM_TOLERANCE
+    assert len(norms) == 3 and max(map(float, norms)) <= matrix.NORM_TOLERANCE
     assert not {"failed", "refused"} & {cell for row in rows for cell in row}
 
 

@@ -25,7 +25,7 @@ def whole(x: Tensor, dim: int) -> Tensor:
 def part_of(rank: int, degree: int) -> Callable[[Tensor, int], Tensor]:
     """What rank `rank` of `degree` computes of a sequence."""
     mesh: Any = SimpleNamespace(size=lambda: degree, get_local_rank=lambda: rank)
-    return ContextParallel(mesh, flash=False).part
+    return ContextParallel(mesh, flash=False).shard_sequence
 
 
 def tokens_with(starts: list[set[int]]) -> Tensor:
@@ -49,7 +49,7 @@ windows = st.lists(st.sets(st.integers(0, SEQ_LEN - 1)), min_size=1, max_size=3)
 @given(starts=windows)
 def test_squares_are_those_of_the_mask_and_of_the_lengths(starts: list[set[int]]) -> None:
     tokens = tokens_with(starts)
-    squares = document_squares(tokens, bos_id=BOS, part=whole)
+    squares = document_squares(tokens, bos_id=BOS, shard_sequence=whole)
     assert squares.dtype == torch.int64 and squares.shape == ()
     # A document of n tokens has n (n + 1) / 2 pairs.
     assert squares.item() == 2 * seen(tokens, torch.arange(SEQ_LEN)) - tokens.numel()
@@ -63,18 +63,19 @@ def test_each_rank_counts_its_part(degree: int, starts: list[set[int]]) -> None:
     tokens, counted = tokens_with(starts), 0
     for rank in range(degree):
         part = part_of(rank, degree)
-        squares = document_squares(tokens, bos_id=BOS, part=part)
+        squares = document_squares(tokens, bos_id=BOS, shard_sequence=part)
         pairs = seen(tokens, part(torch.arange(SEQ_LEN), 0))
         assert squares.item() == 2 * pairs - tokens.numel() // degree
         counted += int(squares)
-    assert counted == document_squares(tokens, bos_id=BOS, part=whole)
+    assert counted == document_squares(tokens, bos_id=BOS, shard_sequence=whole)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_windows_of_one_document_are_whole_and_balanced(degree: int) -> None:
     tokens = tokens_with([set(), {0}])
     ranks = [
-        document_squares(tokens, bos_id=BOS, part=part_of(rank, degree)) for rank in range(degree)
+        document_squares(tokens, bos_id=BOS, shard_sequence=part_of(rank, degree))
+        for rank in range(degree)
     ]
     values = document_values(torch.stack(ranks)[:, None], whole=2 * SEQ_LEN**2)
     assert {name: value.item() for name, value in values.items()} == {
@@ -99,6 +100,8 @@ def test_the_busiest_rank_of_each_microbatch_counts() -> None:
 def test_counting_reads_no_value() -> None:
     """On a GPU it would wait for the device. A meta tensor has no value."""
     tokens = tokens_with([{3}]).to("meta")
-    ranks = [document_squares(tokens, bos_id=BOS, part=part_of(rank, 2)) for rank in range(2)]
+    ranks = [
+        document_squares(tokens, bos_id=BOS, shard_sequence=part_of(rank, 2)) for rank in range(2)
+    ]
     for value in document_values(torch.stack(ranks)[:, None], whole=SEQ_LEN**2).values():
         assert value.is_meta and value.dtype == torch.float64

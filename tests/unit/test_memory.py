@@ -120,7 +120,7 @@ def train(rank: Rank) -> None:
     tokens = torch.randint(
         rank.model.vocab_size, (rank.config.training.local_batch_size, rank.config.training.seq_len)
     )
-    labels = model.part(tokens, 1)
+    labels = model.shard_sequence(tokens, 1)
     for step in range(2):
         for accum_step in range(rank.accum_steps):
             last = accum_step == rank.accum_steps - 1

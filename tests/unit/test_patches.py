@@ -8,7 +8,9 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from torch._inductor.scheduler import MixOrderReduction
 from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8 import float8_ops, fsdp_utils
@@ -212,6 +215,40 @@ def test_an_instruction_set_that_pytorch_or_the_environment_excludes_is_not_trus
     with config.patch({"cpp.vec_isa_ok": vec_isa_ok}):
         patches.trust_instruction_set()
     assert VecISA.check_build is check
+
+
+def test_a_transfer_between_stages_waits_as_long_as_when_its_group_was_made_unless_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups: dict[int, dist.ProcessGroupGloo] = {}
+    store = dist.HashStore()
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    groups[0]._set_default_timeout(timedelta(milliseconds=50))
+
+    received = torch.zeros(1)
+    to_all = SimpleNamespace(_get_backend=lambda device: groups[0])
+    op = SimpleNamespace(tensor=received, group=to_all)
+    monkeypatch.setattr(
+        schedules, "_batch_p2p", lambda ops, desc: [groups[0].recv([received], 1, 0)]
+    )
+    late = threading.Timer(1, lambda: groups[1].send([torch.ones(1)], 0, 0))
+    late.start()
+    schedules._wait_batch_p2p(schedules._batch_p2p([op], "fwd_recv"))
+    assert received.item() == 1
+    late.join()
+
+    for _ in range(2):
+        patches.time_out_transfers()
+    with pytest.raises(RuntimeError, match="gloo.*Timed out waiting 50ms"):
+        schedules._wait_batch_p2p(schedules._batch_p2p([op], "fwd_recv"))
 
 
 X = torch.randn(32, 64).bfloat16()

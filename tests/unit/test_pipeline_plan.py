@@ -119,7 +119,15 @@ def test_sends_delay_each_turn_of_two_neighbours() -> None:
 def test_microbatches_in_flight(schedule: str, rank: int, flight: tuple[int, int]) -> None:
     stages = 8 if SCHEDULES[schedule].looped else 4
     order = rank_order(schedule, rank, degree=4, stages=stages, microbatches=8)
-    assert in_flight(order, dict.fromkeys(range(stages), 1)) == flight
+    kept = dict.fromkeys(range(stages), 1)
+    assert in_flight(order, kept, kept) == flight
+
+
+def test_what_backward_does_not_free_adds_up() -> None:
+    # F0 F0 F2 F2 F0 B2 F0 B2 F2 B0 F2 B0 and four more backward passes.
+    order = rank_order("Interleaved1F1B", 0, degree=2, stages=4, microbatches=4)
+    assert in_flight(order, {0: 3, 2: 4}, {0: 3, 2: 4}) == (17, 17)
+    assert in_flight(order, {0: 3, 2: 4}, {0: 2, 2: 2}) == (17, 22)
 
 
 def pipeline_job(schedule: str = "1F1B", *, degree: int = 2, n: int = 4, **tables: Any) -> Job:
@@ -151,6 +159,19 @@ def test_a_rank_holds_its_stages() -> None:
     assert first.buffers == last.buffers == 4 * 2 * 1024**2 + rotary
 
 
+def test_a_stage_without_blocks_is_planned() -> None:
+    names = [f"layers.{i}" for i in range(ARGS.n_layers)]
+    alone = {
+        "pipeline_parallel_degree": 2,
+        "module_fqns_per_model_part": [["tok_embeddings"], [*names, "norm", "output"]],
+    }
+    job = pipeline_job(parallelism=alone)
+    first = rank_moments(job, (), on_cpu=False)[0][-1]
+    assert first.parameters == 4 * 32000 * 1024
+    timed = time_pipeline(Roofline(DEVICE, RATES, job), [], [])
+    assert timed.actions_s[0]["F"] < timed.actions_s[1]["F"] / 10
+
+
 def test_gradients_stay_whole_and_activations_follow_the_schedule() -> None:
     whole = {
         schedule: rank_moments(pipeline_job(schedule), (), on_cpu=False)[0]
@@ -165,6 +186,19 @@ def test_gradients_stay_whole_and_activations_follow_the_schedule() -> None:
     for i, (one, all_) in enumerate(zip(held["1F1B"], held["GPipe"], strict=True)):
         assert one.gradients == all_.gradients == (0, one.parameters)[i]
         assert all_.activations - one.activations == (2, 1)[i] * microbatch
+
+
+def test_interleaved_stages_keep_what_they_receive_and_what_they_send() -> None:
+    peaks = [
+        [
+            max(moment.total for moment in rank)
+            for rank in rank_moments(pipeline_job("Interleaved1F1B", n=n), (), on_cpu=False)
+        ]
+        for n in (4, 8)
+    ]
+    # Of a rank's two stages one has two neighbours, the other one: of each microbatch they receive
+    # three residual streams of 2 MiB, and send three.
+    assert [after - before for before, after in zip(*peaks, strict=True)] == 2 * [4 * 6 * 2 * 2**20]
 
 
 def test_the_step_is_that_of_the_slowest_stage() -> None:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: which modules of the model each stage has, and the rules for its keys."""
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
@@ -38,6 +38,8 @@ def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
     modules = (*FIRST, *(f"layers.{i}" for i in range(n_layers)), *LAST)
     if parallelism.pipeline_parallel_degree == 1:
         return (modules,)
+
+    # Named modules, else the first modules of stages, else a division of the blocks.
     if stages := parallelism.module_fqns_per_model_part:
         key = "module_fqns_per_model_part"
         if (named := tuple(chain.from_iterable(stages))) != modules:
@@ -48,6 +50,8 @@ def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
     else:
         key = "pipeline_parallel_layers_per_stage"
         stages = _divide(parallelism, modules)
+
+    # The loss is computed from norm and output, so one stage has both.
     _check_number(len(stages), parallelism, key)
     if not all(stages) or stages[-1][-2:] != LAST:
         raise ConfigError(
@@ -79,8 +83,7 @@ def _split_at(points: tuple[str, ...], modules: tuple[str, ...]) -> Stages:
             f"[parallelism] pipeline_parallel_split_points = {show(points)} must be modules from "
             f"{modules[1]} to {modules[-1]}, each once, in the order of the model"
         )
-    ends = [*begins[1:], len(modules)]
-    return tuple(modules[begin:end] for begin, end in zip(begins, ends, strict=True))
+    return _cut(modules, begins)
 
 
 def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
@@ -105,10 +108,13 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
             f"stages, or lower pipeline_parallel_first_stage_less_layers = {first} and "
             f"pipeline_parallel_last_stage_less_layers = {last}"
         )
-    ends = [len(FIRST) + sum(sizes[: stage + 1]) for stage in range(number)]
-    begins = [0, *ends[:-1]]
-    ends[-1] = len(modules)
-    return tuple(modules[begin:end] for begin, end in zip(begins, ends, strict=True))
+    later = (len(FIRST) + sum(sizes[:stage]) for stage in range(1, number))
+    return _cut(modules, [0, *later])
+
+
+def _cut(modules: tuple[str, ...], begins: Sequence[int]) -> Stages:
+    """Return stages that begin at the indices `begins` of `modules`."""
+    return tuple(modules[begin:end] for begin, end in pairwise([*begins, len(modules)]))
 
 
 def _check_number(number: int, parallelism: ParallelismConfig, key: str) -> None:
@@ -176,26 +182,23 @@ def check_pipeline(config: Config, *, batch: BatchSizes) -> Iterator[str]:
 
 
 def _check_zero_bubble(config: Config, key: str) -> Iterator[str]:
-    for setting, wrong, instead in (
-        ("[compile] enable = true", config.compile.covers("model"), "false"),
+    """Yield a message for each setting that a zero-bubble schedule, of `key`, does not train
+    with."""
+    recomputes, sharding = config.activation_checkpoint.mode, config.parallelism
+    settings = (
+        ("[compile] enable", config.compile.covers("model"), "true", "false"),
+        ("[float8] enable_float8_linear", config.float8.enable_float8_linear, "true", "false"),
+        ("[activation_checkpoint] mode", recomputes != "none", show(recomputes), '"none"'),
         (
-            "[float8] enable_float8_linear = true",
-            config.float8.enable_float8_linear,
-            "false",
-        ),
-        (
-            f"[activation_checkpoint] mode = {show(config.activation_checkpoint.mode)}",
-            config.activation_checkpoint.mode != "none",
-            '"none"',
-        ),
-        (
-            '[parallelism] fsdp_reshard_after_forward = "always"',
-            config.parallelism.fsdp_reshard_after_forward == "always",
+            "[parallelism] fsdp_reshard_after_forward",
+            sharding.fsdp_reshard_after_forward == "always",
+            '"always"',
             '"never"',
         ),
-    ):
+    )
+    for setting, wrong, value, instead in settings:
         if wrong:
             yield (
-                f"{key} computes wrong gradients or repeats matmuls with {setting} "
+                f"{key} computes wrong gradients or repeats matmuls with {setting} = {value} "
                 f"({ZERO_BUBBLE_FAULTS}); set that to {instead}, or use another schedule"
             )

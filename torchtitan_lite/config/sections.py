@@ -176,7 +176,7 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: AllOrCount = -1
     """Ranks that share one copy of the parameters (FSDP2); -1: all ranks left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never", "auto"] = "default"
-    """Free weights after use: always, never; default: all but the output's; auto: fastest."""
+    """Free weights after use: always, never; default: never the output's, no pipeline's; auto."""
     fsdp_reduce_gradients: Literal["auto", "each", "last"] = "auto"
     """Microbatches of a step that end with a reduction of gradients over ranks; auto: planned."""
     tensor_parallel_degree: Count = 1

@@ -120,15 +120,15 @@ def count_flops(
 
 
 def document_squares(
-    tokens: Tensor, *, bos_id: int, part: Callable[[Tensor, int], Tensor]
+    tokens: Tensor, *, bos_id: int, shard_sequence: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
     """Return this rank's share of the sum of squared document lengths in `tokens` [B, S], [] int64.
 
     It replaces B * S**2 in the FLOPs of attention. Token i of a document, counted from 0, adds
-    2 * i + 1. `part` returns what this rank computes of a
-    tensor whose given dimension is a sequence. Does not wait for the device."""
+    2 * i + 1. `shard_sequence` returns what this rank computes of a tensor whose given dimension is
+    a sequence. Does not wait for the device."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
-    positions = part(index - document_starts(tokens, bos_id=bos_id), 1)
+    positions = shard_sequence(index - document_starts(tokens, bos_id=bos_id), 1)
     return (2 * positions + 1).sum()
 
 

@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
-        self.part: Callable[[Tensor, int], Tensor] = _whole
+        self.shard_sequence: Callable[[Tensor, int], Tensor] = _whole
         """Returns what this rank computes of a tensor whose given dimension is a sequence."""
 
     def tie_weights(self) -> None:
@@ -285,16 +285,19 @@ class Transformer(nn.Module):
 
         # With a document mask, positions restart at each document.
         if (bos_id := self.args.document_bos_id) is None:
-            cos, sin = (self.part(table[:seq_len], 0) for table in (self.rope_cos, self.rope_sin))
+            tables = self.rope_cos[:seq_len], self.rope_sin[:seq_len]
+            cos, sin = (self.shard_sequence(table, 0) for table in tables)
             mask = None  # the tables are [s, Q/2]
         else:
-            index = self.part(torch.arange(seq_len, device=tokens.device), 0)  # [s]
+            index = self.shard_sequence(torch.arange(seq_len, device=tokens.device), 0)  # [s]
             starts = document_starts(tokens, bos_id=bos_id)
             positions = index - starts[:, index]
             cos, sin = self.rope_cos[positions], self.rope_sin[positions]  # [B, s, Q/2]
             mask = document_mask(starts, index)
 
-        x = self.tok_embeddings(self.part(tokens, 1)) if hidden is None else hidden  # [B, s, D]
+        if hidden is None:
+            hidden = self.tok_embeddings(self.shard_sequence(tokens, 1))
+        x = hidden  # [B, s, D]
         for layer in self.layers.values():
             x = layer(x, cos, sin, mask)
         if self.output is None:

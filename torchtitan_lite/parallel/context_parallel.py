@@ -23,7 +23,7 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh, *, flash: bool)
     """Split the sequences of `model`, in place, over the ranks of `mesh`. `flash`: attention
     without a mask runs in the GPU's FlashAttention."""
     context = ContextParallel(mesh, flash=flash)
-    model.part = context.part
+    model.shard_sequence = context.shard_sequence
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = context.attend
@@ -36,7 +36,7 @@ class ContextParallel:
     mesh: DeviceMesh
     flash: bool
 
-    def part(self, x: Tensor, dim: int) -> Tensor:
+    def shard_sequence(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's two chunks of `x`, whose dimension `dim` is a whole sequence."""
         rank = self.mesh.get_local_rank()
         chunks = x.chunk(2 * self.mesh.size(), dim)

@@ -47,7 +47,7 @@ class ModelLoss:
         if model.output is None:
             return model(tokens, hidden=hidden)
 
-        labels = model.part(labels, 1)
+        labels = model.shard_sequence(labels, 1)
         if not self._fuses_output:
             return cross_entropy.of_logits(model(tokens, hidden=hidden), labels, scale=scale)
 

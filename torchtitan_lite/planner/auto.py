@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan_lite.config import sequence_parts
+from torchtitan_lite.config import sequence_parts, zero_bubble
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
@@ -30,7 +30,7 @@ the smallest. Every second block is missing: "op" is faster, and keeps less."""
 RESHARDING = ("never", "default"), ("default", "always")
 """Values of fsdp_reshard_after_forward to choose from, in the same order, without pipelines and
 with them. Without, "always" has the peak memory of "default", and is slower. With them "default"
-and "never" are the same."""
+and "never" are the same, and a zero-bubble schedule needs that."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -113,8 +113,8 @@ def kept_options(
     modes = by_mode if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
     values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
     if values[0] == AUTO:
-        pipelined = job.degrees.pp > 1
-        values = ["default"] if without_fsdp(job) else RESHARDING[pipelined]
+        stays = without_fsdp(job) or zero_bubble(sharding)
+        values = ["default"] if stays else RESHARDING[job.degrees.pp > 1]
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "the stand-in is in the table of devices"
 

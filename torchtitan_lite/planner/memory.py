@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.flavors import block_linear_shapes
+from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .attention import FLOAT32
 from .orders import in_flight, rank_order
@@ -160,16 +161,19 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
     for index, rank in enumerate(ranks):
         # torch has a buffer for each microbatch that a stage receives from either side. The first
         # block saves its input there, and the last one's output is kept until it has a gradient.
+        # Looped schedules keep what a stage sends, also a gradient, until the step's end.
         saved = {group.name: group.saved for group in rank.groups}
-        kept, received = {}, 0
+        kept, freed, received = {}, {}, 0
         for stage in job.rank_stages(index):
             names = job.stages[stage]
             first, last = EMBEDDING in names, OUTPUT in names
+            transferred = rank.residual * (2 - first - last)
             kept[stage] = sum(saved.get(name, 0) for name in names)
             kept[stage] += rank.residual * (first - last)
-            received += n * rank.residual * (2 - first - last)
+            freed[stage] = kept[stage] - transferred * SCHEDULES[schedule].looped
+            received += n * transferred
         order = rank_order(schedule, index, degree=degree, stages=stages, microbatches=n)
-        moments.append(_pipeline_memory(rank, in_flight(order, kept), received))
+        moments.append(_pipeline_memory(rank, in_flight(order, kept, freed), received))
     return moments
 
 

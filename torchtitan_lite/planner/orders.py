@@ -137,13 +137,16 @@ def rank_ends(
     return now
 
 
-def in_flight(order: Iterable[Action], kept: Mapping[int, int]) -> tuple[int, int]:
+def in_flight(
+    order: Iterable[Action], kept: Mapping[int, int], freed: Mapping[int, int]
+) -> tuple[int, int]:
     """Return the most bytes of activations until the first backward begins, and after it, from the
-    bytes that each stage keeps of a microbatch."""
+    bytes that each stage keeps of a microbatch after its forward, and those of them that its
+    backward frees."""
     now, most, later = 0, [0, 0], False
     for kind, stage, _ in order:
         now += kept[stage] * (kind == "F")
         most[later] = max(most[later], now)
         later = later or kind in "BI"
-        now -= kept[stage] * (kind in "BW")
+        now -= freed[stage] * (kind in "BW")
     return most[0], most[1]

@@ -33,7 +33,9 @@ class Group:
     working: int  # bytes of activations at the peak of the backward, including `saved`
 
 
-NO_EMBEDDING, NO_OUTPUT = (Group(name, 0, 0, 0, 0, 0) for name in (EMBEDDING, OUTPUT))
+NO_EMBEDDING, NO_BLOCK, NO_OUTPUT = (
+    Group(name, 0, 0, 0, 0, 0) for name in (EMBEDDING, "block", OUTPUT)
+)
 
 
 def without_fsdp(job: Job) -> bool:
@@ -137,6 +139,11 @@ class Rank:
         kinds = [_block(self, checkpointed=False), _block(self, checkpointed=True)]
         blocks = [replace(kinds[i in self.checkpointed], name=f"layers.{i}") for i in self.blocks]
         return [first, *blocks, head]
+
+    @property
+    def block(self) -> Group:
+        """One of its blocks; an empty one for a rank without."""
+        return self.groups[1] if self.blocks else NO_BLOCK
 
     @cached_property
     def cumulative_weights(self) -> list[int]:

@@ -164,9 +164,9 @@ class Step:
     def _fsdp_copies(self) -> Passes:
         """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
         (forward, blocks, heads), accum = self._gathers, self.job.batch.grad_accum_steps
-        embedding, block, *_, head = self.rank.groups
+        (embedding, *_, head), block = self.rank.groups, self.rank.block
         copies = self.roofline.gather_copies
-        all_weights = copies(embedding) + copies(block) * len(self.rank.groups[1:-1]) + copies(head)
+        all_weights = copies(embedding) + copies(block) * len(self.rank.blocks) + copies(head)
         again = copies(block) * blocks + copies(self._last_weights) * heads
         parameters, reductions = self.rank.cumulative_weights[-1], self.rank.reductions
         gradients = self.roofline.gradient_copies(parameters, reductions)
@@ -185,8 +185,8 @@ class Step:
         device waits for, and those that `compute` of a microbatch hides."""
         rank, network, degrees = self.rank, self.network, self.job.degrees
         shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
-        embedding, block, *_, head = rank.groups
-        n_layers, (forwards, again_blocks, again_heads) = len(rank.groups[1:-1]), self._gathers
+        (embedding, *_, head), block = rank.groups, rank.block
+        n_layers, (forwards, again_blocks, again_heads) = len(rank.blocks), self._gathers
 
         def reduce_s(group: Group) -> float:
             nbytes = rank.reduce_width * group.weights
