@@ -27,6 +27,8 @@ PP = (
 # Sums over ranks are rounded otherwise, so that a gradient near a tie of float8 goes the other way,
 # and all before it in the backward are moved: 0.025 dB were seen, on one kind of CPU.
 SQNR_DB_APART = {"weight": 1e-3, "input": 0.01, "grad_output": 0.1}
+# The largest is a single element, and half a step of float8 e5m2 is 12 % of one: 3 % were seen.
+AMAX_APART = {"weight": 0, "input": 0.01, "grad_output": 0.1}
 
 
 def measured(folder: Path, *overrides: str, processes: int) -> list[dict[str, Any]]:
@@ -72,6 +74,4 @@ def test_several_processes_lose_what_one_does(
                 # as large on two data-parallel ranks.
                 twice = degrees == TP and role == "grad_output"
                 amax = expected["amax"] * (2 if twice else 1)
-                assert figures["amax"] == (
-                    amax if role == "weight" else pytest.approx(amax, rel=0.01)
-                )
+                assert figures["amax"] == pytest.approx(amax, rel=AMAX_APART[role], abs=0)
