@@ -147,6 +147,7 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     def begin() -> None:
+        """Refuse inputs that would move, then claim the folder."""
         resumes = resume is not None and resume.path.parent == checkpoints
         for key, path in (
             ("[checkpoint] initial_load_path", checkpoint.initial_load_path),
