@@ -73,7 +73,7 @@ determines the weights and the order of the data: the bf16 row shows what the se
 
 {first_seed}
 
-`scripts/compare_runs.py` prints such a table of any runs. On a CPU float8 is emulated, and these
+`torchtitan-lite compare` prints such a table of any runs. On a CPU float8 is emulated, and these
 runs shared the machine with others, so their speeds cannot be compared.
 
 ## Compiled runs

@@ -1,4 +1,4 @@
-"""Benchmark training on one device; the command is `python scripts/bench.py`.
+"""Benchmark training on one device; the command is `torchtitan-lite bench`.
 
 Every row is an ordinary run, `python -m torchtitan_lite.train`, in a process of its own. Its
 figures are read from the `metrics.jsonl` that the run writes. docs/performance.md explains them.

@@ -3,7 +3,6 @@
 A message names `[table] key = value`, the rule, every number in it, and the fix.
 """
 
-import errno
 import os
 import sys
 from collections.abc import Callable
@@ -66,19 +65,25 @@ FINAL_EXIT_CODES = {
 stopped it."""
 
 
-def run_script(main: Callable[[list[str]], None]) -> None:
-    """Call `main` with the arguments of the command line. After a RunError, print it and exit with
-    its exit code; after one of a full disk, as a StorageError."""
+def run_script(main: Callable[[list[str]], int | None]) -> None:
+    """Call `main` with the arguments of the command line, and exit with the code that it returns.
+
+    A RunError is printed without a traceback, and its code is the exit code; an OSError of a file
+    or of standard output ends as a StorageError. Ctrl-C exits with 130."""
     try:
-        main(sys.argv[1:])
+        code = main(sys.argv[1:])
         print(end="", flush=True)
     except RunError as error:
         print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno is None:
             raise
         # The interpreter flushes standard output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"a file or standard output cannot be written: {error}; make room.", file=sys.stderr)
-        sys.exit(StorageError.exit_code)
+        code = StorageError.exit_code
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""The launcher of a run on this node: `python -m torchtitan_lite.launch`, which run_train.sh calls.
+"""The launcher of a run on this node: `torchtitan-lite train`, which run_train.sh calls.
 
 It checks environment and config within a second, without importing torch. Then it starts the agent,
 forwards signals, and reports how the run ended. The agent is torch's elastic agent: it starts and
@@ -25,16 +25,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_lite.config import asks_for_help, format_help, load_config
+from torchtitan_lite.config import find_config, load_config
 from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
 from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
 from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
 
-USAGE = """\
-usage: [VARIABLE=value ...] ./run_train.sh [--table.key value ...]
-
-  CONFIG_FILE    TOML file (the project's train_configs/debug_model.toml); --job.config_file FILE
-                 does the same, and takes precedence
+VARIABLES = """\
+variables:
+  CONFIG_FILE    TOML file, or the name of a shipped one (debug_model); --job.config_file FILE does
+                 the same, and takes precedence
   NGPU           processes on this node (the number of CUDA devices; 2 where there are none)
   LOG_RANK       comma-separated local ranks that print more than warnings and errors (0)
   NNODES         nodes (1); for more, start this script on each of them with the next two:
@@ -51,10 +50,10 @@ SIGTERM, SIGHUP or SIGINT (Ctrl-C) stops the run before its next forward pass an
 finished step. A second signal kills the run if it is SIGINT or comes 3 s later; the last checkpoint
 stays.
 
-exit code: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
-1 unexpected, 75 stopped on a signal, and saved where checkpoints are enabled
+Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
+1 unexpected, 75 stopped on a signal, and saved where checkpoints are enabled.
 """
-DEFAULT_CONFIG = Path(__file__).parents[1] / "train_configs/debug_model.toml"
+DEFAULT_CONFIG = "debug_model"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PREFIX = "[rank${rank}] "
@@ -65,7 +64,7 @@ NEXT = {
     1: "look at the logs",
     2: "fix the config",
     3: "fix the data",
-    4: "do as the error says, or find intact checkpoints: scripts/checkpoint.py verify {path}",
+    4: "do as the error says, or find intact checkpoints: torchtitan-lite checkpoint verify {path}",
     5: "lower [optimizer] lr, or name an earlier [checkpoint] load_step",
     6: "look at the logs and at the host of that rank",
     7: "make room",
@@ -80,12 +79,11 @@ class Launch:
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, color: bool) -> None:
         gpus = count_cuda_devices(env)
-        self.config_file = env.get("CONFIG_FILE") or str(DEFAULT_CONFIG)
+        self.config_file = env.get("CONFIG_FILE") or DEFAULT_CONFIG
         self.overrides = overrides
         self.words = ["--job.config_file", self.config_file, *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
-        script = env.get("LAUNCHED_AS")
-        self.program = shlex.quote(script) if script else "python -m torchtitan_lite.launch"
+        self.program = env.get("LAUNCHED_AS") or "python -m torchtitan_lite.launch"
         self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, color=color)
 
         # c10d's rendezvous ignores node ranks, so several nodes use the static one.
@@ -327,13 +325,9 @@ def say(*lines: str) -> None:
 
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
-    if asks_for_help(argv):
-        print(f"{USAGE}\n{format_help()}")
-        sys.exit()
-
     # Check everything that can be checked before any process starts.
     launch = Launch(os.environ, argv, color=os.isatty(1))
-    if not Path(launch.config_file).is_file():  # only one process could read a pipe
+    if not find_config(launch.config_file).is_file():  # only one process could read a pipe
         raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file; name a TOML file.")
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
     check_compiler_cache(os.environ, compiles=config.compile.enable)

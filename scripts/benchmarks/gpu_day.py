@@ -6,8 +6,8 @@ python scripts/benchmarks/gpu_day.py table FILE         tables for docs/performa
 Parts, the most important first: kernels, tests, rows, scaled, profile. Each is a process of its own
 with a share of the time; what a part does not use is for those after it. FOLDER gets logs, the
 trace, and results.json, which is written after every part. Ctrl-C or SIGTERM ends the running part,
-keeps what it has measured, and exits with code 75. `scripts/plan.py --measured FOLDER/results.json`
-plans by the measured rates.
+keeps what it has measured, and exits with code 75. `torchtitan-lite plan --measured
+FOLDER/results.json` plans by the measured rates.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def read_tests(folder: Path) -> Results:
 def run_rows(folder: Path, seconds: float) -> list[str]:
     """Command of the benchmark's 8B rows."""
     words = ["--only", "8B", "--budget", f"{seconds:.0f}", "--out", str(folder / "bench.json")]
-    return [sys.executable, str(ROOT / "scripts/bench.py"), *words]
+    return [sys.executable, str(ROOT / "torchtitan-lite bench"), *words]
 
 
 def read_rows(folder: Path) -> Results:

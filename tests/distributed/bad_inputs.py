@@ -197,7 +197,7 @@ NGPU=2 ./run_train.sh --checkpoint.enable
 | 1 | an unexpected error | look at the logs |
 | 2 | the config, or an environment variable | fix it as the message says |
 | 3 | a tokenizer or training text | fix the data |
-| 4 | a checkpoint | `scripts/checkpoint.py verify` lists the intact ones |
+| 4 | a checkpoint | `torchtitan-lite checkpoint verify` lists the intact ones |
 | 5 | loss or gradient not finite for too long | lower `[optimizer] lr`, or load an earlier step |
 | 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
 | 7 | no space left, or a broken disk | make room |

@@ -20,7 +20,7 @@ from torchtitan_lite.models.llama3 import Transformer
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 FEW_LAYERS = 2
 """Of the models whose commands are tested, and of the checkpoint of torchtitan."""
-COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./|python |pip |torchrun )")
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./|python |pip |torchrun |torchtitan-lite )")
 
 
 def list_commands(page: str) -> Iterator[str]:
@@ -51,7 +51,11 @@ def make_copy(folder: Path) -> dict[str, str]:
 
     programs = folder / "env/bin"
     programs.mkdir(parents=True)
-    for name, words in {"python": "", "torchrun": "-m torch.distributed.run "}.items():
+    for name, words in {
+        "python": "",
+        "torchrun": "-m torch.distributed.run ",
+        "torchtitan-lite": "-m torchtitan_lite ",
+    }.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
         (programs / name).chmod(0o755)
     stamp = f"{folder}\n{(folder / 'pyproject.toml').read_text()}"

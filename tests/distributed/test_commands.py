@@ -19,27 +19,27 @@ SCRIPTS = sorted(
 )
 REFUSED = "--debug.seed=-1"
 """On GPUs' configs: run_train.sh checks the variables and the config, and refuses this alone."""
-BENCH = "python scripts/bench.py"
+BENCH = "torchtitan-lite bench"
 INSTEAD = {
-    "python scripts/plan.py --job.config_file train_configs/llama3_8b_float8.toml "
+    "torchtitan-lite plan --job.config_file train_configs/llama3_8b_float8.toml "
     '--device "H100 SXM" --measured day/results.json': "true",  # it needs a day on a GPU
     "./scripts/test.sh": "./scripts/test.sh --version",  # this test is one of its tests
     # The network is not there for all.
     'pip install -e ".[hf]"': "true",
     'pip install -e ".[llama]"': "true",
-    "python scripts/prepare_data.py make hf:allenai/c4 stores/c4 --hf-name en --max-tokens "
-    "10000000000": "python scripts/prepare_data.py make my_texts/ stores/c4 --max-tokens 1000",
-    "python scripts/prepare_data.py make hf:allenai/c4 stores/c4_val --hf-name en --hf-split "
-    "validation": "python scripts/prepare_data.py make my_texts/ stores/c4_val",
+    "torchtitan-lite data make hf:allenai/c4 stores/c4 --hf-name en --max-tokens "
+    "10000000000": "torchtitan-lite data make my_texts/ stores/c4 --max-tokens 1000",
+    "torchtitan-lite data make hf:allenai/c4 stores/c4_val --hf-name en --hf-split "
+    "validation": "torchtitan-lite data make my_texts/ stores/c4_val",
     # Llama's tokenizers have to be downloaded.
-    "python scripts/prepare_data.py make my_texts/ stores/mine --tokenizer Llama-3-8B/": (
-        "python scripts/prepare_data.py make my_texts/ stores/mine"
+    "torchtitan-lite data make my_texts/ stores/mine --tokenizer Llama-3-8B/": (
+        "torchtitan-lite data make my_texts/ stores/mine"
     ),
-    "python scripts/prepare_data.py make my_texts/ stores/mine --tokenizer Llama-3.1-8B/": (
-        "python scripts/prepare_data.py make my_texts/ stores/mine"
+    "torchtitan-lite data make my_texts/ stores/mine --tokenizer Llama-3.1-8B/": (
+        "torchtitan-lite data make my_texts/ stores/mine"
     ),
-    "python scripts/prepare_data.py inspect stores/mine --tokenizer Llama-3.1-8B/ --window 40": (
-        "python scripts/prepare_data.py inspect stores/mine --window 40"
+    "torchtitan-lite data inspect stores/mine --tokenizer Llama-3.1-8B/ --window 40": (
+        "torchtitan-lite data inspect stores/mine --window 40"
     ),
     # The benchmark takes minutes; tests/distributed/test_bench_runs.py runs some of its rows.
     f"{BENCH} --out bench.json": f"{BENCH} --help",
@@ -50,7 +50,7 @@ INSTEAD = {
 """What is run in place of commands that cannot run everywhere."""
 EXIT_CODES = {
     "./scripts/gpu_day.sh --out day": 2,  # it needs a GPU
-    "python scripts/checkpoint.py diff outputs/debug_model/checkpoint/step-000000{20,40}": 1,
+    "torchtitan-lite checkpoint diff outputs/debug_model/checkpoint/step-000000{20,40}": 1,
 }
 
 

@@ -13,11 +13,11 @@ from launching import ENV, ROOT
 
 KILLS = 20
 COMMAND = (
-    "import runpy; from torchtitan_lite.data import prepare, rows, sources; "
+    "from torchtitan_lite.data import prepare, rows, sources; "
     "prepare.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; rows.PART_BYTES = 1_000; "
-    "runpy.run_path('scripts/prepare_data.py', run_name='__main__')"
+    "from torchtitan_lite.__main__ import main; main('data')"
 )
-"""scripts/prepare_data.py, but with chunks and batches so small that it can be killed between many
+"""torchtitan-lite data, but with chunks and batches so small that it can be killed between many
 of them."""
 
 

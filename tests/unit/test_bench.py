@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import runpy
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from torchtitan_lite.bench import (
     run_benchmark,
     run_row,
 )
+from torchtitan_lite.cli import bench_rows, run_command
 from torchtitan_lite.config import check_config
 from torchtitan_lite.errors import ConfigError, RunError, StorageError
 from torchtitan_lite.metrics.devices import DeviceSpec
@@ -47,12 +47,11 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, kept)
 
 
-SCRIPT = runpy.run_path(str(ROOT / "scripts/bench.py"))
-
-
 @pytest.fixture
 def script() -> Callable[[list[str]], None]:
-    main: Callable[[list[str]], None] = SCRIPT["main"]
+    def main(words: list[str]) -> None:
+        run_command(["bench", *words])
+
     return main
 
 
@@ -262,7 +261,7 @@ def test_ctrl_c_keeps_what_is_done_and_names_what_is_left(
     report = run_benchmark(rows, None, budget_s=60.0, out=None)
     done = [row["name"] for row in report["rows"]]
     assert done == [row.name for row in rows if not row.compile]
-    text = SCRIPT["format_report"](report)
+    text = bench_rows.format_report(report)
     assert "\nstopped by a signal after" in text and "debugmodel_gqa       6 " in text
     for row in rows:
         assert (f"{row.name}: not run: stopped by a signal" in text) == row.compile

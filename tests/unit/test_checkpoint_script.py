@@ -56,10 +56,8 @@ def test_ls(run):
 
 
 def test_ls_does_not_import_torch(run):
-    command = (
-        f"runpy.run_path({str(ROOT / 'scripts' / 'checkpoint.py')!r})['main'](['ls', {str(run)!r}])"
-    )
-    code = f"import runpy, sys; {command}; print('torch' in sys.modules)"
+    command = f"torchtitan_lite.cli.run_command(['checkpoint', 'ls', {str(run)!r}])"
+    code = f"import sys, torchtitan_lite.cli; {command}; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -230,12 +230,6 @@ def test_the_script_prints_the_table(runs: list[Path]) -> None:
     assert result.stdout == format_runs(read_runs(runs), last=2) + "\n"
 
 
-def test_the_script_explains_itself() -> None:
-    result = script("--help")
-    assert result.returncode == 0
-    assert "python scripts/compare_runs.py RUN RUN" in result.stdout
-
-
 def test_the_script_reports_errors_in_a_line(runs: list[Path]) -> None:
     for words, message in (
         ([*runs, "--last", "0"], "--last 0 must be at least 1"),

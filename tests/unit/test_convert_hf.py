@@ -719,7 +719,7 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_command_line(tmp_path: Path, step_dir: Path) -> None:
     exported = run_script("export", step_dir, tmp_path / "out", "--dtype", "bfloat16")
     assert exported.returncode == 0, exported.stderr
-    assert "out: 21 tensors of step 100, bfloat16" in exported.stdout
+    assert "out: 21 tensors of step 100, bfloat16" in exported.stderr
     (tmp_path / "out/config.json").unlink()
     refused = run_script("import", tmp_path / "out", tmp_path / "step")
     assert (refused.returncode, refused.stdout) == (4, "")

@@ -1,7 +1,6 @@
 """The pages about figures and the planner say what the code computes now."""
 
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from test_memory import PUBLISHED, build_rank, torchtitan_peak
 from test_recipes import FLOORS, RECIPES
 
+from torchtitan_lite.cli import build_parser
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.keys import KEYS, show
 from torchtitan_lite.config.torchtitan import ALIASES, FOREIGN, current_name
@@ -99,17 +99,17 @@ def test_every_key_of_the_json_is_explained_and_no_other() -> None:
 
 
 def test_every_option_of_the_command_is_explained() -> None:
-    usage = runpy.run_path(str(ROOT / "scripts/plan.py"))["__doc__"]
+    usage = build_parser("plan").format_help()
     options = re.findall(r"^  (--[\w-]+)", usage, flags=re.MULTILINE)
     assert len(options) >= 10
     assert [option for option in options if f"`{option}" not in PLAN] == []
 
 
 def test_the_documented_command_prints_the_documented_report() -> None:
-    command = re.search(r"^python (scripts/plan\.py .*)$", PLAN, flags=re.MULTILINE)
+    command = re.search(r"^torchtitan-lite (plan .*)$", PLAN, flags=re.MULTILINE)
     sections = re.findall(r"^```text\n(.*?)\n```$", PLAN, flags=re.MULTILINE | re.DOTALL)
     assert command and sections
-    words = [sys.executable, *shlex.split(command[1])]
+    words = [sys.executable, "-m", "torchtitan_lite", *shlex.split(command[1])]
     result = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )

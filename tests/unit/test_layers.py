@@ -133,10 +133,10 @@ def test_words_that_are_no_override(words: list[str], problem: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "example"),
     [
-        ([], "train_configs/debug_model.toml"),
-        (["--job.config_file"], "train_configs/debug_model.toml"),
-        (["--job.config_file="], "train_configs/debug_model.toml"),
-        (["--training.steps", "3"], "train_configs/debug_model.toml"),
+        ([], "debug_model"),
+        (["--job.config_file"], "debug_model"),
+        (["--job.config_file="], "debug_model"),
+        (["--training.steps", "3"], "debug_model"),
         (["own/8b.toml", "--training.steps", "3"], "own/8b.toml"),
     ],
 )

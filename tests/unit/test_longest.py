@@ -2,13 +2,13 @@
 
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.planner.longest import format_longest, make_longest
@@ -77,20 +77,20 @@ def test_the_configs_own_layout_and_length_need_not_fit_the_processes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # It shares each sequence among 8. Two ranks of tensor parallelism cannot split an odd length.
-    main = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
     batch = "--training.global_batch_size=8", "--training.local_batch_size=8"
     few = "--world-size", "4", "--model.n_layers=4"
     split = "--training.seq_len=8191", "--parallelism.tensor_parallel_degree=2"
-    main(["--longest", "--json", "--device", "H100 SXM", *few, *LONG, *batch, *split])
+    run_command(
+        ["plan", "--longest", "--json", "--device", "H100 SXM", *few, *LONG, *batch, *split]
+    )
     lengths = json.loads(capsys.readouterr().out)["lengths"]
     assert [each["cp"] for each in lengths if each["left_out"] is None] == [1, 2]
 
 
 @pytest.mark.parametrize("other", [["--search"], ["--tps", "5"]])
 def test_options_that_exclude_it(other: list[str]) -> None:
-    read_options = runpy.run_path(str(ROOT / "scripts/plan.py"))["read_options"]
     with pytest.raises(ConfigError, match=f"--longest .* drop it, or {other[0]}"):
-        read_options(["--longest", *other])
+        run_command(["plan", "--longest", *other])
 
 
 def test_an_attention_kernel_that_has_no_parts_is_refused() -> None:
@@ -103,9 +103,9 @@ def test_the_documented_command_prints_what_is_documented(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     section = (ROOT / "docs/plan.md").read_text().partition("\n## The longest sequence\n")[2]
-    command = re.search(r"^python scripts/plan\.py (--longest .*)$", section, flags=re.MULTILINE)
+    command = re.search(r"^torchtitan-lite plan (--longest .*)$", section, flags=re.MULTILINE)
     shown = re.search(r"^```console\n(.*?)\n```$", section, flags=re.MULTILINE | re.DOTALL)
     assert command and shown
     words = shlex.split(command[1].replace("train_configs", f"{ROOT}/train_configs"))
-    runpy.run_path(str(ROOT / "scripts/plan.py"))["main"](words)
+    run_command(["plan", *words])
     assert capsys.readouterr().out == f"{shown[1]}\n"

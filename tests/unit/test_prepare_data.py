@@ -27,7 +27,7 @@ def test_from_text_to_a_window(tmp_path, corpus):
     store = tmp_path / "store"
     made = prepare_data("make", corpus, store, "--text-field", "body")
     assert made.returncode == 0, made.stderr
-    assert "tokenized" in made.stdout
+    assert "tokenized" in made.stderr
     again = prepare_data("make", corpus, store, "--text-field", "body")
     assert (again.returncode, "is made already: 100 documents" in again.stdout) == (0, True)
     verified = prepare_data("verify", store)
@@ -112,4 +112,4 @@ def test_paths_that_are_not_text_and_letters_that_the_terminal_lacks(
 def test_help(arguments):
     result = prepare_data(*arguments)
     assert result.returncode == 0
-    assert result.stdout.startswith("usage: prepare_data.py")
+    assert result.stdout.startswith("usage: torchtitan-lite data")

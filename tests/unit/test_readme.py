@@ -36,10 +36,10 @@ def test_overrides_in_commands_are_keys() -> None:
 
 
 def test_the_plan_prints_the_lines_that_the_readme_shows() -> None:
-    command = re.search(r"^python (scripts/plan\.py .*)$", README, flags=re.MULTILINE)
+    command = re.search(r"^torchtitan-lite (plan .*)$", README, flags=re.MULTILINE)
     shown = re.search(r"^```text\n(.*?)\n```$", README, flags=re.MULTILINE | re.DOTALL)
     assert command and shown
-    words = [sys.executable, *shlex.split(command[1])]
+    words = [sys.executable, "-m", "torchtitan_lite", *shlex.split(command[1])]
     result = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )

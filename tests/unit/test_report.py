@@ -86,7 +86,10 @@ def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
         ("missing", r"missing is missing; .* holds .*/other, .*/run: name one\.$"),
         ("checkpoint/step-00000010", r"step-00000010 is missing; .* holds .*/run: name one\.$"),
         ("run/checkpoint/step-00000030", r"30 is missing; .* holds .*10, .*20: name one\.$"),
-        ("hf", r"hf is a Hugging Face model; .* scripts/convert_hf.py import .*/hf NEW_FOLDER\.$"),
+        (
+            "hf",
+            r"hf is a Hugging Face model; .*-lite convert import .*/hf NEW_FOLDER\.$",
+        ),
     ],
 )
 def test_what_is_near_is_named(run, name, message):

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import re
-import runpy
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,15 +12,22 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import given_keys, load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.planner.meta_model import Workload
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.prediction import Prediction
+from torchtitan_lite.planner.search import Space, find_candidates
 from torchtitan_lite.planner.step import StepTime
 
 ROOT = Path(__file__).parents[2]
-MAIN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
+
+
+def MAIN(words: list[str]) -> None:
+    run_command(["plan", *words])
+
+
 SMALL = ("--model.n_layers", "2")
 ODD = (*SMALL, "--model.ffn_dim=14344", "--model.vocab_size=128264", "--float8.convert_output")
 """A model of which float8 can multiply wq, wk, wv and wo alone: the other sizes are odd eights."""
@@ -244,7 +250,7 @@ def test_a_layout_of_one_rank_a_shard_switches_async_tensor_parallelism_off() ->
     parallelism = config.parallelism.model_copy(
         update={"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}
     )
-    space = MAIN.__globals__["Space"](
+    space = Space(
         config.model_copy(update={"parallelism": parallelism}), 8, find_device("H100 SXM")
     )
     overlap = {
@@ -269,9 +275,8 @@ def test_a_layout_of_one_rank_a_shard_switches_async_tensor_parallelism_off() ->
 def test_recipes_are_those_of_the_device(
     device: str, words: Sequence[str], recipes: set[str]
 ) -> None:
-    namespace = MAIN.__globals__["make_search"].__globals__
     config = load_config(words_of("llama3_8b", *SMALL, *words), world_size=1)
-    candidates = namespace["find_candidates"](namespace["Space"](config, 1, find_device(device)))
+    candidates = find_candidates(Space(config, 1, find_device(device)))
     trained = {
         each.work.job.config.float8.recipe_name if each.work.converted else "bf16"
         for each in candidates
@@ -357,7 +362,7 @@ def test_a_huge_number_of_processes_is_searched() -> None:
 
 def test_the_documented_search_prints_what_is_documented() -> None:
     section = (ROOT / "docs/plan.md").read_text().partition("\n## Search for a layout\n")[2]
-    command = re.search(r"^python scripts/plan\.py --search (.*)$", section, flags=re.MULTILINE)
+    command = re.search(r"^torchtitan-lite plan --search (.*)$", section, flags=re.MULTILINE)
     shown = re.search(r"^```console\n(.*?)\n```$", section, flags=re.MULTILINE | re.DOTALL)
     assert command and shown
     assert (

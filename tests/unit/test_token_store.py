@@ -185,7 +185,7 @@ def test_counts_of_ids(store, monkeypatch):
     )
 
 
-VERIFY = r"; scripts/prepare_data.py verify {folder} lists .*; copy the store again, or remove it"
+VERIFY = r"; torchtitan-lite data verify {folder} lists .*; copy the store again, or remove it"
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_a_shard_that_is_gone_is_read_on_where_it_is_open_and_else_named(own):
     assert own.read(20, 10).tolist() == ids
     with pytest.raises(
         DataError,
-        match=r"is damaged: tokens-00001\.bin: No such file or directory; scripts/prepare",
+        match=r"is damaged: tokens-00001\.bin: No such file or directory; torchtitan-lite",
     ):
         own.read(10, 1)
 
@@ -244,7 +244,7 @@ def test_a_disk_that_cannot_be_read(own, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(
-        DataError, match=r"is damaged: tokens-00000\.bin: Input/output error; scripts/prepare_data"
+        DataError, match=r"is damaged: tokens-00000\.bin: Input/output error; torchtitan-lite data"
     ):
         own.read(0, 1)
 
@@ -452,8 +452,8 @@ def test_a_dataset_that_is_not_here_comes_with_two_ways_to_it(dataset, make, tmp
         open_data("[validation]", None, dataset=dataset, tokenizer=build_tokenizer(""), **OPTIONS)
     message = str(caught.value)
     assert message.startswith(f'[validation] dataset = "{dataset}": ')
-    assert "; use --validation.dataset_path PATH with files of its text, or python " in message
-    assert message.endswith(f"prepare_data.py {make} and then --validation.dataset_path STORE")
+    assert "; use --validation.dataset_path PATH with files of its text, or " in message
+    assert message.endswith(f"torchtitan-lite data {make} and then --validation.dataset_path STORE")
 
 
 def test_the_path_decides_and_the_name_is_only_a_label(tmp_path, monkeypatch):

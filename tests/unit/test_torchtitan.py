@@ -191,7 +191,7 @@ def test_the_last_converter_decides(
         ),
         (
             "[memory_estimation]\nenabled = true",
-            "[memory_estimation] enabled = true (from run.toml): scripts/plan.py predicts the "
+            "[memory_estimation] enabled = true (from run.toml): torchtitan-lite plan predicts the "
             "memory without a run; remove the key, or set it to false",
         ),
         (

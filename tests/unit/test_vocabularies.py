@@ -298,7 +298,7 @@ NO_TIKTOKEN = "^is not a whole tiktoken file: line {} is not a new .* and the ra
             b'{"version": "1.0", "model": {}}',
             "^is not a whole tokenizer.json: .*; get the file again$",
         ),
-        (b"", "^is not a whole sentencepiece model, nor .*; scripts/train_tokenizer.py makes"),
+        (b"", "^is not a whole sentencepiece model, nor .*; torchtitan-lite tokenizer makes"),
         (b"no model" * 100, "^is not a whole sentencepiece model, nor"),
         (SHIPPED_MODEL.read_bytes()[:1000], "^is not a whole sentencepiece model, nor"),
     ],

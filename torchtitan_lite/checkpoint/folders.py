@@ -256,7 +256,7 @@ def explain(path: Path, reason: str) -> str:
     if (path / MANIFEST).exists():
         return f"{path} {reason}"
     if (path / "config.json").is_file():
-        command = f"python scripts/convert_hf.py import {path} NEW_FOLDER"
+        command = f"torchtitan-lite convert import {path} NEW_FOLDER"
         return f"{path} is a Hugging Face model; make a checkpoint of it: {command}"
 
     there = next(folder for folder in (path, *path.parents) if folder.exists())

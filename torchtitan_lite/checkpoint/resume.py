@@ -46,7 +46,7 @@ class Resume:
             f"[checkpoint] load_step: {self.path} has only weights, as its run had "
             "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier step "
             f"(there are: {', '.join(map(str, there)) or 'none'}), or in another [job] dump_folder "
-            f'start a run with initial_load_path = "{self.path}". python scripts/convert_hf.py '
+            f'start a run with initial_load_path = "{self.path}". torchtitan-lite convert '
             f"export {self.path} NEW_FOLDER makes a Hugging Face model."
         )
 

@@ -13,11 +13,13 @@ from torchtitan_lite.documents import parse_toml, read_toml
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
-from .keys import KEYS, TABLES, Key, closest, show, show_key
+from .keys import KEYS, TABLES, Key, closest, did_you_mean, show, show_key
 from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
+SHIPPED = Path(__file__).parents[1] / "train_configs"
+"""Configs of the package."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ def read_files(path: Path) -> list[Layer]:
         try:
             content = read_toml(path)
         except OSError as error:
-            raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+            missing = isinstance(error, FileNotFoundError)
+            hint = did_you_mean(path.stem, shipped_configs()) if missing else ""
+            raise ConfigError(f"{where}: cannot be read: {error.strerror}{hint}") from error
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
         if path.resolve() in resolved:
@@ -65,6 +69,18 @@ def read_files(path: Path) -> list[Layer]:
         if not isinstance(base, str) or "\0" in base:
             raise ConfigError(f"base = {show(base)} (from {path}): must be the path of a TOML file")
         path = path.parent / base
+
+
+def shipped_configs() -> list[str]:
+    """Return the names of the configs that the package has."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def find_config(name: str) -> Path:
+    """Return the path of a config: a file, or else the shipped config of that name."""
+    path, shipped = Path(name).expanduser(), SHIPPED / f"{name.removesuffix('.toml')}.toml"
+    is_name = "/" not in name and not path.exists()
+    return shipped if is_name and shipped.exists() else path
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -131,9 +147,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
             layer[name] = Setting(not negated if bare else _parse(text, key), COMMAND_LINE)
     if not path:
         files = (word for word in argv if word.endswith(".toml"))
-        example = next(files, "train_configs/debug_model.toml")
+        example = next(files, "debug_model")
         raise ConfigError(f"no config file; name one: --{CONFIG_FILE} {example}")
-    return Path(path), layer, problems
+    return find_config(path), layer, problems
 
 
 def given_keys(argv: Sequence[str]) -> set[str]:

@@ -59,7 +59,7 @@ class Foreign(NamedTuple):
 OFF = (False,)
 _EXPERTS = "Llama 3 has no experts"
 _READER = "a thread of each rank reads the batches ahead"
-_PLANNED = "scripts/plan.py predicts the memory without a run"
+_PLANNED = "torchtitan-lite plan predicts the memory without a run"
 _TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
 _TRAINED = "validation uses [training]'s"
 FOREIGN = {
@@ -119,7 +119,7 @@ FOREIGN = {
     ),
     "mx.*_kernel*": Foreign("torchao chooses the kernels of the casts"),
     "mx.filter_fqns": Foreign("[model] converters does not select [mx]"),
-    "comm.mode": Foreign("scripts/plan.py is the dry run, without processes", ("default",)),
+    "comm.mode": Foreign("torchtitan-lite plan is the dry run, without processes", ("default",)),
     "memory_estimation.enable*": Foreign(_PLANNED, OFF),
     "memory_estimation.disable_fake_mode": Foreign(_PLANNED),
     "debug.deterministic_warn_only": Foreign("[debug] deterministic ends the run instead", OFF),

@@ -142,7 +142,7 @@ def _ways_out(row: NamedDataset, option: str) -> str:
     name = f" --hf-name {row.hf_name}" if row.hf_name else ""
     split = f" --hf-split {row.hf_split}" if row.hf_split != "train" else ""
     return (
-        f"use {option} PATH with files of its text, or python scripts/prepare_data.py make "
+        f"use {option} PATH with files of its text, or torchtitan-lite data make "
         f"{row.path} STORE{name}{split} --max-tokens N and then {option} STORE"
     )
 

@@ -12,7 +12,7 @@ class NamedDataset:
     """Where the text of a dataset is, and which part of it is read."""
 
     path: str
-    """Folder, file, or `hf:NAME` of a Hugging Face dataset (only for scripts/prepare_data.py)."""
+    """Folder, file, or `hf:NAME` of a Hugging Face dataset (only for torchtitan-lite data)."""
     endings: tuple[str, ...] | None = None
     """File names that are read from a folder; None: all readable kinds."""
     skipped_folders: frozenset[str] = frozenset()

@@ -310,7 +310,7 @@ class UnfinishedStore:
             self.skipped += 1
             if self.skipped > self.skip_bad:
                 raise DataError(
-                    f"{row}; fix the row, or make a store with scripts/prepare_data.py make "
+                    f"{row}; fix the row, or make a store with torchtitan-lite data make "
                     f"--skip-bad {self.skipped} or more"
                 )
             if self.skipped <= REPORTED_ROWS:

@@ -211,7 +211,7 @@ class TokenStore:
 
     def _damaged(self, reason: str) -> DamagedStoreError:
         return DamagedStoreError(
-            f"token store {self.folder} is damaged: {reason}; scripts/prepare_data.py verify "
+            f"token store {self.folder} is damaged: {reason}; torchtitan-lite data verify "
             f"{self.folder} lists what is broken; copy the store again, or remove it and make it "
             "again"
         )

@@ -211,7 +211,7 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
     except RuntimeError as error:
         raise ValueError(
             "is not a whole sentencepiece model, nor a tiktoken file or a tokenizer.json; "
-            "scripts/train_tokenizer.py makes a sentencepiece model"
+            "torchtitan-lite tokenizer makes a sentencepiece model"
         ) from error
     encode = partial(model.encode, num_threads=1)
     return Vocabulary(model.vocab_size(), model.bos_id(), model.eos_id(), encode, model.decode)

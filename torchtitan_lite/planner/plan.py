@@ -54,7 +54,7 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
         near = [each for each in names if name.casefold() in each.casefold()]
         near = near or get_close_matches(name, names) or names
         raise ConfigError(
-            f'--device "{name}" is not known; use one of {", ".join(near)}. scripts/plan.py plans '
+            f'--device "{name}" is not known; use one of {", ".join(near)}. Plan '
             "any other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
         )
     return dataclasses.replace(device, **given)

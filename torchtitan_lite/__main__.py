@@ -1,0 +1,28 @@
+"""`python -m torchtitan_lite`: the same as the command `torchtitan-lite`."""
+
+import os
+import sys
+
+if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
+    del sys.path[0]  # a random.py in the working directory would shadow the standard library's
+
+import signal
+
+from torchtitan_lite.cli import PROGRAM, run_command
+from torchtitan_lite.errors import run_script
+from torchtitan_lite.logger import init_logger
+
+
+def main(*command: str) -> None:
+    """Run `command` and the words of the command line, and exit with the exit code."""
+    sys.argv[1:1] = command
+    if sys.argv[1:2] == ["train"]:
+        os.environ.setdefault("LAUNCHED_AS", f"{PROGRAM} train")
+    else:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has seen enough
+        init_logger(sys.stderr)  # standard output has the answer alone
+    run_script(run_command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Compare runs at equal tokens.
+
+Prints for each run its final loss and the distance to the first run's, the largest differences of
+loss and gradient norm, tps and mfu. Equal tokens are token counts at which all runs logged a step;
+nothing is interpolated.
+"""
+
+import argparse
+from pathlib import Path
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.metrics.comparison import format_runs, read_runs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("runs", type=Path, nargs="*", help="run folder, or its metrics.jsonl")
+    text = "number of steps that a final loss is the mean of (default: 20)"
+    parser.add_argument("--last", type=int, default=20, metavar="N", help=text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the table. Raises ConfigError."""
+    if args.last < 1:
+        raise ConfigError(f"--last {args.last} must be at least 1")
+    print(format_runs(read_runs(args.runs), last=args.last))

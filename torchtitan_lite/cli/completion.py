@@ -1,0 +1,52 @@
+"""Print a script that completes commands, options, keys, flavors and configs in a shell.
+
+bash:  source <(torchtitan-lite completion bash)                in ~/.bashrc
+zsh:   source <(torchtitan-lite completion zsh)                 in ~/.zshrc, after compinit
+"""
+
+import argparse
+
+from torchtitan_lite.config import shipped_configs
+from torchtitan_lite.config.keys import KEYS
+from torchtitan_lite.models.flavors import FLAVORS
+
+from . import COMMANDS, PROGRAM, load_command
+from .parser import Parser
+
+SHELLS = ("bash", "zsh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Take the shell."""
+    parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the script."""
+    import shtab  # only this command needs it
+
+    print(shtab.complete(build_whole_parser(), args.shell))
+
+
+def build_whole_parser() -> Parser:
+    """Build one parser of all commands, with the keys of the config as options."""
+    whole = Parser(prog=PROGRAM)
+    commands = whole.add_subparsers()
+    for name in COMMANDS:
+        module = load_command(name)
+        parser = commands.add_parser(name, help=(module.__doc__ or "").split("\n")[0])
+        module.add_arguments(parser)
+        if parser.takes_keys:
+            add_key_options(parser)
+    return whole
+
+
+def add_key_options(parser: Parser) -> None:
+    """Add an option for each key of the config, with its choices."""
+    parser.add_argument("--job.config_file", choices=shipped_configs(), help="TOML file or name")
+    for name, key in KEYS.items():
+        choices = list(FLAVORS) if name == "model.flavor" else key.choices
+        is_choice = choices and key.kind in ("str", "list")
+        if key.kind == "bool":
+            choices, is_choice = ["true", "false"], True
+        parser.add_argument(f"--{name}", choices=choices if is_choice else None, help=key.doc)

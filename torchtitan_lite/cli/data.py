@@ -1,0 +1,121 @@
+"""Make, verify and inspect token stores: text, tokenized once, that training reads from.
+
+  make SOURCE STORE   tokenize; the same command goes on after an interruption
+  verify STORE        read the whole store and list what is broken
+  inspect STORE       print its counts and the text of a window
+
+SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet
+(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or a name that [training]
+dataset takes, such as pystdlib, the source text of the running Python's standard library.
+
+Exit codes: 3 for missing or broken data, 7 if the disk fails.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan_lite.data.prepare import make_store
+from torchtitan_lite.data.sources import open_source
+from torchtitan_lite.data.store_report import format_window, verify_store
+from torchtitan_lite.data.token_store import TokenStore
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.errors import DataError, StorageError
+
+
+def count(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type: a whole number of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return parse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add make, verify and inspect."""
+    commands = parser.add_subparsers(dest="command", required=True)
+    tokenizer = argparse.ArgumentParser(add_help=False)
+    tokenizer.add_argument(
+        "--tokenizer",
+        default="",
+        help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one "
+        "(default: the shipped one)",
+    )
+
+    make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
+    make.add_argument("source", help="what to tokenize: see above")
+    make.add_argument("store", type=Path, help="folder to make")
+    make.add_argument(
+        "--text-field",
+        default="text",
+        help="field of .jsonl and .parquet rows with the text (text)",
+    )
+    make.add_argument(
+        "--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)"
+    )
+    make.add_argument(
+        "--max-tokens", type=count(1), help="end with the document that reaches so many (all)"
+    )
+    make.add_argument("--workers", type=count(1), help="processes that tokenize (one per core)")
+    make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
+    make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
+
+    verify = commands.add_parser("verify", help="read a whole store and list what is broken")
+    verify.add_argument("store", type=Path, help="folder of the store")
+
+    inspect = commands.add_parser(
+        "inspect", parents=[tokenizer], help="print counts and the text of a window"
+    )
+    inspect.add_argument("store", type=Path, help="folder of the store")
+    inspect.add_argument("--window", type=count(0), default=0, help="number of the window (0)")
+    inspect.add_argument("--seq-len", type=count(1), default=256, help="tokens in a window (256)")
+
+
+def make(args: argparse.Namespace) -> None:
+    """Make the store, or finish it."""
+    source = open_source(
+        args.source,
+        text_field=args.text_field,
+        hf_name=args.hf_name,
+        hf_split=args.hf_split,
+    )
+    tokenizer = build_tokenizer(args.tokenizer)
+    existed = args.store.exists()
+    store = make_store(
+        args.store,
+        source,
+        tokenizer,
+        skip_bad=args.skip_bad,
+        max_tokens=args.max_tokens,
+        workers=args.workers,
+    )
+    if existed:
+        counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
+        print(f"{args.store} is made already: {counts}")
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Check the store. Raises DataError if something is wrong."""
+    if problems := verify_store(args.store):
+        raise DataError("\n".join(problems))
+    print(f"{args.store}: every byte is as it was made")
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Print the counts of the store and a window of it."""
+    store = TokenStore(args.store)
+    tokenizer = build_tokenizer(args.tokenizer)
+    print(format_window(store, tokenizer, window=args.window, seq_len=args.seq_len))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the chosen command. Raises RunError."""
+    try:
+        {"make": make, "verify": verify, "inspect": inspect}[args.command](args)
+    except OSError as error:
+        fix = "; make room, or name another folder; the same command goes on where it was"
+        place = f"{args.store}: {error.filename or 'write'}: {error.strerror}"
+        raise StorageError(f"{place}{fix if args.command == 'make' else ''}") from error
