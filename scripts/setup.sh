@@ -31,10 +31,15 @@ make_venv() {
     "$base" -m venv --clear "$env" >&2 || fail "could not make $env: see the message above."
 }
 
-pip_install() {
-    local output
-    output=$("$python" -m pip install --quiet --disable-pip-version-check "$@" 2>&1) && return
-    tail -n 20 <<<"$output" >&2
+pip_install() { # prints a line for each large download, and pip's last lines if it fails
+    local log
+    log=$(mktemp)
+    if "$python" -m pip install --progress-bar off --disable-pip-version-check "$@" 2>&1 | tee "$log" |
+        sed -un 's|^ *Downloading .*/||; s|^ *Downloading ||; s|^\(\S*\) (\([0-9.]* [MG]B\))$|setup:   \1, \2|p
+            s|^Installing collected.*|setup:   unpacking|p' >&2; then
+        rm "$log" && return
+    fi
+    tail -n 20 "$log" >&2 && rm "$log"
     fail "could not install $*: see pip's message above. No network, or the package index is unreachable?"
 }
 

@@ -171,6 +171,13 @@ def build_checkpointer(
         stages=mesh["pp"].get_group(),
     )
 
+    steps = job.config.training.steps
+    if not settings.enable and steps > settings.interval:
+        logger.warning(
+            f"nothing is saved in {steps:,} steps: if this run stops or fails, it starts again "
+            f"from step 1; --checkpoint.enable saves every {settings.interval} steps"
+        )
+
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
     if initial is None and settings.initial_load_in_hf:

@@ -265,18 +265,23 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
 
     if status is not None and status.exit_code == STOPPED and end.signalled:
         # Workers only see a SIGTERM.
-        return f"stopped by {end.signalled.name} after step {status.step}", STOPPED, None
+        return f"stopped by {signal_name(end.signalled)} after step {status.step}", STOPPED, None
     if status is not None and status.exit_code is not None:
         return status.cause or status.state, status.exit_code, status.rank
     if end.rank_code > 0:
         return f"rank {end.rank} ended with exit code {end.rank_code}", end.rank_code, end.rank
     if end.signalled and status is None:
-        return "stopped by a signal before the first step", STOPPED, None
+        return f"stopped by {signal_name(end.signalled)} before the first step", STOPPED, None
     if end.signalled:
         return "killed before it could stop at a step's end", lost, None
     if end.exit_code < 0:
         return f"the agent was killed by {signal.Signals(-end.exit_code).name}", lost, None
     return "the agent failed", 1, None
+
+
+def signal_name(received: signal.Signals) -> str:
+    """Return what users call a signal."""
+    return "Ctrl-C" if received == signal.SIGINT else received.name
 
 
 def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, since: float) -> int:

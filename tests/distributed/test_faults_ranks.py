@@ -314,7 +314,7 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
         process.send_signal(signal.SIGTERM)
         run = ended(process)
     assert run.exit_code == 75, run.output
-    assert run.told["cause"] == "stopped by a signal before the first step"
+    assert run.told["cause"] == "stopped by SIGTERM before the first step"
     assert not living(folder)
 
 
@@ -337,7 +337,7 @@ def test_a_signal_while_some_ranks_still_start_ends_the_run(
     faults = [{"do": "sleep", "seconds": 8, **starting}, signals]
     run = launcher.run(folder, faults=[*faults, {"do": "sleep", "seconds": 600, **starting}])
     assert run.exit_code == 75, run.output
-    assert run.told["cause"] == "stopped by a signal before the first step"
+    assert run.told["cause"] == "stopped by SIGTERM before the first step"
     assert none_lives(folder)
 
 

@@ -342,7 +342,7 @@ def test_a_run_that_ended_with_weights_alone_is_not_resumed_but_its_earlier_step
             CheckpointError,
             match=r"load_step: .*step-00000006 has only weights, .* load_step to an "
             r'earlier step \(there are: 2, 4\), .* initial_load_path = ".*step-00000006"'
-            r"\. .*convert_hf\.py export .*step-00000006 NEW_FOLDER",
+            r"\. .*-lite convert export .*step-00000006 NEW_FOLDER",
         ):
             found.check_can_train(last_step=7)
     assert resume(tmp_path, load_step=4) == 4

@@ -84,7 +84,7 @@ def project(tmp_path: Path) -> Project:
 def test_first_use_installs_torch_then_the_project_and_a_later_use_nothing(
     project: Project,
 ) -> None:
-    install = "install --quiet --disable-pip-version-check"
+    install = "install --progress-bar off --disable-pip-version-check"
     first = project.run("scripts/setup.sh")
     assert (first.returncode, first.stdout) == (0, f"{project.path}/env/bin/python\n")
     installs = [f"{install} torch>=2.11,<2.14", f"{install} --editable {project.path}"]
@@ -379,7 +379,7 @@ DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
         (
             Status("stopped", 0, 0, step=4, cause="SIGTERM", exit_code=75),
             AgentEnd(1, 1, signal.SIGINT),
-            ("stopped by SIGINT after step 4", 75),
+            ("stopped by Ctrl-C after step 4", 75),
         ),
         (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, signal.SIGINT), ("done", 0)),
         (RUNNING, DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
@@ -396,7 +396,7 @@ DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
         (LOST, AgentEnd(1, -9), ("rank 9 hangs", 6)),
         (RUNNING, replace(DEAD, rank_code=7), ("rank 9 ended with exit code 7", 7, 9)),
         (None, replace(DEAD, rank_code=7), ("rank 9 ended with exit code 7", 7, 9)),
-        (None, AgentEnd(1, -15, signal.SIGTERM), ("stopped by a signal before the first step", 75)),
+        (None, AgentEnd(1, -15, signal.SIGTERM), ("stopped by SIGTERM before the first step", 75)),
         (None, AgentEnd(1, 1), ("the agent failed", 1)),
     ],
 )  # fmt: skip
@@ -605,7 +605,8 @@ def test_a_signal_is_passed_on_once_and_the_end_awaited(
     process.send_signal(sent)
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (75, "saved\n")
-    cause = f"stopped by {sent.name} after step 0"
+    name = "Ctrl-C" if sent == signal.SIGINT else sent.name
+    cause = f"stopped by {name} after step 0"
     assert f"exit code 75: {cause}\n" in stderr
     left = status_on_file(supervised.folder)
     assert (left["state"], left["cause"]) == ("stopped", cause)
@@ -616,7 +617,7 @@ def test_a_signal_before_the_agent_can_act_on_it_ends_the_run(supervised: Superv
     process.terminate()
     _, stderr = process.communicate()
     assert process.returncode == 75
-    assert "exit code 75: stopped by a signal before the first step\n" in stderr
+    assert "exit code 75: stopped by SIGTERM before the first step\n" in stderr
 
 
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored(supervised: Supervised) -> None:
