@@ -17,7 +17,7 @@ import torch
 
 from torchtitan_lite.checkpoint.checkpointer import write_tensors
 from torchtitan_lite.checkpoint.compare import listed
-from torchtitan_lite.checkpoint.folders import find_problems, naming, storage_errors
+from torchtitan_lite.checkpoint.folders import naming, storage_errors
 from torchtitan_lite.checkpoint.hf_folder import (
     DTYPES,
     INDEX,
@@ -25,11 +25,9 @@ from torchtitan_lite.checkpoint.hf_folder import (
     SINGLE,
     HfReader,
     model_settings,
-    weight_problems,
-    weight_shapes,
+    open_weights,
 )
 from torchtitan_lite.checkpoint.manifest import (
-    BrokenCheckpoint,
     CheckpointManifest,
     TensorEntry,
     hash_file,
@@ -48,8 +46,8 @@ from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.files import fsync_folder, replace_file
 from torchtitan_lite.logger import logger
-from torchtitan_lite.models.flavors import ModelArgs, RopeScaling
-from torchtitan_lite.models.hf_llama import hf_config, hf_names, model_args, to_hf
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.init import all_finite
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -69,7 +67,7 @@ def export_hf(
     verifies; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
     with new_folder(out_dir) as draft:
         with naming(step_dir, fix="; export another step."):
-            reader, args = open_verified(step_dir)
+            reader, args = open_weights(step_dir, hashes=True)
             weights = {
                 name: saved if dtype == "keep" else replace(saved, dtype=dtype)
                 for name, saved in reader.manifest.tensors.items()
@@ -156,28 +154,6 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(draft)
             raise
         fsync_folder(target.parent)
-
-
-def open_verified(folder: Path) -> tuple[SafeReader, ModelArgs]:
-    """Return the reader and the dimensions of a checkpoint. Compare every byte with the manifest
-    first, and the weights with the dimensions. Raises BrokenCheckpoint."""
-    if problems := find_problems(folder, hashes=True):
-        raise BrokenCheckpoint(listed(problems))
-    reader = SafeReader(folder)
-    model, tensors = reader.manifest.model, reader.manifest.tensors.items()
-    weights = {name: entry for name, entry in tensors if name.startswith(PREFIX)}
-    try:
-        scaling = model["rope_scaling"]
-        args = ModelArgs(**model | {"rope_scaling": scaling and RopeScaling(**scaling)})
-        # An export that an import would refuse is refused too.
-        model_args(hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
-        expected = weight_shapes(args, most_layers=len(weights))
-    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
-        reason = f"model: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise BrokenCheckpoint(f"manifest.json: {reason}") from error
-    if problems := weight_problems(expected, weights):
-        raise BrokenCheckpoint(f"its model (expected -> saved): {listed(problems)}")
-    return reader, args
 
 
 def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:

@@ -21,7 +21,7 @@ FLOORS = [
     {"agent", "bench", "launch", "train"},
     {"trainer"},
     {"build", "build_model"},
-    {"convert_hf", "planner"},
+    {"convert_hf", "generate", "planner"},
     {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
     {"job"},
     {"config"},

@@ -21,13 +21,22 @@ from torchtitan_lite.config import show_settings
 from torchtitan_lite.documents import read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.logger import logger
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.models.hf_llama import EMBEDDING, HEAD, from_hf, hf_names, model_args
+from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.models.hf_llama import (
+    EMBEDDING,
+    HEAD,
+    from_hf,
+    hf_config,
+    hf_names,
+    model_args,
+)
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 from .compare import changes, check_model, listed
-from .manifest import TensorEntry
+from .folders import find_problems
+from .manifest import BrokenCheckpoint, TensorEntry
+from .reading import SafeReader
 from .state import entries
 
 PREFIX = "model."
@@ -123,6 +132,29 @@ class HfReader:
         here = torch.arange(len(weight))
         there = from_hf(name, here, self.args)
         local.copy_(weight[rows if there is here else there[rows]])
+
+
+def open_weights(folder: Path, *, hashes: bool = False) -> tuple[SafeReader, ModelArgs]:
+    """Return the reader and the dimensions of a checkpoint. Compare the sizes of its files with the
+    manifest first, or with `hashes` every byte, and the weights with the dimensions. Raises
+    BrokenCheckpoint."""
+    if problems := find_problems(folder, hashes=hashes):
+        raise BrokenCheckpoint(listed(problems))
+    reader = SafeReader(folder)
+    model, tensors = reader.manifest.model, reader.manifest.tensors.items()
+    weights = {name: entry for name, entry in tensors if name.startswith(PREFIX)}
+    try:
+        scaling = model["rope_scaling"]
+        args = ModelArgs(**model | {"rope_scaling": scaling and RopeScaling(**scaling)})
+        # An export that an import would refuse is refused too.
+        model_args(hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
+        expected = weight_shapes(args, most_layers=len(weights))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
+        reason = f"model: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise BrokenCheckpoint(f"manifest.json: {reason}") from error
+    if problems := weight_problems(expected, weights):
+        raise BrokenCheckpoint(f"its model (expected -> saved): {listed(problems)}")
+    return reader, args
 
 
 def weight_files(folder: Path) -> list[Path]:

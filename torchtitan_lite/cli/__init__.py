@@ -22,6 +22,7 @@ COMMANDS = (
     "checkpoint",
     "convert",
     "compare",
+    "generate",
     "schema",
     "completion",
 )

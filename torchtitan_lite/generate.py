@@ -1,0 +1,234 @@
+"""Generate text from a model's weights, with a cache of keys and values.
+
+Weights are read in high precision and computed in bfloat16 or float32, never in float8.
+
+Shapes: B prompts, S tokens of a call, T tokens so far, K key-value heads, Q head_dim, V vocab_size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.checkpoint.folders import naming, step_folders
+from torchtitan_lite.checkpoint.hf_folder import PREFIX, HfReader, open_weights
+from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import Attention, Transformer, attend, rope_table
+
+ReadWeight = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from the logits. Raises ConfigError for values out of range."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0: the likeliest token always."""
+    top_k: int = 0
+    """Choose among so many of the likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that have this probability together (arXiv 1904.09751)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, rule, holds in (
+            ("temperature", "0 to 100", 0 <= self.temperature <= 100),
+            ("top-k", "0 or more", self.top_k >= 0),
+            ("top-p", "above 0, at most 1", 0 < self.top_p <= 1),
+            ("seed", "0 to 2^63 - 1", 0 <= self.seed < 2**63),
+        ):
+            if not holds:
+                value = getattr(self, name.replace("-", "_"))
+                raise ConfigError(f"--{name} {value} must be {rule}")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Choose the next token of each prompt, [B], by its `logits` [B, V]. `generator` is of the
+        CPU, so that a seed chooses alike on all devices."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        scores, tokens = (logits.float() / self.temperature).sort(descending=True)
+        probabilities = scores.softmax(-1)
+        if self.top_k:
+            scores[:, self.top_k :] = -torch.inf
+            probabilities = scores.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = torch.where(before < self.top_p, probabilities, 0)
+        chosen = torch.multinomial(probabilities.cpu(), 1, generator=generator)
+        return tokens.gather(1, chosen.to(tokens.device)).squeeze(1)
+
+
+class KVCache:
+    """A layer's attention over all tokens so far: takes the place of `Attention.attend`."""
+
+    def __init__(self, args: ModelArgs, *, batch: int, length: int, like: Tensor) -> None:
+        self._k, self._v = like.new_empty(2, batch, args.n_kv_heads, length, args.head_dim)
+        self._length = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Keep `k` and `v` [B, K, S, Q], and attend to all that are kept."""
+        start, self._length = self._length, self._length + k.shape[2]
+        self._k[:, :, start : self._length] = k
+        self._v[:, :, start : self._length] = v
+        return attend(q, self._k[:, :, : self._length], self._v[:, :, : self._length], mask)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what the model made of it."""
+
+    prompt: str
+    text: str
+    tokens: int
+    ended_by: Literal["eos", "length", "context"]
+
+
+class Generator:
+    """A model on one device, with its tokenizer."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer) -> None:
+        self._model, self._tokenizer, self._args = model, tokenizer, model.args
+        if tokenizer.vocab_size > model.args.vocab_size:
+            raise ConfigError(
+                f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, more than the model's "
+                f"{model.args.vocab_size}; name the model's own by --tokenizer."
+            )
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the ids of a prompt, BOS first. Raises ConfigError if it leaves no room."""
+        ids = [self._tokenizer.bos_id, *self._tokenizer.encode(prompt)]
+        if len(ids) >= self._args.max_seq_len:
+            raise ConfigError(
+                f"prompt {prompt[:40]!r} has {len(ids)} tokens, and the model's context "
+                f"{self._args.max_seq_len}; shorten it."
+            )
+        return ids
+
+    def run(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        ignore_eos: bool = False,
+        write: Callable[[str], object] = lambda _: None,
+    ) -> list[Sample]:
+        """Continue each of `prompts`, and return them in order. `write` gets the text of the first
+        one as it comes."""
+        starts = [self.encode(prompt) for prompt in prompts]
+        made: list[list[int]] = [[] for _ in starts]
+        ended: list[Literal["eos", "length", "context"]] = ["length"] * len(starts)
+        done, printed = [False] * len(starts), ""
+        longest = max(map(len, starts))
+        room = self._args.max_seq_len - longest
+        if room < max_new_tokens:
+            ended = ["context"] * len(starts)
+
+        tokens = self._tokens(starts, count=min(room, max_new_tokens), sampling=sampling)
+        for row in tokens:
+            for index, token in enumerate(row):
+                if done[index]:
+                    continue
+                if token == self._tokenizer.eos_id and not ignore_eos:
+                    done[index], ended[index] = True, "eos"
+                else:
+                    made[index].append(token)
+            text = self._text(starts[0], made[0])
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a part of a character
+                write(text[len(printed) :])
+                printed = text
+            if all(done):
+                break
+        texts = list(map(self._text, starts, made))
+        write(texts[0][len(printed) :])
+        return [Sample(*each) for each in zip(prompts, texts, map(len, made), ended, strict=True)]
+
+    def _text(self, start: list[int], made: list[int]) -> str:
+        """Return the text of the tokens `made` after those of a prompt."""
+        # Some tokenizers drop a space at the start of a text.
+        prompt = self._tokenizer.decode(start)
+        return self._tokenizer.decode([*start, *made])[len(prompt) :]
+
+    @torch.inference_mode()
+    def _tokens(
+        self, starts: list[list[int]], *, count: int, sampling: Sampling
+    ) -> Iterator[list[int]]:
+        """Yield the next token of each prompt, `count` times. Prompts are padded on the left."""
+        model, device = self._model, self._model.rope_cos.device
+        longest = max(map(len, starts))
+        padding = torch.tensor([longest - len(start) for start in starts], device=device)
+        rows = [[0] * (longest - len(start)) + start for start in starts]
+        tokens = torch.tensor(rows, device=device)  # [B, S]
+        generator = torch.Generator().manual_seed(sampling.seed)
+
+        size = {"batch": len(starts), "length": longest + count}
+        like = model.tok_embeddings.weight
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.attend = KVCache(self._args, **size, like=like)
+        for length in range(longest, longest + count):
+            chosen = sampling.choose(self._logits(tokens, length, padding), generator)
+            yield chosen.tolist()
+            tokens = chosen.unsqueeze(1)
+
+    def _logits(self, tokens: Tensor, length: int, padding: Tensor) -> Tensor:
+        """Return the logits [B, V] after `tokens` [B, S], the last of `length` so far, of which the
+        first `padding` [B] are none."""
+        model, places = self._model, torch.arange(length, device=tokens.device)  # [T]
+        queries = places[-tokens.shape[1] :]  # [S]
+        positions = (queries - padding[:, None]).clamp(min=0)  # [B, S]
+        # A place of padding attends to itself, as a softmax over nothing is not a number.
+        earlier = (places <= queries[:, None]) & (places >= padding[:, None, None])  # [B, S, T]
+        mask = (earlier | (places == queries[:, None])).unsqueeze(1)
+
+        x = model.tok_embeddings(tokens)
+        for layer in model.layers.values():
+            x = layer(x, model.rope_cos[positions], model.rope_sin[positions], mask)
+        logits: Tensor = model.output(model.norm(x[:, -1:]))
+        return logits.squeeze(1)
+
+
+# ----- Models -----
+
+
+def build_plain_model(
+    args: ModelArgs, read: ReadWeight, *, device: torch.device, dtype: torch.dtype
+) -> Transformer:
+    """Build a model on one device, and read its weights by their names in it."""
+    with torch.device("meta"):
+        model = Transformer(args).to(dtype).requires_grad_(False)
+    model.to_empty(device=device)
+    model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(args))
+    for name, parameter in model.named_parameters():
+        parameter.copy_(read(name))
+    return model
+
+
+def open_source(source: Path) -> tuple[ModelArgs, ReadWeight, str]:
+    """Open the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
+    model. Return its dimensions, the reader and the path of its tokenizer. Raises CheckpointError.
+    """
+    if (source / "config.json").is_file():
+        hf = HfReader(source)
+        return hf.args, lambda name: hf.read(PREFIX + name), str(source)
+
+    step_dir = step_folders(source)[-1]
+    with naming(step_dir, fix="; name another step."):
+        reader, args = open_weights(step_dir)
+    config = parse_toml(reader.manifest.config.encode())
+    path = config.get("model", {}).get("tokenizer_path", "")
+    return args, lambda name: reader.read_whole([PREFIX + name])[PREFIX + name], path
+
+
+def load_generator(
+    source: Path, *, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
+) -> Generator:
+    """Load a model and its tokenizer, or another one. Raises RunError."""
+    args, read, own_tokenizer = open_source(source)
+    tokenizer = build_tokenizer(own_tokenizer if tokenizer_path is None else tokenizer_path)
+    return Generator(build_plain_model(args, read, device=device, dtype=dtype), tokenizer)
