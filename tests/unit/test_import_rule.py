@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"agent", "bench", "launch", "train"},
+    {"agent", "bench", "evaluate", "launch", "train"},
     {"trainer"},
     {"build", "build_model"},
     {"convert_hf", "generate", "planner"},
@@ -40,6 +40,7 @@ SEE_THE_JOB = {
     "cli",
     "config",
     "convert_hf",
+    "evaluate",
     "job",
     "launch",
     "planner",

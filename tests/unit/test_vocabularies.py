@@ -19,6 +19,7 @@ from torchtitan_lite.data.tokenizer import (
     Vocabulary,
     _pieces,
     read_json,
+    read_sentencepiece,
     read_tiktoken,
     read_vocabulary,
 )
@@ -310,3 +311,17 @@ def test_broken_files_are_refused(content: bytes, message: str) -> None:
 
 def test_windows_line_ends_are_read() -> None:
     assert read_tiktoken(WHOLE.replace(b"\n", b"\r\n")).encode(["abc"]) == [[257]]
+
+
+@pytest.mark.parametrize("form", ["by_tiktoken", "by_json", "sentencepiece"])
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn 12345", "語 and 😀, é", " leading", ""])
+def test_bytes_of_ids_add_up_to_the_bytes_of_the_text(
+    form: str, text: str, request: pytest.FixtureRequest
+) -> None:
+    if form == "sentencepiece":
+        vocabulary = read_sentencepiece(SHIPPED_MODEL.read_bytes())
+    else:
+        vocabulary = request.getfixturevalue(form)
+    (ids,) = vocabulary.encode([text])
+    frame = [vocabulary.bos_id, vocabulary.eos_id]
+    assert sum(map(vocabulary.bytes_of, [*frame, *ids])) == len(text.encode())

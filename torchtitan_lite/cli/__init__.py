@@ -23,6 +23,7 @@ COMMANDS = (
     "convert",
     "compare",
     "generate",
+    "evaluate",
     "schema",
     "completion",
 )

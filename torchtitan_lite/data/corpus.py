@@ -54,16 +54,10 @@ def build_corpora(
 
     # Validation data of its own: only a store that is trained on too gives windows away.
     other: Corpus | None = None
-    if validation.enable and (validation.dataset or validation.dataset_path):
-        path, dataset = validation.dataset_path, validation.dataset or training.dataset
-        options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
-        own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
-        check_same_tokens(own)
-        fingerprint = own["validation"].fingerprint
-        all_samples = max(count_windows(own["validation"], training.seq_len), 1)
-        validated = _validated(training, validation, all_samples)
+    if validation.enable and has_own_data(validation):
+        other, validated = build_validation_corpus(training, validation, tokenizer, **shape)
+        fingerprint = other.stores["validation"].fingerprint
         held_out = [validated * (store.fingerprint == fingerprint) for store in stores.values()]
-        other = Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape)
 
     # Windows once held out stay so: the order of the others depends on their number.
     held_out = [
@@ -71,6 +65,25 @@ def build_corpora(
     ]
     corpus = Corpus(stores, mixture, held_out=held_out, trained=1, **shape)
     return corpus, other or corpus, validated
+
+
+def has_own_data(validation: ValidationConfig) -> bool:
+    """Return whether validation reads other data than the windows held out of the training data."""
+    return bool(validation.dataset or validation.dataset_path)
+
+
+def build_validation_corpus(
+    training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer, **shape: int
+) -> tuple[Corpus, int]:
+    """Open the data of [validation]. Return it and the number of samples to validate on. `shape`
+    is for the Corpus. A collective call."""
+    path, dataset = validation.dataset_path, validation.dataset or training.dataset
+    options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
+    own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
+    check_same_tokens(own)
+    all_samples = max(count_windows(own["validation"], training.seq_len), 1)
+    validated = _validated(training, validation, all_samples)
+    return Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape), validated
 
 
 def _validated(training: TrainingConfig, validation: ValidationConfig, all_samples: int) -> int:

@@ -7,6 +7,7 @@ packages of the last two are optional, so they are imported where they are used.
 import base64
 import hashlib
 import io
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,7 @@ MAX_RUN = 25_000
 LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN},}}|(?<!\S)\S{{{MAX_RUN},}}")
 HALF_RUN = re.compile(rf"\s{{{MAX_RUN // 2}}}|\S{{{MAX_RUN // 2}}}")
 
+BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 TIKTOKEN_LINE = re.compile(rb"\S+ \d+\s")
 
 
@@ -116,6 +118,10 @@ class Tokenizer:
         `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
         return self._vocabulary.decode(ids)
 
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """Return the UTF-8 bytes of the text of ids. Ids that frame documents have none."""
+        return sum(self._vocabulary.bytes_of(token) for token in ids)
+
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
@@ -189,6 +195,8 @@ class Vocabulary:
     """Return the ids of each text, none of them special, computed on one core."""
     decode: Callable[[list[int]], str]
     """Return the text of ids, without BOS and EOS."""
+    bytes_of: Callable[[int], int]
+    """Return how many bytes of UTF-8 an id stands for: 0 for special ones."""
 
 
 def read_vocabulary(content: bytes, folder: Path) -> Vocabulary:
@@ -213,8 +221,19 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
             "is not a whole sentencepiece model, nor a tiktoken file or a tokenizer.json; "
             "torchtitan-lite tokenizer makes a sentencepiece model"
         ) from error
+
+    def bytes_of(token: int) -> int:
+        is_special = model.is_control(token) or model.is_unknown(token)
+        return 0 if is_special else _piece_bytes(model.id_to_piece(token))
+
     encode = partial(model.encode, num_threads=1)
-    return Vocabulary(model.vocab_size(), model.bos_id(), model.eos_id(), encode, model.decode)
+    ids = model.bos_id(), model.eos_id()
+    return Vocabulary(model.vocab_size(), *ids, encode, model.decode, bytes_of)
+
+
+def _piece_bytes(piece: str) -> int:
+    """Return the bytes of a sentencepiece piece: a byte is <0x0A>, a space U+2581."""
+    return 1 if BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
 
 
 def read_tiktoken(content: bytes) -> Vocabulary:
@@ -237,6 +256,9 @@ def read_tiktoken(content: bytes) -> Vocabulary:
         eos_id=bos_id + 1,
         encode=lambda texts: [encode(text) for text in texts],
         decode=lambda ids: encoding.decode([token for token in ids if token < bos_id]),
+        bytes_of=lambda token: (
+            len(encoding.decode_single_token_bytes(token)) if token < bos_id else 0
+        ),
     )
 
 
@@ -313,5 +335,15 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
         encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    # In byte-level BPE each character of a token stands for one byte.
+    added = tokenizer.get_added_tokens_decoder()
+    in_bytes = "ByteLevel" in json.dumps(json.loads(content).get("decoder"))
+
+    def bytes_of(token: int) -> int:
+        if token in added:
+            return 0 if added[token].special else len(added[token].content.encode())
+        piece = tokenizer.id_to_token(token) or ""
+        return len(piece) if in_bytes else _piece_bytes(piece)
+
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    return Vocabulary(size, bos_id, eos_id, encode, tokenizer.decode)
+    return Vocabulary(size, bos_id, eos_id, encode, tokenizer.decode, bytes_of)

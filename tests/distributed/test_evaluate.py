@@ -1,0 +1,108 @@
+"""Evaluation: the run's own validation, and transformers' loss of a Hugging Face model."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import warm
+from launching import ENV, FOLDER, ROOT, finish, train_arguments
+
+from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
+from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.hf_llama import hf_config
+
+ARGS = ModelArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=2256, max_seq_len=64
+)
+SEQ_LEN = 32
+TEXT = "The text of an evaluation: 語 and 😀, and so on. " * 40
+
+
+def evaluate(*words: str | Path) -> tuple[int, dict[str, Any], str]:
+    """Return the exit code of `evaluate`, its figures and what it logged."""
+    command = ["-m", "torchtitan_lite", "evaluate", *map(str, words), "--json"]
+    result = warm.python(command, cwd=ROOT, env=ENV, timeout=200)
+    return result.returncode, json.loads(result.stdout or "{}"), result.stderr
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--parallelism.tensor_parallel_degree=2", "--float8.recipe_name=rowwise"],
+        ["--parallelism.pipeline_parallel_degree=2", "--float8.enable_float8_linear=false"],
+    ],
+    ids=["tensor parallel, float8", "pipeline, bf16"],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["held out", "own text"])
+def test_the_loss_is_the_runs_last_validation_loss(
+    overrides: list[str], own: bool, tmp_path: Path
+) -> None:
+    words = ["--training.steps=3", "--validation.enable", "--validation.steps=3"]
+    words += ["--checkpoint.enable", "--float8.enable_float8_linear", *overrides]
+    if own:
+        words += [f"--validation.dataset_path={FOLDER}/text.txt", "--validation.steps=-1"]
+    output = finish(*train_arguments(tmp_path, *words), processes=2)
+    expected = float(re.findall(r"validation_loss (\S+)", output)[-1])
+    code, found, log = evaluate(tmp_path)
+    assert code == 0, log
+    assert found["loss"] == pytest.approx(expected, rel=5e-4)  # as between layouts
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.fixture
+def hf_dir(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = hf_config(ARGS, dtype=torch.float32, bos_id=1, eos_id=2)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    llama.save_pretrained(tmp_path / "hf")
+    shutil.copy(SHIPPED_MODEL, tmp_path / "hf/tokenizer.model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "hf"
+
+
+WORDS = [f"--training.seq_len={SEQ_LEN}", "--training.mixed_precision_param=float32"]
+
+
+@pytest.mark.timeout(300)
+def test_a_hugging_face_model_has_transformers_loss(hf_dir: Path) -> None:
+    data = hf_dir.parent / "text.txt"
+    code, found, log = evaluate(hf_dir, "--data", data, *WORDS)
+    assert code == 0, log
+    (ids,) = build_tokenizer("").encode_documents([TEXT])
+    count = (len(ids) - 1) // SEQ_LEN * SEQ_LEN
+    tokens, labels = (torch.tensor(ids[at : at + count]).view(-1, SEQ_LEN) for at in (0, 1))
+    llama = transformers.LlamaForCausalLM.from_pretrained(hf_dir)
+    with torch.no_grad():
+        logits = llama(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    assert found["tokens"] == count
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    text = TEXT.encode()[: found["bytes"]].decode(errors="ignore")
+    assert 0 <= len(build_tokenizer("").encode(text)) - count <= 2
+    assert found["bits_per_byte"] == pytest.approx(loss * count / math.log(2) / found["bytes"])
+
+
+@pytest.mark.timeout(300)
+def test_a_loss_that_overflows_is_an_error(hf_dir: Path) -> None:
+    llama = transformers.LlamaForCausalLM.from_pretrained(hf_dir)
+    llama.lm_head.weight.data *= 1e38
+    llama.model.norm.weight.data *= 1e30
+    llama.save_pretrained(hf_dir)
+    code, _, log = evaluate(hf_dir, "--data", hf_dir.parent / "text.txt", *WORDS)
+    assert code == 3
+    assert re.search(r"the loss is (nan|inf): the weights or the text have values that", log)
+
+
+@pytest.mark.timeout(300)
+def test_a_text_shorter_than_a_window_is_an_error(hf_dir: Path) -> None:
+    (hf_dir.parent / "text.txt").write_text("short")
+    code, _, log = evaluate(hf_dir, "--data", hf_dir.parent / "text.txt", *WORDS)
+    assert code == 3 and "Traceback" not in log
+    assert "tokens" in log.splitlines()[-1]

@@ -1,0 +1,160 @@
+"""Evaluate a model: its mean loss, perplexity and bits per byte on held-out text.
+
+The model runs as in the validations of its run, in the same precisions and with the same float8
+linears, in one process and without torch.compile.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import tomli_w
+import torch
+
+from torchtitan_lite.build import build_checkpointer, prepare_job
+from torchtitan_lite.build_model import build_microbatches, build_model
+from torchtitan_lite.checkpoint.folders import naming, step_folders
+from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress, read_manifest
+from torchtitan_lite.config import load_config
+from torchtitan_lite.data.corpus import build_corpora, build_validation_corpus, has_own_data
+from torchtitan_lite.data.dataloader import ValidationBatches
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.float8.convert import update_scales
+from torchtitan_lite.job import Job
+from torchtitan_lite.models.loss import IGNORED
+from torchtitan_lite.optim import build_optimizer
+from torchtitan_lite.parallel.distributed import build_mesh, init_distributed
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+"""Variables that torchrun would set."""
+ONE_PROCESS = {
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.enable_async_tensor_parallel": "false",
+    "training.global_batch_size": -1,
+    "training.enable_cpu_offload": "false",
+    "compile.enable": "false",
+    "checkpoint.enable": "true",
+    "checkpoint.load_only": "true",
+    "checkpoint.initial_load_in_hf": "false",
+    "metrics.enable_wandb": "false",
+    "validation.enable": "true",
+}
+"""Overrides of a run's config."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's losses on a text."""
+
+    loss: float
+    """Mean over tokens, nat."""
+    perplexity: float
+    bits_per_byte: float
+    """The loss of all tokens over the UTF-8 bytes of their text: comparable across tokenizers."""
+    tokens: int
+    bytes: int
+
+
+def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Evaluation:
+    """Evaluate the checkpoint or Hugging Face model in `source` on the run's own validation data,
+    or on `data`, a text or token store. Raises RunError."""
+    path, text, progress = read_source(source)
+    forced = ONE_PROCESS | {"checkpoint.initial_load_path": path}
+    if data is not None:
+        forced |= {"validation.dataset_path": data, "validation.steps": -1}
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "config-of-the-checkpoint.toml"
+        file.write_text(text)
+        words = [f"--{key}={value}" for key, value in forced.items()]
+        config = load_config(["--job.config_file", str(file), *words, *overrides], world_size=1)
+
+    for name, value in TORCHRUN.items():
+        os.environ.setdefault(name, value)
+    device = init_distributed(config.comm)
+    job, tokenizer = prepare_job(config, device=device)
+    batches = build_batches(job, tokenizer, progress=progress)
+    return measure(job, tokenizer, batches, device=device)
+
+
+def read_source(source: Path) -> tuple[Path, str, TrainingProgress]:
+    """Return the folder of the weights, the config of their run as TOML, and its progress."""
+    if (source / "config.json").is_file():
+        settings = model_settings(HfReader(source).args) | {"tokenizer_path": str(source)}
+        return source, tomli_w.dumps({"model": settings}), NEW_RUN
+    step_dir = step_folders(source)[-1]
+    with naming(step_dir, fix="; name another step."):
+        manifest = read_manifest(step_dir)
+    return step_dir, manifest.config, manifest.progress
+
+
+def build_batches(
+    job: Job, tokenizer: Tokenizer, *, progress: TrainingProgress
+) -> ValidationBatches:
+    """Build the batches that a validation of the run reads."""
+    training, validation = job.config.training, job.config.validation
+    shape = {"seq_len": training.seq_len, "vocab_size": job.model_args.vocab_size}
+    shape["seed"] = job.config.debug.seed
+    if has_own_data(validation):
+        corpus, samples = build_validation_corpus(training, validation, tokenizer, **shape)
+    else:
+        del shape["seq_len"]
+        _, corpus, samples = build_corpora(
+            training,
+            validation,
+            tokenizer,
+            shares=job.dataset_shares,
+            held_out_before=progress.held_out,
+            **shape,
+        )
+    return ValidationBatches(
+        corpus, training.local_batch_size, samples=samples, dp_rank=0, dp_degree=1
+    )
+
+
+def measure(
+    job: Job, tokenizer: Tokenizer, batches: ValidationBatches, *, device: torch.device
+) -> Evaluation:
+    """Load the model and compute its loss. Raises DataError if that is not a finite number."""
+    mesh = build_mesh(job.degrees, device_type=device.type)
+    built = build_model(job, mesh, device=device)
+    (model,) = built.stages
+    optimizer = build_optimizer(model.parameters(), job.config.optimizer)  # has no state yet
+    build_checkpointer(job, model, optimizer, mesh=mesh, device=device, resume=None)
+    update_scales(model, job.config.float8)
+    microbatches = build_microbatches(
+        job, built, mesh, device=device, timed=lambda _: nullcontext()
+    )
+
+    tokens, n_bytes = batches.samples * job.config.training.seq_len, 0
+    total = torch.zeros((), device=device)
+    for each in batches:
+        batch = each[0].to(device), each[1].to(device)
+        total += microbatches.evaluate([batch], scale=1 / tokens)
+        n_bytes += tokenizer.count_bytes(each[1][each[1] != IGNORED].tolist())
+    loss = total.item()
+    if not math.isfinite(loss):
+        raise DataError(f"the loss is {loss}: the weights or the text have values that overflow")
+    bits = loss * tokens / math.log(2)
+    perplexity = math.exp(min(loss, 700.0))
+    return Evaluation(loss, perplexity, bits / max(n_bytes, 1), tokens, n_bytes)
+
+
+def format_evaluation(found: Evaluation) -> str:
+    """Return the figures in a line."""
+    figures = asdict(found)
+    return (
+        "loss {loss:.4f} nat per token, perplexity {perplexity:,.2f}, {bits_per_byte:.4f} bits per "
+        "byte; {tokens:,} tokens, {bytes:,} bytes"
+    ).format(**figures)
