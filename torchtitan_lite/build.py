@@ -249,6 +249,7 @@ def build_metrics(
                 config_toml=job.to_toml(),
                 hparams=job.hparams(),
                 numerics=config.float8.log_numerics_freq > 0,
+                samples=bool(config.validation.prompts),
             )
         )
     )

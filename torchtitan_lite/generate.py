@@ -88,6 +88,17 @@ class Sample:
     ended_by: Literal["eos", "length", "context"]
 
 
+def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[int]:
+    """Return the ids of a prompt, BOS first. Raises ConfigError if it fills the context."""
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    if len(ids) >= context:
+        raise ConfigError(
+            f"prompt {prompt[:40]!r} has {len(ids)} tokens, and the model's context {context}; "
+            "shorten it."
+        )
+    return ids
+
+
 class Generator:
     """A model on one device, with its tokenizer."""
 
@@ -101,13 +112,7 @@ class Generator:
 
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of a prompt, BOS first. Raises ConfigError if it leaves no room."""
-        ids = [self._tokenizer.bos_id, *self._tokenizer.encode(prompt)]
-        if len(ids) >= self._args.max_seq_len:
-            raise ConfigError(
-                f"prompt {prompt[:40]!r} has {len(ids)} tokens, and the model's context "
-                f"{self._args.max_seq_len}; shorten it."
-            )
-        return ids
+        return encode_prompt(prompt, self._tokenizer, context=self._args.max_seq_len)
 
     def run(
         self,
@@ -196,14 +201,20 @@ class Generator:
 # ----- Models -----
 
 
-def build_plain_model(
-    args: ModelArgs, read: ReadWeight, *, device: torch.device, dtype: torch.dtype
-) -> Transformer:
-    """Build a model on one device, and read its weights by their names in it."""
+def build_empty_model(args: ModelArgs, *, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Build a model on one device, with weights of any values."""
     with torch.device("meta"):
         model = Transformer(args).to(dtype).requires_grad_(False)
     model.to_empty(device=device)
     model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(args))
+    return model
+
+
+def build_plain_model(
+    args: ModelArgs, read: ReadWeight, *, device: torch.device, dtype: torch.dtype
+) -> Transformer:
+    """Build a model on one device, and read its weights by their names in it."""
+    model = build_empty_model(args, device=device, dtype=dtype)
     for name, parameter in model.named_parameters():
         parameter.copy_(read(name))
     return model

@@ -179,6 +179,7 @@ def run_entries(config: Config) -> list[str]:
     return [
         "metrics.jsonl",
         "numerics.jsonl",
+        "samples.jsonl",
         "peaks.json",
         "wandb",
         config.checkpoint.folder,

@@ -42,6 +42,7 @@ from torchtitan_lite.parallel.pipeline import join_stages
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.profiling import Profiler
 from torchtitan_lite.run_folder import RunFolder
+from torchtitan_lite.samples import Samples
 
 STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because each waits for the disk
 
@@ -102,6 +103,7 @@ class Trainer:
         self.microbatches = build_microbatches(
             job, built, mesh, device=device, timed=self.metrics.timed
         )
+        self.samples = Samples(job, tokenizer, self.model, stages=self.stage_group, device=device)
         watchdog.stages = built.indices if job.degrees.pp > 1 else ()
 
         # Prefetch batches from here on. Keep the random state with which training starts.
@@ -305,8 +307,10 @@ class Trainer:
             while taken := self.next_batches(batches):
                 loss += self.microbatches.evaluate(taken, scale=1 / tokens)
             dist.all_reduce(loss, group=self.loss_group)
-            mean = loss.item()
-        self.metrics.write_scalars(step, {"validation_loss": mean})
+            self.watchdog.at(step, "samples")
+            samples = self.samples.make()
+        self.metrics.write_scalars(step, {"validation_loss": loss.item()})
+        self.metrics.write_samples(step, samples)
 
     def save(self) -> None:
         """Save the state after the last finished step, if the run folder is still this run's."""

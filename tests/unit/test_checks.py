@@ -260,6 +260,11 @@ def test_sound_configs(tables: dict[str, dict[str, object]]) -> None:
         ),
         (
             1,
+            {"validation": {"prompts": ["a"]}},
+            '[validation] prompts = ["a"] needs enable = true; set that, or remove them',
+        ),
+        (
+            1,
             {"validation": {"steps": 0}},
             "[validation] steps = 0 validates nothing; use 1 or more, -1 for all data, or disable",
         ),

@@ -20,7 +20,7 @@ FLOORS = [
     {"cli"},
     {"agent", "bench", "evaluate", "launch", "train"},
     {"trainer"},
-    {"build", "build_model"},
+    {"build", "build_model", "samples"},
     {"convert_hf", "generate", "planner"},
     {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
     {"job"},
@@ -44,6 +44,7 @@ SEE_THE_JOB = {
     "job",
     "launch",
     "planner",
+    "samples",
     "train",
 }
 SEE_THE_JOB |= {"trainer"}

@@ -139,6 +139,17 @@ def test_curves_are_on_disk_before_they_are_closed(tmp_path):
     writer.close(None)
 
 
+def test_samples_are_on_the_text_page(tmp_path):
+    writer = open_writer(tmp_path)
+    for step in (2, 4):
+        writer.write_samples(step, [{"prompt": "def", "text": f" main{step}\n"}])
+    writer.close(None)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    written = events.Tensors("samples/text_summary")
+    assert [each.step for each in written] == [2, 4]
+    assert b"**def**\n\n```text\n main4" in written[1].tensor_proto.string_val[0]
+
+
 def test_every_curve_of_a_page_can_be_drawn(tmp_path):
     writer = open_writer(tmp_path, numerics=True)
     writer.write(replace(RECORD, mfu_fp8_peak=7.0, mfu_documents=30.5))

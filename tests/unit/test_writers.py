@@ -217,10 +217,29 @@ def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
     assert path.read_text() == before
 
 
+def test_a_file_has_a_line_for_each_sample_up_to_the_resumed_step(tmp_path):
+    path, texts = tmp_path / "samples.jsonl", [{"prompt": "a", "text": "\n"}, {"prompt": "b"}]
+    for resume_step, steps in ((0, (5, 10)), (5, (10,))):
+        writer = JsonlWriter(path, resume_step=resume_step, content="samples")
+        writer.write(RECORD)
+        writer.write_numerics(5, NUMERICS)
+        for step in steps:
+            writer.write_samples(step, texts)
+        writer.close(SUMMARY)
+    lines = read_lines(path)
+    assert [(each["step"], each["prompt"]) for each in lines] == [
+        (5, "a"),
+        (5, "b"),
+        (10, "a"),
+        (10, "b"),
+    ]
+    assert lines[0]["text"] == "\n"
+
+
 def test_a_file_has_a_line_for_each_measured_step_once(tmp_path):
     path = tmp_path / "numerics.jsonl"
     for resume_step, steps in ((0, (5, 10, 15)), (10, (15, 20))):
-        writer = JsonlWriter(path, resume_step=resume_step, numerics=True)
+        writer = JsonlWriter(path, resume_step=resume_step, content="numerics")
         writer.write(RECORD)
         writer.write_scalars(12, {"validation_loss": 5.5})
         for step in steps:

@@ -257,6 +257,9 @@ def _check_training(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
 
+    if config.validation.prompts and not config.validation.enable:
+        prompts = show(config.validation.prompts)
+        yield f"[validation] prompts = {prompts} needs enable = true; set that, or remove them"
     if config.validation.steps == 0:
         yield "[validation] steps = 0 validates nothing; use 1 or more, -1 for all data, or disable"
     if 0 < training.loss_spike_factor <= 1:

@@ -11,6 +11,7 @@ from .types import (
     ExcludedState,
     Folder,
     Name,
+    Names,
     Peak,
     Seconds,
     Section,
@@ -78,6 +79,10 @@ class ValidationConfig(Section):
     """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
     dataset_path: Name | None = None
     """Token store or text to validate on, as in training.dataset_path."""
+    prompts: Names = ()
+    """Texts to continue at each validation, greedily, by rank 0: samples.jsonl, TensorBoard."""
+    max_new_tokens: Count = 64
+    """Tokens to continue each prompt by, at most."""
 
 
 class MetricsConfig(Section):

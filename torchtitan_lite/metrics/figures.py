@@ -6,7 +6,7 @@ TensorBoard with its charts, the console and the tables in docs/metrics.md, whic
 `python -m torchtitan_lite.metrics.figures` prints, follow from that line.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -293,6 +293,9 @@ class Writer:
             if name in CAST_FIGURES
         }
         self.write_scalars(step, scalars)
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write texts that the model generated after a step, each with its prompt."""
 
     def flush(self) -> None:
         """Put everything written so far on disk."""

@@ -10,7 +10,7 @@ import statistics
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -299,6 +299,11 @@ class MetricsProcessor:
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write figures that belong to no step's record, such as a validation loss."""
         self._tell(lambda writer: writer.write_scalars(step, scalars))
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write texts that the model generated after a step, if any."""
+        if samples:
+            self._tell(lambda writer: writer.write_samples(step, samples))
 
     def _write_time(self, step: int, name: str, seconds: float) -> None:
         assert f"{name}_s" in BETWEEN_STEPS, f"{name}_s is missing in figures.BETWEEN_STEPS"

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ class TensorBoardWriter(Writer):
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         self._write_points(step, {tag: x for name, x in scalars.items() for tag in _tags(name)})
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        from torch.utils.tensorboard import summary  # loaded by the constructor
+
+        texts = [f"**{each['prompt']}**\n\n```text\n{each['text']}\n```" for each in samples]
+        self._write_event(step=step, summary=summary.text("samples", "\n\n".join(texts)))
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())

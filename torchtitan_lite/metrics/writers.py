@@ -6,12 +6,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -41,15 +41,18 @@ def build_writers(
     config_toml: str,
     hparams: Mapping[str, bool | float | str],
     numerics: bool,
+    samples: bool,
 ) -> list[Writer]:
     """Open a rank's writers, to continue after `resume_step` (0: a new run).
 
     `hparams` are the values by which runs are compared; each run has the same names. `numerics`
-    says whether casts to float8 are measured. Raises ConfigError if wandb cannot start, or if a
-    writer needs a file where there is a folder, or the reverse."""
+    says whether casts to float8 are measured, `samples` whether texts are generated. Raises
+    ConfigError if wandb cannot start, or if a writer needs a file where there is a folder, or the
+    reverse."""
     lines, casts = dump_folder / "metrics.jsonl", dump_folder / "numerics.jsonl"
     tb, wandb = dump_folder / metrics.save_tb_folder, dump_folder / "wandb"
-    kinds = {lines: "file", casts: "file"}
+    texts = dump_folder / "samples.jsonl"
+    kinds = {lines: "file", casts: "file", texts: "file"}
     kinds |= {tb: "folder"} if metrics.enable_tensorboard else {}
     kinds |= {wandb: "folder"} if metrics.enable_wandb else {}
     for path, kind in kinds.items():
@@ -60,9 +63,11 @@ def build_writers(
         color = wants_color(disabled=metrics.disable_color_printing)
         writers.append(ConsoleWriter(total_steps=total_steps, color=color))
         writers.append(JsonlWriter(lines, resume_step=resume_step))
-        # An existing file is cut at the resumed step, even if this run measures nothing.
+        # An existing file is cut at the resumed step, even if this run writes nothing into it.
         if numerics or casts.exists():
-            writers.append(JsonlWriter(casts, resume_step=resume_step, numerics=True))
+            writers.append(JsonlWriter(casts, resume_step=resume_step, content="numerics"))
+        if samples or texts.exists():
+            writers.append(JsonlWriter(texts, resume_step=resume_step, content="samples"))
 
     # Curves, of each rank in a folder of its own or of rank 0 alone.
     own = f"rank_{rank}" if metrics.save_for_all_ranks else ""
@@ -146,6 +151,11 @@ class ConsoleWriter(Writer):
                 parts.append(f"{name} up to {share:.2%} ({where})")
         self._log(step, f"float8 casts: {', '.join(parts)}")
 
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log the beginning of each text."""
+        for sample in samples:
+            self._log(step, f"sample {sample['prompt'][:20]!r}: {sample['text'][:40]!r}")
+
     def _log(self, step: int, *texts: str) -> None:
         """Log the step and the texts that are not empty, each in its own colour."""
         width = len(str(self._total_steps))
@@ -171,25 +181,35 @@ def wants_color(*, disabled: bool) -> bool:
 class JsonlWriter(Writer):
     """A file with one line of strict JSON per step, in which non-finite numbers are null.
 
-    A line is the step's record or, with `numerics`, the errors of its casts to float8.
+    By its `content`, a line is a step's record, the errors of its casts to float8, or a sample.
     """
 
-    def __init__(self, path: Path, *, resume_step: int, numerics: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        resume_step: int,
+        content: Literal["records", "numerics", "samples"] = "records",
+    ) -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
         lines = path.read_bytes().splitlines() if path.exists() else []
         kept = [line + b"\n" for line in lines if _step_of(line) <= resume_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
-        self._numerics = numerics
+        self._content = content
 
     def write(self, record: StepRecord) -> None:
-        if not self._numerics:
+        if self._content == "records":
             self._append(record.to_json())
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        if self._numerics:
+        if self._content == "numerics":
             self._append({"step": step, "time": time.time(), "kinds": casts})
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for sample in samples if self._content == "samples" else ():
+            self._append({"step": step, "time": time.time(), **sample})
 
     def _append(self, fields: Mapping[str, Any]) -> None:
         """Append a line, and pass it to the operating system."""

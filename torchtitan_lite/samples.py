@@ -1,0 +1,98 @@
+"""Texts that a run generates at its validations, to read beside the loss."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.hf_folder import PREFIX, weight_shapes
+from torchtitan_lite.checkpoint.state import model_state
+from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.generate import Generator, Sampling, build_empty_model, encode_prompt
+from torchtitan_lite.job import Job
+from torchtitan_lite.logger import logger
+from torchtitan_lite.models.llama3 import Transformer
+
+
+class Samples:
+    """The prompts of [validation], continued by the weights of a training run.
+
+    Rank 0 generates, greedily, with a copy of the whole model in mixed_precision_param."""
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        model: nn.Module,
+        *,
+        stages: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """`model` has the parameters of this rank's stages, which has others than the other ranks
+        of the group `stages`. A collective call. Raises ConfigError for a prompt that leaves no
+        room in a sequence."""
+        self._validation, self._args = job.config.validation, job.model_args
+        self._tokenizer, self._model = tokenizer, model
+        self._stages, self._device = stages, device
+        self._dtype = getattr(torch, job.config.training.mixed_precision_param)
+        for prompt in self._validation.prompts:
+            encode_prompt(prompt, tokenizer, context=self._args.max_seq_len)
+
+        # The rank of `stages` that has each weight.
+        names = on_all_ranks(lambda: list(model_state(model)), group=stages)
+        self._owners = {name: rank for rank, own in enumerate(names) for name in own}
+        self._shapes = weight_shapes(self._args, most_layers=self._args.n_layers)
+
+    def make(self) -> list[dict[str, Any]]:
+        """Return the fields of a sample for each prompt; none if rank 0 has no memory for the copy.
+        A collective call."""
+        if not self._validation.prompts:
+            return []
+        copies: list[Transformer] = []
+        if not on_rank0(lambda: self._allocate(copies)):
+            logger.warning("no samples: the memory of rank 0 has no room for a copy of the model")
+            return []
+        targets = dict(copies[0].named_parameters()) if copies else {}
+        self._gather(lambda name, weight: targets and targets[name].data.copy_(weight))
+        return on_rank0(lambda: self._generate(copies))
+
+    def _allocate(self, copies: list[Transformer]) -> bool:
+        try:
+            copies.append(build_empty_model(self._args, device=self._device, dtype=self._dtype))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _gather(self, take: Callable[[str, Tensor], object]) -> None:
+        """Pass each weight to `take`, whole, on rank 0 and the ranks of its pipeline."""
+        state = model_state(self._model)
+        of_rank0 = dist.get_global_rank(self._stages, 0) == 0
+        for name, shape in self._shapes.items():
+            weight = state.get(name)
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor()
+            if of_rank0 and self._stages.size() > 1:
+                if weight is None:
+                    weight = torch.empty(shape, device=self._device, dtype=self._param_dtype(state))
+                weight = weight.to(self._device)
+                dist.broadcast(weight, group=self._stages, group_src=self._owners[name])
+            if weight is not None:
+                take(name.removeprefix(PREFIX), weight)
+
+    @staticmethod
+    def _param_dtype(state: dict[str, Tensor]) -> torch.dtype:
+        return next(iter(state.values())).dtype
+
+    def _generate(self, copies: list[Transformer]) -> list[dict[str, Any]]:
+        generator = Generator(copies[0], self._tokenizer)
+        samples = generator.run(
+            self._validation.prompts,
+            max_new_tokens=self._validation.max_new_tokens,
+            sampling=Sampling(),
+        )
+        return [asdict(sample) for sample in samples]
