@@ -47,7 +47,7 @@ def test_the_texts_are_those_of_the_checkpoint_and_move_nothing(
     assert [each["text"] for each in samples[2:]] == [each.text for each in texts]
     assert len({each["text"] for each in samples}) > 1
 
-    without = losses(tmp_path / "without", *WORDS, *layout, processes=2)
+    without = losses(tmp_path / "without", *WORDS, *layout, *SAMPLING[:3], processes=2)
     metrics = (tmp_path / "with/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in metrics] == without
 

@@ -34,6 +34,7 @@ RUN = {
     "config_toml": "[training]\nseq_len = 64\n",
     "hparams": {"flavor": "8B"},
     "numerics": False,
+    "samples": False,
 }
 LINE = (
     "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  "
@@ -270,6 +271,7 @@ def test_casts_have_a_file_where_they_are_measured_and_one_that_was_left_is_cut(
     for writer in writers:
         writer.close(None)
     assert path.exists() is (numerics or left)
+    assert not (tmp_path / "samples.jsonl").exists()
     assert not left or path.read_text() == '{"step": 10}\n'
 
 
