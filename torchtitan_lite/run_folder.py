@@ -45,6 +45,7 @@ class Status:
     total_steps: int | None = None
     loss: float | None = None  # of the last logged step, like tps
     tps: float | None = None  # tokens per second per device
+    mfu: float | None = None  # percent
     eta_s: float | None = None  # from the last logged step to the end
     last_checkpoint: str | None = None
     cause: str | None = None

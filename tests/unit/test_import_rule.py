@@ -21,7 +21,7 @@ FLOORS = [
     {"agent", "bench", "evaluate", "launch", "train"},
     {"trainer"},
     {"build", "build_model", "samples"},
-    {"convert_hf", "generate", "planner"},
+    {"convert_hf", "generate", "planner", "status"},
     {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
     {"job"},
     {"config"},
@@ -57,6 +57,7 @@ WITHOUT_TORCH = {
     "logger",
     "lr_schedule",
     "run_folder",
+    "status",
     "tables",
 }
 

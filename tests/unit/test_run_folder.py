@@ -71,6 +71,7 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
         "total_steps": None,
         "loss": None,
         "tps": None,
+        "mfu": None,
         "eta_s": None,
         "last_checkpoint": None,
         "cause": None,

@@ -24,6 +24,8 @@ COMMANDS = (
     "compare",
     "generate",
     "evaluate",
+    "status",
+    "list",
     "schema",
     "completion",
 )

@@ -311,14 +311,16 @@ class MetricsProcessor:
         self.write_scalars(step, {f"{name}_s": seconds})
 
     def progress(self, *, last_step: int) -> dict[str, float | None]:
-        """Return loss and tps of the last record, and the seconds to `last_step`; None if unknown
-        or not finite."""
-        record, figures = self._last_record, {"loss": math.nan, "tps": math.nan, "eta_s": math.nan}
+        """Return loss, tps and mfu of the last record, and the seconds to `last_step`; None if
+        unknown or not finite."""
+        record = self._last_record
+        figures: dict[str, float | None] = dict.fromkeys(("loss", "tps", "mfu", "eta_s"))
         if record is not None:
-            figures |= {"loss": record.loss, "tps": record.tps}
+            figures |= {"loss": record.loss, "tps": record.tps, "mfu": record.mfu}
             if self._mean_step_s is not None:
                 figures["eta_s"] = (last_step - record.step) * self._mean_step_s
-        return {name: x if math.isfinite(x) else None for name, x in figures.items()}
+        known = {name: x for name, x in figures.items() if x is not None and math.isfinite(x)}
+        return dict.fromkeys(figures) | known
 
     def summary(self) -> Summary | None:
         """Return the outcome so far, or None if no step was trained."""

@@ -1,0 +1,157 @@
+"""The state of runs, as `torchtitan-lite status` reports it from their folders."""
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite import status as status_module
+from torchtitan_lite.cli import run_command
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.run_folder import Status, write_status
+from torchtitan_lite.status import doubt, find_runs, format_run, format_runs, seconds_left, watch
+
+NOW = 1_800_000_000.0
+HERE = socket.gethostname()
+RUNNING = Status(
+    "running",
+    started=NOW - 3600,
+    time=NOW - 10,
+    step=1200,
+    total_steps=10_000,
+    loss=3.21,
+    tps=12_810.4,
+    mfu=41.25,
+    eta_s=7200.0,
+    last_checkpoint="r/checkpoint/step-00001000",
+    job="process 1 on elsewhere",
+)
+FAILED = replace(
+    RUNNING, state="failed", cause="rank 1 was \x1b[2Jkilled", exit_code=6, rank=1, eta_s=None
+)
+
+
+def make_run(folder: Path, status: Status) -> Path:
+    folder.mkdir(parents=True)
+    write_status(folder, status)
+    return folder
+
+
+def test_a_running_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", RUNNING)
+    assert format_runs(find_runs(run), now=NOW).splitlines() == [
+        str(run),
+        "  state            running",
+        "  step             1,200/10,000 (12.0 %)",
+        "  loss             3.2100",
+        "  tps              12,810 per device",
+        "  mfu              41.2%",
+        "  running for      1:00:00",
+        "  time left        1:59:50",
+        "  last checkpoint  r/checkpoint/step-00001000",
+        "  updated          0:00:10 ago",
+    ]
+
+
+def test_a_failed_run_comes_with_the_end_of_its_ranks_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", FAILED)
+    for rank, text in ((0, "other"), (1, "".join(f"line {i}\n" for i in range(2000)) + "end\x1b")):
+        folder = run / f"logs/2026-host/9f/attempt_0/{rank}"
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").touch()
+        (folder / "stderr.log").write_text(text)
+    lines = format_run(run, FAILED, now=NOW).splitlines()
+    assert "  cause            rank 1 was  [2Jkilled" in lines
+    assert {"  exit code        6", "  rank             1"} <= set(lines)
+    assert lines[-11:] == [
+        f"  {run}/logs/2026-host/9f/attempt_0/1/stderr.log:",
+        *(f"    line {i}" for i in range(1991, 2000)),
+        "    end ",
+    ]
+
+
+def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> None:
+    make_run(tmp_path / "old", replace(FAILED, time=NOW - 86_400))
+    make_run(tmp_path / "new", RUNNING)
+    (tmp_path / "other").mkdir()
+    lines = format_runs(find_runs(tmp_path), now=NOW).splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["run", "state"],
+        ["new", "running"],
+        ["old", "failed"],
+    ]
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"time": NOW - 121}, ""),  # a step takes 0.8 s: 7200 s for 8,800
+        ({"time": NOW - 121, "eta_s": None}, "no report for 0:02:01: it may hang, or be dead"),
+        ({"time": NOW - 200, "eta_s": 88_000.0}, ""),  # 20 steps of 10 s
+        ({"time": NOW - 201, "eta_s": 88_000.0}, "no report for 0:03:21: it may"),
+        ({"job": f"process {os.getpid()} on {HERE}"}, ""),
+        ({"job": f"process 999999999 on {HERE}"}, "process 999999999, which .* is gone"),
+        ({"state": "done", "time": NOW - 9999}, ""),
+    ],
+)
+def test_a_run_that_may_be_dead(changes: dict, message: str) -> None:
+    if changes == {"time": NOW - 121}:
+        message = "no report for 0:02:01"
+    found = doubt(replace(RUNNING, **changes), now=NOW)
+    assert found == "" if not message else __import__("re").match(message, found)
+
+
+def test_clocks_that_differ_give_no_negative_times() -> None:
+    ahead = replace(RUNNING, time=NOW + 500, started=NOW + 400)
+    assert seconds_left(ahead, now=NOW) == 7200
+    assert "-" not in format_run(Path("r"), ahead, now=NOW).replace("step-0", "")
+    assert doubt(ahead, now=NOW) == ""
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"state": "running"}', b"\xff" * 99, b'{"state": 1}' * 9]
+)
+def test_a_folder_without_a_valid_status_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="has no valid status.json, nor has a folder in it"):
+        find_runs(tmp_path)
+    with pytest.raises(ConfigError, match="No such file or directory; name a run folder"):
+        find_runs(tmp_path / "none")
+
+
+def test_watching_ends_with_the_run_and_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "r", replace(RUNNING, time=time.time()))
+    threading.Timer(0.3, write_status, (run, FAILED)).start()
+    assert watch(run, interval_s=0.1, clear=False) == 6
+    printed = capsys.readouterr().out
+    assert printed.count("state            running") >= 2 and "failed" in printed
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "r", FAILED)
+    assert run_command(["status", str(run)]) == 0
+    assert run_command(["status", str(run), "--watch"]) == 6
+    capsys.readouterr()
+    run_command(["status", str(run), "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["exit_code"], found["folder"]) == ("failed", 6, str(run))
+    for words in (["--watch", "0"], ["--watch", "nan"], ["--watch", "--json"]):
+        with pytest.raises(ConfigError, match="must be 0.1 to 86400, and without --json"):
+            run_command(["status", str(run), *words])
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_module, "find_runs", interrupt)
+    assert run_command(["status", str(run), "--watch"]) == 0

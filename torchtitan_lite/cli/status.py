@@ -1,0 +1,42 @@
+"""Report how runs are doing: state, step, loss, rates, time left, and why one failed.
+
+FOLDER is a run folder, or a folder of run folders. Only files in it are read, so it may be on a
+shared disk. --watch ends when the runs end.
+
+Exit codes: 2 if there is no run; with --watch, the exit code of the run.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.status import as_json, find_runs, format_runs, watch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    option = parser.add_argument
+    option("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of them")
+    text = "print again every N seconds (default of N: 5)"
+    option("--watch", type=float, nargs="?", const=5.0, metavar="N", help=text)
+    option("--json", action="store_true", help="print a list of JSON objects")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state and return the exit code. Raises ConfigError."""
+    if args.watch is not None and (args.json or not 0.1 <= args.watch <= 86400):
+        raise ConfigError(f"--watch {args.watch:g} must be 0.1 to 86400, and without --json")
+    if args.watch is not None:
+        try:
+            return watch(args.folder, interval_s=args.watch, clear=sys.stdout.isatty())
+        except KeyboardInterrupt:
+            return 0
+    runs, now = find_runs(args.folder), time.time()
+    if args.json:
+        print(json.dumps([as_json(folder, status, now=now) for folder, status in runs.items()]))
+    else:
+        print(format_runs(runs, now=now))
+    return 0
