@@ -21,7 +21,7 @@ FLOORS = [
     {"agent", "bench", "evaluate", "launch", "train"},
     {"trainer"},
     {"build", "build_model", "samples"},
-    {"convert_hf", "generate", "planner", "status"},
+    {"convert_hf", "doctor", "generate", "planner", "status"},
     {"checkpoint", "data", "float8", "metrics", "optim", "parallel", "profiling", "run_folder"},
     {"job"},
     {"config"},

@@ -552,11 +552,15 @@ def test_nothing_is_settled_before_the_first_step():
 
 def test_progress_shows_the_last_record_and_the_time_left_at_the_average_step():
     run = Run()
-    assert run.metrics.progress(last_step=6) == {"loss": None, "tps": None, "eta_s": None}
+    unknown = dict.fromkeys(("loss", "tps", "mfu", "eta_s"))
+    assert run.metrics.progress(last_step=6) == unknown
     run.train_step(9.0)
-    assert run.metrics.progress(last_step=6) == {"loss": 9.0, "tps": 1000 / 9 / 2, "eta_s": None}
+    first = run.metrics.progress(last_step=6)
+    assert first == unknown | {"loss": 9.0, "tps": 1000 / 9 / 2, "mfu": first["mfu"]}
     run.train_step(2.0)  # the first is warm-up
-    assert run.metrics.progress(last_step=6) == {"loss": 8.0, "tps": 250.0, "eta_s": 8.0}
+    second = run.metrics.progress(last_step=6)
+    assert second == {"loss": 8.0, "tps": 250.0, "mfu": second["mfu"], "eta_s": 8.0}
+    assert second["mfu"] == pytest.approx(first["mfu"] * 4.5)
     run.train_step(3.0)
     assert run.metrics.progress(last_step=6)["eta_s"] == pytest.approx(3 * 2.1)
 

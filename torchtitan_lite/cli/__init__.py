@@ -25,6 +25,7 @@ COMMANDS = (
     "generate",
     "evaluate",
     "status",
+    "doctor",
     "list",
     "schema",
     "completion",
