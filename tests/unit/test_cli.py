@@ -1,9 +1,14 @@
 """The command torchtitan-lite: its help, its hints, its exit codes, and configs by name."""
 
 import os
+import pty
+import re
+import select
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,12 +67,14 @@ def test_the_help_of_train_names_the_variables_and_the_keys() -> None:
     ("line", "message"),
     [
         ("plna", "plna is not a command of torchtitan-lite; did you mean plan"),
+        ("--verison", "--verison is not a command of torchtitan-lite; did you mean --version"),
         ("zzz", "zzz is not a command of torchtitan-lite; torchtitan-lite --help lists them"),
         ("plan --serch", "plan: unrecognized arguments: --serch; did you mean --search"),
         ("plan --devise=L4", "unrecognized arguments: --devise=L4; did you mean --device"),
         ("train --steps 3", "unrecognized arguments: --steps 3; did you mean --training.steps"),
         ("train --training.stps 3", r"\[training\] stps = 3 .* did you mean \[training\] steps"),
         ("train --job.config_file llama3_8", "llama3_8: cannot be .* did you mean .llama3_8b."),
+        ("train --job.config debug_model", r"\[job\] config = .* did you mean --job.config_file"),
         ("data mak", "invalid choice: 'mak' .*did you mean make"),
         ("data make a b --worker 2", "unrecognized arguments: --worker 2; did you mean --workers"),
         ("tokenizer", "tokenizer: the following arguments are required: --output; --help shows"),
@@ -100,6 +107,9 @@ def test_a_shipped_config_is_found_by_its_name(
         assert find_config(name).is_file() and find_config(f"{name}.toml") == find_config(name)
     config = load_config(["--job.config_file", "llama3_8b"], world_size=8)
     assert config.model.flavor == "8B"
+    Path("llama3_8b").mkdir()
+    assert find_config("llama3_8b").is_file()
+    Path("llama3_8b").rmdir()
     Path("llama3_8b").write_text('[model]\nflavor = "1B"\n')  # a file comes first
     assert load_config(["--job.config_file", "llama3_8b"], world_size=8).model.flavor == "1B"
     assert find_config("elsewhere/llama3_8b") == Path("elsewhere/llama3_8b")
@@ -121,23 +131,52 @@ def test_a_script_is_the_same_as_its_command() -> None:
     assert result.stdout == build_parser("plan").format_help()
 
 
-@pytest.mark.parametrize("shell", ["bash"])
-def test_completion_in_a_real_shell(shell: str) -> None:
-    def complete(*words: str) -> list[str]:
-        listed = " ".join(map(shlex.quote, words))
-        code = (
-            f"source <({shlex.join(MAIN)} completion {shell})\n"
-            f"COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}\n"
-            "_shtab_torchtitan_lite; printf '%s\\n' \"${COMPREPLY[@]}\""
-        )
-        result = subprocess.run(
-            [shell, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-        )
-        return result.stdout.split()
+def expect(terminal: int, text: str) -> None:
+    """Read what a terminal shows until it shows `text`."""
+    shown, end = "", time.monotonic() + 20
+    while text not in shown and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.5)[0]:
+            shown += re.sub(
+                r"\x1b\[[?\d;]*[A-Za-z]|\x07|\r|\x08", "", os.read(terminal, 9999).decode()
+            )
+    assert text in shown
 
-    assert complete("torchtitan-lite", "pl") == ["plan"]
-    assert complete("torchtitan-lite", "train", "--training.ste") == ["--training.steps"]
-    assert "405B" in complete("torchtitan-lite", "plan", "--model.flavor", "")
-    assert complete("torchtitan-lite", "train", "--job.config_file", "llama3_8b_f") == [
-        "llama3_8b_float8"
-    ]
+
+SHELLS = {
+    "bash": ("bash --norc --noprofile -i", ":"),
+    "zsh": ("zsh -f -i", "autoload -U compinit; compinit -u -D"),
+}
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_completion_in_a_real_shell(name: str, tmp_path: Path) -> None:
+    script = run("completion", name)
+    assert (script.returncode, script.stderr) == (0, "")
+    if not shutil.which(name):
+        pytest.skip(f"there is no {name} here")
+
+    (tmp_path / "script").write_text(script.stdout)
+    (tmp_path / "some_run").mkdir()
+    terminal, end = pty.openpty()
+    streams = {"stdin": end, "stdout": end, "stderr": end}
+    env = os.environ | {"HOME": str(tmp_path), "TERM": "xterm", "PS1": "$ ", "COLUMNS": "200"}
+    shell, start = SHELLS[name]
+    process = subprocess.Popen(
+        shell.split(), cwd=tmp_path, env=env, start_new_session=True, **streams
+    )
+    try:
+        os.write(terminal, f'{start}; eval "$(cat script)"; echo rea$((1))dy\n'.encode())
+        expect(terminal, "rea1dy")
+        for line, word in (
+            ("torchtitan-lite pl", "plan"),
+            ("torchtitan-lite train --training.ste", "--training.steps"),
+            ("torchtitan-lite plan --model.flavor 40", "405B"),
+            ("torchtitan-lite train --job.config_file llama3_8b_f", "llama3_8b_float8"),
+            ("torchtitan-lite status some_r", "some_run/"),
+        ):
+            os.write(terminal, f"{line}\t".encode())
+            expect(terminal, word)
+            os.write(terminal, b"\x15")
+    finally:
+        process.kill()
+        process.wait()

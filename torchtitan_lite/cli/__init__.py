@@ -69,7 +69,7 @@ def run_command(argv: list[str]) -> int | None:
         print(metadata.version("torchtitan-lite"))
         return None
     if name not in COMMANDS:
-        near = closest(name, COMMANDS)
+        near = closest(name, (*COMMANDS, "--help", "--version"))
         hint = f"did you mean {near}?" if near else f"{PROGRAM} --help lists them"
         raise ConfigError(f"{name} is not a command of {PROGRAM}; {hint}")
 

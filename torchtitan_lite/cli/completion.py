@@ -1,7 +1,7 @@
 """Print a script that completes commands, options, keys, flavors and configs in a shell.
 
-bash:  source <(torchtitan-lite completion bash)                in ~/.bashrc
-zsh:   source <(torchtitan-lite completion zsh)                 in ~/.zshrc, after compinit
+bash:  eval "$(torchtitan-lite completion bash)"                in ~/.bashrc
+zsh:   eval "$(torchtitan-lite completion zsh)"                 in ~/.zshrc, after compinit
 """
 
 import argparse
@@ -13,19 +13,23 @@ from torchtitan_lite.models.flavors import FLAVORS
 from . import COMMANDS, PROGRAM, load_command
 from .parser import Parser
 
-SHELLS = ("bash", "zsh")
+SHELLS = {
+    "bash": f"complete -o default -F _shtab_torchtitan_lite {PROGRAM}",
+    "zsh": f"compdef -e '_shtab_torchtitan_lite || _files' {PROGRAM}",
+}
+"""Last line of each shell's script: it completes a path where no word fits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Take the shell."""
-    parser.add_argument("shell", choices=SHELLS, help="shell that reads the script")
+    parser.add_argument("shell", choices=list(SHELLS), help="shell that reads the script")
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the script."""
     import shtab  # only this command needs it
 
-    print(shtab.complete(build_whole_parser(), args.shell))
+    print(shtab.complete(build_whole_parser(), args.shell), SHELLS[args.shell], sep="\n")
 
 
 def build_whole_parser() -> Parser:
@@ -49,4 +53,5 @@ def add_key_options(parser: Parser) -> None:
         is_choice = choices and key.kind in ("str", "list")
         if key.kind == "bool":
             choices, is_choice = ["true", "false"], True
-        parser.add_argument(f"--{name}", choices=choices if is_choice else None, help=key.doc)
+        text = key.doc.replace("%", "%%")  # argparse formats it
+        parser.add_argument(f"--{name}", choices=choices if is_choice else None, help=text)

@@ -79,7 +79,7 @@ def shipped_configs() -> list[str]:
 def find_config(name: str) -> Path:
     """Return the path of a config: a file, or else the shipped config of that name."""
     path, shipped = Path(name).expanduser(), SHIPPED / f"{name.removesuffix('.toml')}.toml"
-    is_name = "/" not in name and not path.exists()
+    is_name = "/" not in name and not path.is_file()
     return shipped if is_name and shipped.exists() else path
 
 

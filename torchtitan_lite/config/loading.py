@@ -11,7 +11,15 @@ from torchtitan_lite.errors import ConfigError
 
 from .checks import check_config
 from .keys import KEYS, TABLES, closest, did_you_mean, show
-from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases, resolve_foreign
+from .layers import (
+    CONFIG_FILE,
+    Layer,
+    Setting,
+    read_command_line,
+    read_files,
+    resolve_aliases,
+    resolve_foreign,
+)
 from .sections import Config
 
 RULES = {
@@ -115,6 +123,9 @@ def _describe_unknown(name: str, setting: Setting) -> str:
         near = f"[{table}]" if table in KEYS else closest(table, TABLES)  # one bracket too few
         hint = f"; did you mean [{near}]?" if near else ""
         return f"[{table}] (from {setting.source}): unknown table{hint}"
+
+    if closest(name, [CONFIG_FILE]):
+        return f"{setting.cite(name)}: unknown key; did you mean --{CONFIG_FILE}?"
 
     # Suggest the nearest key of the same table, or else of another table.
     for known in ([each for each in KEYS.values() if each.table == table], KEYS.values()):
