@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.folders import naming, step_folders
 from torchtitan_lite.checkpoint.hf_folder import PREFIX, HfReader, open_weights
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.documents import parse_toml
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import ConfigError, NumericError
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Attention, Transformer, attend, rope_table
 
@@ -37,8 +37,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        in_range = 0.001 <= self.temperature <= 100
         for name, rule, holds in (
-            ("temperature", "0 to 100", 0 <= self.temperature <= 100),
+            ("temperature", "0, or 0.001 to 100", self.temperature == 0 or in_range),
             ("top-k", "0 or more", self.top_k >= 0),
             ("top-p", "above 0, at most 1", 0 < self.top_p <= 1),
             ("seed", "0 to 2^63 - 1", 0 <= self.seed < 2**63),
@@ -49,7 +50,13 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Choose the next token of each prompt, [B], by its `logits` [B, V]. `generator` is of the
-        CPU, so that a seed chooses alike on all devices."""
+        CPU, so that a seed chooses alike on all devices. Raises NumericError for logits that are no
+        numbers."""
+        if not logits.isfinite().all():
+            raise NumericError(
+                "the model's output is not finite: its weights have NaN, or values that overflow; "
+                "name another step, or compute in another --dtype."
+            )
         if self.temperature == 0:
             return logits.argmax(-1)
         scores, tokens = (logits.float() / self.temperature).sort(descending=True)
@@ -89,7 +96,10 @@ class Sample:
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[int]:
-    """Return the ids of a prompt, BOS first. Raises ConfigError if it fills the context."""
+    """Return the ids of a prompt, BOS first. Raises ConfigError if it fills the context, or is not
+    UTF-8."""
+    if prompt != prompt.encode(errors="replace").decode():
+        raise ConfigError(f"prompt {ascii(prompt[:40])} is not UTF-8")
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     if len(ids) >= context:
         raise ConfigError(

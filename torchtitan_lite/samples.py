@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.hf_folder import PREFIX, weight_shapes
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import NumericError
 from torchtitan_lite.generate import Generator, Sampling, build_empty_model, encode_prompt
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
@@ -90,9 +91,13 @@ class Samples:
 
     def _generate(self, copies: list[Transformer]) -> list[dict[str, Any]]:
         generator = Generator(copies[0], self._tokenizer)
-        samples = generator.run(
-            self._validation.prompts,
-            max_new_tokens=self._validation.max_new_tokens,
-            sampling=Sampling(),
-        )
+        try:
+            samples = generator.run(
+                self._validation.prompts,
+                max_new_tokens=self._validation.max_new_tokens,
+                sampling=Sampling(),
+            )
+        except NumericError as error:
+            logger.warning(f"no samples: {error}")
+            return []
         return [asdict(sample) for sample in samples]

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from torchtitan_lite import generate
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.errors import CheckpointError, ConfigError, NumericError
 from torchtitan_lite.generate import Generator, Sampling, load_generator
 from torchtitan_lite.models.flavors import ModelArgs
 
@@ -140,7 +140,8 @@ def test_characters_are_written_whole(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, "--temperature -1.0 must be 0 to 100"),
+        ({"temperature": -1.0}, "--temperature -1.0 must be 0, or 0.001 to 100"),
+        ({"temperature": 1e-300}, "--temperature 1e-300 must be 0, or 0.001 to 100"),
         ({"temperature": float("nan")}, "--temperature nan must be"),
         ({"top_k": -1}, "--top-k -1 must be 0 or more"),
         ({"top_p": 0.0}, "--top-p 0.0 must be above 0, at most 1"),
@@ -174,6 +175,8 @@ def test_the_command(
         (["{hf}", "a", "--max-new-tokens", "0"], ConfigError, "--max-new-tokens 0 must be 1"),
         (["{hf}", "a", "--device", "cuda:7"], ConfigError, "--device cuda:7: "),
         (["{hf}", "a", "--device", "tpu"], ConfigError, "--device tpu: "),
+        (["{hf}", "a", "--device", "meta"], ConfigError, "--device meta: "),
+        (["{hf}", "a\udcff"], ConfigError, r"prompt 'a\\udcff' is not UTF-8"),
         (["{hf}", "--file", "{hf}/none"], ConfigError, "--file .*/none cannot be read"),
         (["{hf}/none", "a"], CheckpointError, "/none is missing"),
     ],
@@ -182,6 +185,24 @@ def test_errors(words: list[str], error: Any, message: str, tmp_path: Path) -> N
     save_hf(FAMILIES["Llama 3"], tmp_path)
     with pytest.raises(error, match=message):
         run_command(["generate", *(word.format(hf=tmp_path) for word in words)])
+
+
+def test_a_closed_standard_input_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match="--file - cannot be read"):
+        run_command(["generate", "x", "--file", "-"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_give_no_numbers_are_an_error(
+    temperature: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = save_hf(FAMILIES["Llama 3"], tmp_path)
+    llama.model.norm.weight.data[0] = torch.nan
+    llama.save_pretrained(tmp_path)
+    with pytest.raises(NumericError, match="the model's output is not finite: its weights have"):
+        run_command(["generate", str(tmp_path), "a", "--temperature", str(temperature)])
+    assert capsys.readouterr().out == "a\n"
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:

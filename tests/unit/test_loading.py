@@ -198,7 +198,7 @@ def test_an_optional_key_is_unset_by_nothing(run_toml: Path) -> None:
         ("job.xyz = 3", "[job] xyz = 3 (from run.toml): unknown key; --help lists every key"),
         (
             'job.config_file = "x"',
-            '[job] config_file = "x" (from run.toml): unknown key; --help lists every key',
+            '[job] config_file = "x" (from run.toml): unknown key; did you mean --job.config_file?',
         ),
         (
             "trainng = {steps = 3, seq_len = 4}",

@@ -4,7 +4,8 @@ SOURCE is a step's folder, a run folder (its newest checkpoint), or a Hugging Fa
 process computes on one device, in bfloat16 or float32, never in float8. The text of one prompt is
 printed as it comes; several prompts are one batch, printed at its end.
 
-Exit codes: 2 for a wrong option, 3 for a broken tokenizer, 4 for a broken or missing checkpoint.
+Exit codes: 2 for a wrong option, 3 for a broken tokenizer, 4 for a broken or missing checkpoint, 5
+for weights that give no numbers.
 """
 
 import argparse
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
     option("source", type=Path, metavar="SOURCE", help="where the weights are")
-    option("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    option("prompts", nargs="*", default=[], metavar="PROMPT", help="text to continue")
     text = "prompts, one a line; - is standard input"
     option("--file", type=Path, metavar="FILE", help=text)
     text = "tokens to generate at most (default: 64)"
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        torch.zeros((), device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {args.device}: {str(error).splitlines()[0]}") from error
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
@@ -67,15 +68,17 @@ def run(args: argparse.Namespace) -> None:
     streams = len(prompts) == 1 and not args.json
     if streams:
         print(prompts[0], end="", flush=True)
-    samples = generator.run(
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        ignore_eos=args.ignore_eos,
-        write=(lambda text: print(text, end="", flush=True)) if streams else (lambda _: None),
-    )
-    if streams:
-        print()
+    try:
+        samples = generator.run(
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            ignore_eos=args.ignore_eos,
+            write=(lambda text: print(text, end="", flush=True)) if streams else (lambda _: None),
+        )
+    finally:
+        if streams:
+            print()
     for sample in [] if streams else samples:
         print(json.dumps(asdict(sample)) if args.json else f"{sample.prompt}{sample.text}\n")
 
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a file of prompts that are not empty. Raises ConfigError."""
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        text = sys.stdin.read() if str(path) == "-" and sys.stdin else path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file {path} cannot be read: {error}") from error
     return [line for line in text.splitlines() if line]
