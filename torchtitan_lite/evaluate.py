@@ -20,11 +20,11 @@ from torchtitan_lite.build_model import build_microbatches, build_model
 from torchtitan_lite.checkpoint.folders import naming, step_folders
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress, read_manifest
-from torchtitan_lite.config import load_config
+from torchtitan_lite.config import given_keys, load_config
 from torchtitan_lite.data.corpus import build_corpora, build_validation_corpus, has_own_data
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.loss import IGNORED
@@ -51,7 +51,7 @@ ONE_PROCESS = {
     "metrics.enable_wandb": "false",
     "validation.enable": "true",
 }
-"""Overrides of a run's config."""
+"""Values of a run's config that an evaluation replaces."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,11 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
     with TemporaryDirectory() as folder:
         file = Path(folder) / "config-of-the-checkpoint.toml"
         file.write_text(text)
-        words = [f"--{key}={value}" for key, value in forced.items()]
-        config = load_config(["--job.config_file", str(file), *words, *overrides], world_size=1)
+        words = ["--job.config_file", str(file)]
+        for key in given_keys([*words, *overrides]) & ONE_PROCESS.keys():
+            raise ConfigError(f"--{key} is {ONE_PROCESS[key]} in an evaluation; leave it out.")
+        words += [f"--{key}={value}" for key, value in forced.items()]
+        config = load_config([*words, *overrides], world_size=1)
 
     for name, value in TORCHRUN.items():
         os.environ.setdefault(name, value)

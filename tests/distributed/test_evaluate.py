@@ -13,7 +13,9 @@ import transformers
 import warm
 from launching import ENV, FOLDER, ROOT, finish, train_arguments
 
+from torchtitan_lite import evaluate as evaluation
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.hf_llama import hf_config
 
@@ -98,6 +100,12 @@ def test_a_loss_that_overflows_is_an_error(hf_dir: Path) -> None:
     code, _, log = evaluate(hf_dir, "--data", hf_dir.parent / "text.txt", *WORDS)
     assert code == 3
     assert re.search(r"the loss is (nan|inf): the weights or the text have values that", log)
+
+
+@pytest.mark.parametrize("key", ["validation.enable=false", "checkpoint.enable=false"])
+def test_keys_that_an_evaluation_sets_are_refused(hf_dir: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{key[:-6]} is true in an evaluation; leave it out"):
+        evaluation.evaluate(hf_dir, data=None, overrides=[f"--{key}"])
 
 
 @pytest.mark.timeout(300)
