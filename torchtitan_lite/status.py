@@ -96,25 +96,26 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
     }
     shown = {name: fact for name, fact in facts.items() if fact and not fact.startswith("-")}
     width = max(map(len, shown))
-    lines = [str(folder), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]
+    lines = [_clean(str(folder)), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]
     if status.state == "failed":
         lines += [f"  {line}" for line in log_end(folder, rank=status.rank)]
     return "\n".join(lines)
 
 
 def log_end(folder: Path, *, rank: int | None) -> list[str]:
-    """Return the last lines that a rank logged, by default any, under the name of their file."""
+    """Return the last lines that a rank logged, or if it logged none, any rank, under the name of
+    their file."""
     # LAUNCH/RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log; the launcher's own is torchrun.log.
     logs = list((folder / "logs").glob("*/*/attempt_*/*/std*.log"))
-    own = [path for path in logs if path.parent.name == str(rank)] or logs
-    written = [path for path in own if path.is_file() and path.stat().st_size]
-    if not written:
+    written = [path for path in logs if path.is_file() and path.stat().st_size]
+    own = [path for path in written if path.parent.name == str(rank)] or written
+    if not own:
         return []
-    last = max(written, key=lambda path: path.stat().st_mtime)
+    last = max(own, key=lambda path: path.stat().st_mtime)
     with last.open("rb") as file:
         file.seek(max(0, last.stat().st_size - LOG_BYTES))
         text = file.read(LOG_BYTES).decode(errors="replace")
-    return [f"{last}:", *(f"  {_clean(line)}" for line in text.splitlines()[-LOG_LINES:])]
+    return [_clean(f"{last}:"), *(f"  {_clean(line)}" for line in text.splitlines()[-LOG_LINES:])]
 
 
 def _figures(status: Status, *, now: float) -> Iterator[str]:

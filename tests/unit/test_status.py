@@ -75,6 +75,19 @@ def test_a_failed_run_comes_with_the_end_of_its_ranks_log(tmp_path: Path) -> Non
     ]
 
 
+def test_a_failed_run_whose_rank_logged_nothing_comes_with_another_ranks_log(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "a\x1b[2Jb", FAILED)
+    for rank, text in ((0, "step 1\n"), (1, "")):
+        folder = run / f"logs/2026-host/9f/attempt_0/{rank}"
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(text)
+    lines = format_run(run, FAILED, now=NOW).splitlines()
+    assert lines[-1] == "    step 1"
+    assert "\x1b" not in "".join(lines)
+
+
 def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> None:
     make_run(tmp_path / "old", replace(FAILED, time=NOW - 86_400))
     make_run(tmp_path / "new", RUNNING)
@@ -146,9 +159,9 @@ def test_the_command(
     run_command(["status", str(run), "--json"])
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["state"], found["exit_code"], found["folder"]) == ("failed", 6, str(run))
-    for words in (["--watch", "0"], ["--watch", "nan"], ["--watch", "--json"]):
-        with pytest.raises(ConfigError, match="must be 0.1 to 86400, and without --json"):
-            run_command(["status", str(run), *words])
+    assert run_command(["status", "--watch", str(run)]) == 6
+    with pytest.raises(ConfigError, match="--watch prints text; drop it, or --json"):
+        run_command(["status", str(run), "--watch", "--json"])
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

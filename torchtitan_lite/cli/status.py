@@ -1,7 +1,7 @@
 """Report how runs are doing: state, step, loss, rates, time left, and why one failed.
 
 FOLDER is a run folder, or a folder of run folders. Only files in it are read, so it may be on a
-shared disk. --watch ends when the runs end.
+shared disk.
 
 Exit codes: 2 if there is no run; with --watch, the exit code of the run.
 """
@@ -15,23 +15,24 @@ from pathlib import Path
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.status import as_json, find_runs, format_runs, watch
 
+WATCH_SECONDS = 5.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     option = parser.add_argument
     option("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of them")
-    text = "print again every N seconds (default of N: 5)"
-    option("--watch", type=float, nargs="?", const=5.0, metavar="N", help=text)
+    option("--watch", action="store_true", help="print again every 5 seconds, until the runs end")
     option("--json", action="store_true", help="print a list of JSON objects")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the state and return the exit code. Raises ConfigError."""
-    if args.watch is not None and (args.json or not 0.1 <= args.watch <= 86400):
-        raise ConfigError(f"--watch {args.watch:g} must be 0.1 to 86400, and without --json")
-    if args.watch is not None:
+    if args.watch and args.json:
+        raise ConfigError("--watch prints text; drop it, or --json")
+    if args.watch:
         try:
-            return watch(args.folder, interval_s=args.watch, clear=sys.stdout.isatty())
+            return watch(args.folder, interval_s=WATCH_SECONDS, clear=sys.stdout.isatty())
         except KeyboardInterrupt:
             return 0
     runs, now = find_runs(args.folder), time.time()
