@@ -9,8 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import import_module, metadata
 from pathlib import Path
 
 import torch
@@ -37,6 +36,8 @@ SIZE = 256
 """Of the linear that is multiplied."""
 CLOCK_SECONDS = 5.0
 """A file system's clock that is off by more confuses tools that compare times of files."""
+NEEDED = ("packages", "bf16", "ranks", "disk")
+"""Checks without which no run trains."""
 EXTRAS = {
     "tiktoken": "Llama's tokenizers ([llama])",
     "tokenizers": "tokenizer.json ([llama])",
@@ -76,6 +77,7 @@ def examine(*, folder: Path, quick: bool) -> list[Finding]:
     checks |= {f"float8 {name}": _recipe_check(name, device) for name in RECIPES}
     checks["compile"] = lambda: check_compiler(device)
     checks["disk"] = lambda: check_disk(folder, quick=quick)
+    checks["clock"] = lambda: check_clock(folder)
     checks["open files"] = check_limits
     checks |= {name: _extra_check(name, use) for name, use in EXTRAS.items()}
     if not quick:
@@ -94,8 +96,8 @@ def _run(name: str, check: Callable[[], str]) -> Finding:
 
 
 def can_train(findings: list[Finding]) -> bool:
-    """Return whether the machine trains in bf16."""
-    return all(each.works for each in findings if each.check in ("packages", "bf16", "ranks"))
+    """Return whether the machine trains in bf16 and the run folder can be written."""
+    return all(each.works for each in findings if each.check in NEEDED)
 
 
 def format_findings(findings: list[Finding]) -> str:
@@ -115,14 +117,15 @@ def format_findings(findings: list[Finding]) -> str:
 
 
 def check_packages() -> str:
-    """Return the versions of torch and torchao. Raises Unfit outside the supported ranges."""
+    """Return the versions of torch and torchao. Raises Unfit if a required package is outside its
+    supported range."""
     wanted = [Requirement(text) for text in metadata.requires("torchtitan-lite") or []]
     ranges = {each.name: each.specifier for each in wanted if not each.marker}
-    found = {name: metadata.version(name) for name in ("torch", "torchao")}
+    found = {name: metadata.version(name) for name in ranges}
     for name, version in found.items():
         if not ranges[name].contains(version, prereleases=True):
             raise Unfit(f"{name} {version} is not in {ranges[name]}; install one that is")
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return f"torch {found['torch']}, torchao {found['torchao']}"
 
 
 def check_device(device: torch.device) -> str:
@@ -182,17 +185,26 @@ def check_disk(folder: Path, *, quick: bool) -> str:
         file.flush()
         os.fsync(file.fileno())
         seconds = time.perf_counter() - began
-        off = Path(file.name).stat().st_mtime - time.time()
-    if abs(off) > CLOCK_SECONDS:
-        raise Unfit(f"the clock of {folder} is {off:+.0f} s off this host's: synchronize them")
     speed = "" if quick else f", {WRITTEN / seconds / 1e6:,.0f} MB/s with fsync"
     return f"{free:.1f} GiB free in {folder}{speed}"
 
 
+def check_clock(folder: Path) -> str:
+    """Return how far the clock of a folder's file system is off this host's. Raises Unfit if it is
+    too far."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        off = Path(file.name).stat().st_mtime - time.time()
+    if abs(off) > CLOCK_SECONDS:
+        raise Unfit(f"the clock of {folder} is {off:+.0f} s off this host's: synchronize them")
+    return f"that of {folder} is {off:+.1f} s off this host's"
+
+
 def _extra_check(name: str, use: str) -> Callable[[], str]:
     def check() -> str:
-        if getattr(find_spec(name), "origin", None) is None:
-            raise Unfit(f"not installed; it is for {use}")
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise Unfit(f"not installed; it is for {use}") from error
         return f"{metadata.version(name)}, for {use}"
 
     return check

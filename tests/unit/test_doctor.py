@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torchtitan_lite import doctor
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.doctor import Finding, Unfit, can_train, examine, format_findings
+from torchtitan_lite.errors import RunError
 from torchtitan_lite.float8.recipes import RECIPES
 
 CPU = torch.device("cpu")
@@ -92,13 +94,33 @@ def test_a_file_system_whose_clock_is_off(tmp_path: Path, monkeypatch: pytest.Mo
     now = time.time() + 60
     monkeypatch.setattr(time, "time", lambda: now)
     with pytest.raises(Unfit, match=r"the clock of .* is -60 s off this host's"):
-        doctor.check_disk(tmp_path, quick=True)
+        doctor.check_clock(tmp_path)
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Unfit, match=r"not installed; it is for plots"):
         doctor._extra_check("matplotlib", "plots")()
+
+
+def test_a_package_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('libfoo.so: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    found = doctor._run("wandb", doctor._extra_check("wandb", "curves"))
+    assert found == Finding("wandb", False, "ImportError: libfoo.so: no such file")
+
+    monkeypatch.delitem(sys.modules, "torchtitan_lite.doctor")
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(RunError, match="does not work here: torch cannot be imported: ImportError"):
+        run_command(["doctor"])
+
+
+def test_training_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    assert doctor.can_train([Finding("wandb", False, "")])
+    finding = doctor._run("disk", lambda: doctor.check_disk(tmp_path / "none", quick=True))
+    assert not doctor.can_train([finding])
 
 
 def test_no_failure_ends_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,5 +149,5 @@ def test_the_command(
         "works": False,
         "text": "ZeroDivisionError: division by zero",
     } in findings
-    assert run_command(["doctor", "--quick", "--folder", str(tmp_path / "none")]) in (0, 1)
+    assert run_command(["doctor", "--quick", "--folder", str(tmp_path / "none")]) == 1
     assert "disk" in capsys.readouterr().out.partition("does not work here")[2]

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_lite.errors import RunError
 from torchtitan_lite.logger import logger
 
 
@@ -25,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings and return the exit code."""
-    from torchtitan_lite.doctor import can_train, examine, format_findings  # torch takes seconds
+    try:
+        from torchtitan_lite.doctor import can_train, examine, format_findings  # torch: seconds
+    except Exception as error:  # a broken torch can raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise RunError(f"training does not work here: torch cannot be imported: {cause}") from error
 
     logger.setLevel("WARNING")  # runs log how they emulate float8
     findings = examine(folder=args.folder.resolve(), quick=args.quick)
