@@ -22,6 +22,7 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Attention, Transformer, attend, rope_table
 
 ReadWeight = Callable[[str], Tensor]
+End = Literal["eos", "length", "context"]
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,9 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         scores, tokens = (logits.float() / self.temperature).sort(descending=True)
-        probabilities = scores.softmax(-1)
         if self.top_k:
             scores[:, self.top_k :] = -torch.inf
-            probabilities = scores.softmax(-1)
+        probabilities = scores.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         probabilities = torch.where(before < self.top_p, probabilities, 0)
         chosen = torch.multinomial(probabilities.cpu(), 1, generator=generator)
@@ -92,7 +92,7 @@ class Sample:
     prompt: str
     text: str
     tokens: int
-    ended_by: Literal["eos", "length", "context"]
+    ended_by: End
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[int]:
@@ -120,10 +120,6 @@ class Generator:
                 f"{model.args.vocab_size}; name the model's own by --tokenizer."
             )
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the ids of a prompt, BOS first. Raises ConfigError if it leaves no room."""
-        return encode_prompt(prompt, self._tokenizer, context=self._args.max_seq_len)
-
     def run(
         self,
         prompts: Sequence[str],
@@ -135,14 +131,12 @@ class Generator:
     ) -> list[Sample]:
         """Continue each of `prompts`, and return them in order. `write` gets the text of the first
         one as it comes."""
-        starts = [self.encode(prompt) for prompt in prompts]
+        context = self._args.max_seq_len
+        starts = [encode_prompt(prompt, self._tokenizer, context=context) for prompt in prompts]
         made: list[list[int]] = [[] for _ in starts]
-        ended: list[Literal["eos", "length", "context"]] = ["length"] * len(starts)
+        room = context - max(map(len, starts))
+        ended: list[End] = ["context" if room < max_new_tokens else "length"] * len(starts)
         done, printed = [False] * len(starts), ""
-        longest = max(map(len, starts))
-        room = self._args.max_seq_len - longest
-        if room < max_new_tokens:
-            ended = ["context"] * len(starts)
 
         tokens = self._tokens(starts, count=min(room, max_new_tokens), sampling=sampling)
         for row in tokens:

@@ -72,6 +72,7 @@ class Samples:
     def _gather(self, take: Callable[[str, Tensor], object]) -> None:
         """Pass each weight to `take`, whole, on rank 0 and the ranks of its pipeline."""
         state = model_state(self._model)
+        dtype = next(iter(state.values())).dtype
         of_rank0 = dist.get_global_rank(self._stages, 0) == 0
         for name, shape in self._shapes.items():
             weight = state.get(name)
@@ -79,15 +80,11 @@ class Samples:
                 weight = weight.full_tensor()
             if of_rank0 and self._stages.size() > 1:
                 if weight is None:
-                    weight = torch.empty(shape, device=self._device, dtype=self._param_dtype(state))
+                    weight = torch.empty(shape, device=self._device, dtype=dtype)
                 weight = weight.to(self._device)
                 dist.broadcast(weight, group=self._stages, group_src=self._owners[name])
             if weight is not None:
                 take(name.removeprefix(PREFIX), weight)
-
-    @staticmethod
-    def _param_dtype(state: dict[str, Tensor]) -> torch.dtype:
-        return next(iter(state.values())).dtype
 
     def _generate(self, copies: list[Transformer]) -> list[dict[str, Any]]:
         generator = Generator(copies[0], self._tokenizer)

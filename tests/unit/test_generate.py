@@ -17,7 +17,7 @@ from torchtitan_lite import generate
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import CheckpointError, ConfigError, NumericError
-from torchtitan_lite.generate import Generator, Sampling, load_generator
+from torchtitan_lite.generate import Generator, Sampling, encode_prompt, load_generator
 from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     save_hf(FAMILIES["Llama 3.1"], tmp_path)
     generator, (args, read, _) = load(tmp_path), generate.open_source(tmp_path)
     plain = generate.build_plain_model(args, read, device=CPU, dtype=torch.float32)
-    start = generator.encode("for key in")
+    start = encode_prompt("for key in", TOKENIZER, context=48)
     tokens = [row[0] for row in generator._tokens([start], count=20, sampling=Sampling())]
     logits = plain(torch.tensor([[*start, *tokens]]))[0]
     assert logits.argmax(-1)[len(start) - 1 : -1].tolist() == tokens
@@ -120,9 +120,9 @@ def test_a_text_ends_where_the_context_does(tmp_path: Path) -> None:
     save_hf(FAMILIES["Llama 3"], tmp_path)
     generator = load(tmp_path)
     (sample,) = generator.run(["a"], max_new_tokens=99, sampling=Sampling(), ignore_eos=True)
-    assert (sample.tokens, sample.ended_by) == (48 - len(generator.encode("a")), "context")
+    assert (sample.tokens, sample.ended_by) == (48 - 1 - len(TOKENIZER.encode("a")), "context")
     with pytest.raises(ConfigError, match=r"prompt 'abc.*' has \d+ tokens, and .* context 48; sho"):
-        generator.encode("abc " * 60)
+        generator.run(["abc " * 60], max_new_tokens=9, sampling=Sampling())
 
 
 def test_characters_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,10 @@ def add_key_options(parser: Parser) -> None:
     """Add an option for each key of the config, with its choices."""
     parser.add_argument("--job.config_file", choices=shipped_configs(), help="TOML file or name")
     for name, key in KEYS.items():
-        choices = list(FLAVORS) if name == "model.flavor" else key.choices
-        is_choice = choices and key.kind in ("str", "list")
-        if key.kind == "bool":
-            choices, is_choice = ["true", "false"], True
+        choices = ["true", "false"] if key.kind == "bool" else key.choices
+        if name == "model.flavor":
+            choices = list(FLAVORS)
+        if "{" in key.type_text:  # a table, whose choices are its keys
+            choices = []
         text = key.doc.replace("%", "%%")  # argparse formats it
-        parser.add_argument(f"--{name}", choices=choices if is_choice else None, help=text)
+        parser.add_argument(f"--{name}", choices=choices or None, help=text)

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
             max_new_tokens=args.max_new_tokens,
             sampling=sampling,
             ignore_eos=args.ignore_eos,
-            write=(lambda text: print(text, end="", flush=True)) if streams else (lambda _: None),
+            write=partial(print, end="", flush=True) if streams else (lambda _: None),
         )
     finally:
         if streams:
