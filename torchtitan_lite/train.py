@@ -13,7 +13,6 @@ if __name__ == "__main__":
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import errno
-import shlex
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,6 +41,7 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.files import DISK_FULL, hash_sources
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
+from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 from torchtitan_lite.parallel.distributed import (
     check_started_alike,
     connect_store,
@@ -178,6 +178,7 @@ def run_entries(config: Config) -> list[str]:
     """Return the names of the files and folders that this run writes in its run folder."""
     return [
         "metrics.jsonl",
+        "validation.jsonl",
         "numerics.jsonl",
         "samples.jsonl",
         "peaks.json",
@@ -245,8 +246,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
         curves = trainer.job.folder / config.metrics.save_tb_folder
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(curves)]
-        logger.info(f"curves: {shlex.join(command)}")
+        logger.info(f"curves: {tensorboard_command({curves.absolute().parent.name: curves})}")
     logger.info(f"run folder: {trainer.job.folder}")
 
 
