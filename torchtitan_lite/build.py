@@ -35,12 +35,8 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.stages import StageTimes
-from torchtitan_lite.metrics.writers import (
-    Content,
-    build_writers,
-    check_wandb_installed,
-    last_losses,
-)
+from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
+from torchtitan_lite.metrics.writers import Content, build_writers, last_losses
 from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
 from torchtitan_lite.planner.auto import resolve_auto

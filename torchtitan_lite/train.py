@@ -245,8 +245,10 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         epochs = config.training.epochs
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
-        curves = trainer.job.folder / config.metrics.save_tb_folder
-        logger.info(f"curves: {tensorboard_command({curves.absolute().parent.name: curves})}")
+        # Curves of runs beside this one are worth a comparison, but not every file of a project.
+        parent = trainer.job.folder.parent
+        shown = trainer.job.folder if parent.absolute() == Path.cwd() else parent
+        logger.info(f"curves: {tensorboard_command(shown)}")
     logger.info(f"run folder: {trainer.job.folder}")
 
 

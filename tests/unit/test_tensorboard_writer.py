@@ -1,6 +1,5 @@
 import math
 import re
-import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.plugins.hparams.backend_context import _sort_and_reduce_to_hparams_limit
 
-from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter, tensorboard_command
+from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
 CHANGES_TOML = "[training]\nseq_len = 64\n"
@@ -272,13 +271,6 @@ def test_five_hparams_are_shown_first(tmp_path):
     experiment = read_hparams(EventAccumulator(str(tmp_path)).Reload())["experiment"].experiment
     _sort_and_reduce_to_hparams_limit(experiment)  # as TensorBoard does before it shows them
     assert [each.name for each in experiment.hparam_infos] == names
-
-
-def test_the_command_that_shows_runs_by_their_names():
-    words = shlex.split(tensorboard_command({"a": Path("x y/tb"), "lr:1,5": Path("z/tb")}))
-    assert words[1:] == ["-m", "tensorboard.main", "--logdir_spec", "a:x y/tb,lr_1_5:z/tb"]
-    words = shlex.split(tensorboard_command({"a": Path("x/1,5/tb"), "b": Path("x/2/tb")}))
-    assert words[-2:] == ["--logdir", "x"]
 
 
 def test_a_single_record_has_no_median(tmp_path):

@@ -8,7 +8,7 @@ from sample_records import NUMERICS, RECORD, SUMMARY
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.writers import WandbWriter, check_wandb_installed
+from torchtitan_lite.metrics.wandb_writer import WandbWriter, check_wandb_installed
 
 WANTED = MetricsConfig(enable_wandb=True)
 

@@ -7,7 +7,7 @@ import errno
 import functools
 import math
 import os
-import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,17 +181,14 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _cell(value: Any, form: str) -> str:
-    return "n/a" if value != value else form.format(value)  # NaN
-
-
 def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS)) -> str:
     """Format the comparison as a Markdown table."""
+
+    def cell(value: Any, column: str) -> str:
+        return "n/a" if value != value else COLUMNS[column].format(value)  # NaN
+
     tokens = equal_tokens(runs)
-    rows = [
-        [_cell(row[column], COLUMNS[column]) for column in columns]
-        for row in compare(runs, last=last)
-    ]
+    rows = [[cell(row[column], column) for column in columns] for row in compare(runs, last=last)]
     table = format_columns([columns, *rows], right=range(1, len(columns)), markdown=True)
     return (
         f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
@@ -200,27 +197,25 @@ def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS
 
 
 def format_seeds(runs: Runs, *, last: int) -> str:
-    """Format the final losses over the runs that differ in their seed only, as a Markdown table;
+    """Format the mean final loss of the runs that differ in their seed only, as a Markdown table;
     empty if no two runs do."""
-    groups: dict[str, list[float]] = {}
-    names: dict[str, list[str]] = {}
-    for row, run in zip(compare(runs, last=last), runs.values(), strict=True):
-        others = {key: value for key, value in _compared(run).items() if key != SEED}
-        config = show(others) if others else row["run"]
-        groups.setdefault(config, []).append(row["final loss"])
-        names.setdefault(config, []).append(row["run"])
-
-    if len(groups) == len(runs):
+    losses: dict[str, dict[str, float]] = defaultdict(dict)  # by settings and run
+    for row, (name, run) in zip(compare(runs, last=last), runs.items(), strict=True):
+        settings = {key: value for key, value in _compared(run).items() if key != SEED}
+        losses[show(settings) if settings else name][name] = row["final loss"]
+    if len(losses) == len(runs):
         return ""
-    first = statistics.fmean(next(iter(groups.values())))
+
+    groups = {", ".join(group): np.array([*group.values()]) for group in losses.values()}
+    first = next(iter(groups.values())).mean()
     rows = [
         [
-            ", ".join(names[config]),
-            f"{(mean := statistics.fmean(losses)):.4f}",
-            f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "n/a",
-            f"{100 * (mean / first - 1):+.2f} %",
+            names,
+            f"{group.mean():.4f}",
+            f"{group.std(ddof=1):.4f}" if len(group) > 1 else "n/a",
+            f"{100 * (group.mean() / first - 1):+.2f} %",
         ]
-        for config, losses in groups.items()
+        for names, group in groups.items()
     ]
     headings = ["runs that differ in their seed only", "mean final loss", "deviation", "to first"]
     return format_columns([headings, *rows], right=range(1, 4), markdown=True)
@@ -230,13 +225,10 @@ def format_settings(runs: Runs) -> str:
     """Format the settings that differ between runs, as a Markdown table; empty if none do."""
     settings = {name: _compared(run) for name, run in runs.items()}
     keys = dict.fromkeys(key for values in settings.values() for key in values)
-    shown = {
-        key: [show(values.get(key)) for values in settings.values()]
-        for key in keys
-        if len({show(values.get(key)) for values in settings.values()}) > 1
-    }
-    rows = list(zip(settings, *shown.values(), strict=True))
-    return format_columns([["run", *shown], *rows], markdown=True) if shown else ""
+    columns = {key: [show(values.get(key)) for values in settings.values()] for key in keys}
+    differing = {key: column for key, column in columns.items() if len(set(column)) > 1}
+    rows = zip(settings, *differing.values(), strict=True)
+    return format_columns([["run", *differing], *rows], markdown=True) if differing else ""
 
 
 def _compared(run: Run) -> dict[str, Any]:
@@ -247,10 +239,6 @@ def _compared(run: Run) -> dict[str, Any]:
 def format_comparison(runs: Runs, *, last: int) -> str:
     """Format everything that `compare` prints: figures, seeds, settings, and how to see curves."""
     parts = [format_runs(runs, last=last), format_seeds(runs, last=last), format_settings(runs)]
-    folders = {
-        name: run.folder / run.settings.get("[metrics] save_tb_folder", "tb")
-        for name, run in runs.items()
-    }
-    curves = {name: folder for name, folder in folders.items() if folder.is_dir()}
-    parts += [f"curves: {tensorboard_command(curves)}"] if curves else []
+    parent = os.path.commonpath([run.folder.parent for run in runs.values()])
+    parts.append(f"curves: {tensorboard_command(parent)}")
     return "\n\n".join(filter(None, parts))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtitan_lite.errors import NumericError
 
+from .clock import HostEvent, record_cuda_event
 from .figures import (
     BETWEEN_STEPS,
     FINAL_STEPS,
@@ -43,30 +44,6 @@ StepValues = dict[str, Any]
 without an update since the last one that had one. With document masks also AVERAGED, see
 `flops.document_values`. A figure is a number, or a floating-point scalar on the device, already
 reduced over the ranks."""
-
-
-class HostEvent:
-    """The `torch.cuda.Event` of a CPU, which is never behind: a call returns when it is done."""
-
-    def __init__(self) -> None:
-        self.time_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "HostEvent") -> float:
-        return 1000 * (end.time_s - self.time_s)
-
-
-def record_cuda_event() -> torch.cuda.Event:
-    """Record an event in the current stream. Times between such events are the device's: a wait of
-    the host in which the device still had work takes no time."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 Span = tuple[str, Any, Any]

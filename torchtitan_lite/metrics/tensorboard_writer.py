@@ -20,14 +20,9 @@ SHOWN_HPARAMS = 5
 EVENT_FILES = "events.out.tfevents.*"
 
 
-def tensorboard_command(curves: Mapping[str, Path]) -> str:
-    """Return the shell command that shows `curves`: the TensorBoard folder of each run, by the name
-    that it has there."""
-    spec = ",".join(f"{re.sub('[,:]', '_', name)}:{path}" for name, path in curves.items())
-    source = ["--logdir_spec", spec]
-    if any("," in str(path) for path in curves.values()):  # --logdir_spec cannot express it
-        source = ["--logdir", os.path.commonpath(curves.values())]
-    return shlex.join([sys.executable, "-m", "tensorboard.main", *source])
+def tensorboard_command(folder: Path | str) -> str:
+    """Return the shell command that shows the curves of all runs in a folder."""
+    return shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)])
 
 
 class TensorBoardWriter(Writer):
