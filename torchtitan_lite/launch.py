@@ -51,7 +51,7 @@ finished step. A second signal kills the run if it is SIGINT or comes 3 s later;
 stays.
 
 Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
-1 unexpected, 75 stopped on a signal, and saved where checkpoints are enabled.
+1 unexpected, 75 stopped on a signal or at the time limit, and saved where checkpoints are enabled.
 """
 DEFAULT_CONFIG = "debug_model"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
@@ -270,7 +270,8 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
             return killed, lost, end.rank
         return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
 
-    if status is not None and status.exit_code == STOPPED and end.signalled:
+    seen = "" if status is None else status.cause or ""
+    if status is not None and status.exit_code == STOPPED and end.signalled and "SIGTERM" in seen:
         # Workers only see a SIGTERM.
         return f"stopped by {signal_name(end.signalled)} after step {status.step}", STOPPED, None
     if status is not None and status.exit_code is not None:

@@ -13,6 +13,8 @@ if __name__ == "__main__":
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import errno
+import math
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -50,6 +52,7 @@ from torchtitan_lite.parallel.distributed import (
     local_world_size,
     read_rank,
 )
+from torchtitan_lite.parallel.time_limit import find_time_limit
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
 from torchtitan_lite.run_folder import RunFolder, read_status
 from torchtitan_lite.trainer import Trainer
@@ -86,7 +89,7 @@ def run(config: Config) -> int:
 
 
 def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str | None:
-    """Join the other processes and train. Return the signal that stopped the run, if one did."""
+    """Join the other processes and train. Return what stopped the run early, if anything."""
     # Join the other processes. All must have the same config, versions and sources.
     rank, world_size = read_rank()
     store = connect_store(config.comm.init_timeout_seconds)
@@ -103,6 +106,10 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     if device.type == "cuda" and config.comm.trace_buf_size:
         traces.mkdir(parents=True, exist_ok=True)
     logger.info(f"run folder: {folder.path}")
+    limit = find_time_limit(config.job.max_minutes, started=folder.started, env=os.environ)
+    watchdog.time_limit = limit
+    if limit.at < math.inf:
+        logger.info(f"stops at {time.ctime(limit.at)}: {limit.cause}")
 
     # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device)

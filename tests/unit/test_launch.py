@@ -369,6 +369,7 @@ def test_the_command_to_go_on_leaves_load_step_out(step: Sequence[str]) -> None:
 
 LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
 RUNNING = Status("running", 0, 0)
+STOPPED = Status("stopped", 0, 0, step=4, exit_code=75)
 DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
 
 
@@ -376,11 +377,16 @@ DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
     ("status", "end", "outcome"),
     [
         (replace(LOST, cause="bad text", exit_code=3), replace(DEAD, rank_code=2), ("bad text", 3)),
-        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), AgentEnd(1, 1), ("SIGTERM", 75)),
+        (replace(STOPPED, cause="SIGTERM"), AgentEnd(1, 1), ("SIGTERM", 75)),
         (
-            Status("stopped", 0, 0, step=4, cause="SIGTERM", exit_code=75),
+            replace(STOPPED, cause="stopped by SIGTERM after step 4"),
             AgentEnd(1, 1, signal.SIGINT),
             ("stopped by Ctrl-C after step 4", 75),
+        ),
+        (  # the signal came while the run saved
+            replace(STOPPED, cause="stopped by the time limit after step 4"),
+            AgentEnd(1, 1, signal.SIGTERM),
+            ("stopped by the time limit after step 4", 75),
         ),
         (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, signal.SIGINT), ("done", 0)),
         (RUNNING, DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),
