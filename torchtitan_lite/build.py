@@ -20,6 +20,7 @@ from torchtitan_lite.config import (
     MetricsConfig,
     TrainingConfig,
     check_decay,
+    dump_config,
     log_odd_schedule,
 )
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
@@ -34,7 +35,8 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.stages import StageTimes
-from torchtitan_lite.metrics.writers import build_writers, check_wandb_installed
+from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
+from torchtitan_lite.metrics.writers import Content, build_writers, last_losses
 from torchtitan_lite.optim import UpdateGuard
 from torchtitan_lite.parallel.distributed import local_world_size, set_determinism
 from torchtitan_lite.planner.auto import resolve_auto
@@ -237,6 +239,12 @@ def build_metrics(
     logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
 
     # If a rank cannot open its files, all ranks end.
+    contents: dict[Content, bool] = {
+        "metrics": True,
+        "validation": config.validation.enable,
+        "numerics": config.float8.log_numerics_freq > 0,
+        "samples": bool(config.validation.prompts),
+    }
     writers: list[Writer] = []
     writing_ranks(config.metrics)(
         lambda: writers.extend(
@@ -247,9 +255,9 @@ def build_metrics(
                 total_steps=total_steps,
                 resume_step=progress.step,
                 config_toml=job.to_toml(),
+                changes_toml=dump_config(config, changes_only=True),
                 hparams=job.hparams(),
-                numerics=config.float8.log_numerics_freq > 0,
-                samples=bool(config.validation.prompts),
+                contents=[content for content, written in contents.items() if written],
             )
         )
     )
@@ -261,6 +269,7 @@ def build_metrics(
         n_devices=job.degrees.world_size,
         writers=writers,
         start_tokens=progress.tokens,
+        earlier_losses=last_losses(job.folder) if dist.get_rank() == 0 else (),
         stages=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
     )
     if config.compile.enable:

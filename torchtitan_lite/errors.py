@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 
 STOPPED_EXIT_CODE = 75
-"""Exit code of a run that a signal has stopped, saved if checkpoints are on (EX_TEMPFAIL of
-sysexits.h)."""
+"""Exit code of a run that a signal or its time limit has stopped, saved if checkpoints are on
+(EX_TEMPFAIL of sysexits.h)."""
 
 
 class RunError(ValueError):

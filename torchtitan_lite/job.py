@@ -109,25 +109,23 @@ class Job:
         )
 
     def hparams(self) -> dict[str, bool | float | str]:
-        """Return the settings worth comparing between runs, for TensorBoard's HParams page.
-
-        TensorBoard shows the first five of them, in alphabetical order, by default.
-        """
+        """Return the settings worth comparing between runs, for TensorBoard's HParams page, which
+        shows the first five of them by default."""
         config, float8 = self.config, self.config.float8
+        degrees = dataclasses.asdict(self.degrees)
+        split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return {
+            "float8": float8.recipe_name if float8.enable_float8_linear else "off",
+            "lr": config.optimizer.lr,
+            "parallelism": " x ".join(split) or "none",
+            "seq_len": config.training.seq_len,
+            "world_size": self.degrees.world_size,
             "activation_checkpoint": config.activation_checkpoint.label,
             "compile": config.compile.enable,
-            "context_parallel_degree": self.degrees.cp,
             "flavor": self.model_name,
-            "float8": float8.recipe_name if float8.enable_float8_linear else "off",
             "float8_all_gather": float8.enable_fsdp_float8_all_gather,
             "global_batch_size": self.batch.global_batch_size,
             "local_batch_size": self.batch.local_batch_size,
-            "pipeline_parallel_degree": self.degrees.pp,
-            "lr": config.optimizer.lr,
-            "seq_len": config.training.seq_len,
-            "tensor_parallel_degree": self.degrees.tp,
-            "world_size": self.degrees.world_size,
         }
 
 

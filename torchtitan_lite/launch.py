@@ -51,7 +51,7 @@ finished step. A second signal kills the run if it is SIGINT or comes 3 s later;
 stays.
 
 Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
-1 unexpected, 75 stopped on a signal, and saved where checkpoints are enabled.
+1 unexpected, 75 stopped on a signal or at the time limit, and saved where checkpoints are enabled.
 """
 DEFAULT_CONFIG = "debug_model"
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
@@ -74,17 +74,18 @@ NEXT = {
 
 
 class Launch:
-    """The checked environment variables and the command line of a launch. Raises ConfigError.
+    """The checked environment variables and the command line of a launch, on a terminal with
+    `columns`, or 0 if standard output is none. Raises ConfigError.
     `elastic` has the arguments of torch's LaunchConfig."""
 
-    def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, color: bool) -> None:
+    def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, columns: int) -> None:
         gpus = count_cuda_devices(env)
         self.config_file = env.get("CONFIG_FILE") or DEFAULT_CONFIG
         self.overrides = overrides
         self.words = ["--job.config_file", self.config_file, *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
         self.program = env.get("LAUNCHED_AS") or "python -m torchtitan_lite.launch"
-        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, color=color)
+        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, columns=columns)
 
         # c10d's rendezvous ignores node ranks, so several nodes use the static one.
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
@@ -122,7 +123,9 @@ class Launch:
         return re.sub(r" --checkpoint\.load[_-]step[= ]\S+", "", line)
 
 
-def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool) -> dict[str, str]:
+def read_worker_env(
+    env: Mapping[str, str], *, ngpu: int, gpus: int, columns: int
+) -> dict[str, str]:
     """Return the variables that workers need in addition to `env`. Raises ConfigError."""
     log_rank = (env.get("LOG_RANK") or "0").replace(" ", "")
     ranks = [rank for rank in log_rank.split(",") if re.fullmatch("0|[1-9][0-9]{0,8}", rank)]
@@ -142,8 +145,12 @@ def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int, color: bool
     # On a shared machine, spinning threads would take cores from threads that work.
     if gpus == 0:
         added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
-    if color and not env.get("NO_COLOR"):
-        added["FORCE_COLOR"] = "1"  # workers write to a file, which the agent shows
+
+    # Workers write to files, which the agent shows on the terminal.
+    if columns:
+        added["COLUMNS"] = str(columns)
+        if not env.get("NO_COLOR"):
+            added["FORCE_COLOR"] = "1"
     return added
 
 
@@ -263,7 +270,8 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
             return killed, lost, end.rank
         return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
 
-    if status is not None and status.exit_code == STOPPED and end.signalled:
+    seen = "" if status is None else status.cause or ""
+    if status is not None and status.exit_code == STOPPED and end.signalled and "SIGTERM" in seen:
         # Workers only see a SIGTERM.
         return f"stopped by {signal_name(end.signalled)} after step {status.step}", STOPPED, None
     if status is not None and status.exit_code is not None:
@@ -331,7 +339,8 @@ def say(*lines: str) -> None:
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     # Check everything that can be checked before any process starts.
-    launch = Launch(os.environ, argv, color=os.isatty(1))
+    columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
+    launch = Launch(os.environ, argv, columns=columns)
     if not find_config(launch.config_file).is_file():  # only one process could read a pipe
         raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file; name a TOML file.")
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)

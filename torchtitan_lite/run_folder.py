@@ -60,6 +60,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.started = time.time()  # on rank 0 of a restarted run, of its first attempt
         self._lock: int | None = None  # descriptor, on rank 0
         self._inode: int | None = None  # of the lock file, which identifies this run
 
@@ -84,6 +85,7 @@ class RunFolder:
             error = RunError(earlier.cause)
             error.exit_code = earlier.exit_code
             raise error
+        self.started = earlier.started
         return True
 
     def begin(self, *, resumed_config: str | None, entries: Iterable[str]) -> None:
@@ -104,8 +106,8 @@ class RunFolder:
         self._begin(before, keeps_progress=resumed_config is not None)
 
     def _begin(self, before: Status | None, *, keeps_progress: bool) -> None:
-        now = time.time()
-        status = Status("running", started=now, time=now, job=job_name(os.getppid()))
+        job = job_name(os.getppid())
+        status = Status("running", started=self.started, time=time.time(), job=job)
         if before is not None and keeps_progress:
             status = replace(status, step=before.step, last_checkpoint=before.last_checkpoint)
         write_status(self.path, status)

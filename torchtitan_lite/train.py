@@ -13,7 +13,8 @@ if __name__ == "__main__":
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import errno
-import shlex
+import math
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.files import DISK_FULL, hash_sources
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
+from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 from torchtitan_lite.parallel.distributed import (
     check_started_alike,
     connect_store,
@@ -50,6 +52,7 @@ from torchtitan_lite.parallel.distributed import (
     local_world_size,
     read_rank,
 )
+from torchtitan_lite.parallel.time_limit import find_time_limit
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
 from torchtitan_lite.run_folder import RunFolder, read_status
 from torchtitan_lite.trainer import Trainer
@@ -86,7 +89,7 @@ def run(config: Config) -> int:
 
 
 def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str | None:
-    """Join the other processes and train. Return the signal that stopped the run, if one did."""
+    """Join the other processes and train. Return what stopped the run early, if anything."""
     # Join the other processes. All must have the same config, versions and sources.
     rank, world_size = read_rank()
     store = connect_store(config.comm.init_timeout_seconds)
@@ -103,6 +106,10 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     if device.type == "cuda" and config.comm.trace_buf_size:
         traces.mkdir(parents=True, exist_ok=True)
     logger.info(f"run folder: {folder.path}")
+    limit = find_time_limit(config.job.max_minutes, started=folder.started, env=os.environ)
+    watchdog.time_limit = limit
+    if limit.at < math.inf:
+        logger.info(f"stops at {time.ctime(limit.at)}: {limit.cause}")
 
     # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device)
@@ -178,6 +185,7 @@ def run_entries(config: Config) -> list[str]:
     """Return the names of the files and folders that this run writes in its run folder."""
     return [
         "metrics.jsonl",
+        "validation.jsonl",
         "numerics.jsonl",
         "samples.jsonl",
         "peaks.json",
@@ -244,9 +252,10 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         epochs = config.training.epochs
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
-        curves = trainer.job.folder / config.metrics.save_tb_folder
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(curves)]
-        logger.info(f"curves: {shlex.join(command)}")
+        # Curves of runs beside this one are worth a comparison, but not every file of a project.
+        parent = trainer.job.folder.parent
+        shown = trainer.job.folder if parent.absolute() == Path.cwd() else parent
+        logger.info(f"curves: {tensorboard_command(shown)}")
     logger.info(f"run folder: {trainer.job.folder}")
 
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 import math
-import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -48,7 +47,7 @@ STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because eac
 
 
 class Stopped(Exception):
-    """Raised on all ranks at the same point after a stop signal; the message is its name."""
+    """Raised on all ranks at the same point to stop; the message is the signal or time limit."""
 
 
 class Trainer:
@@ -129,7 +128,7 @@ class Trainer:
         return built
 
     def train(self) -> str | None:
-        """Train to the last step. Return the name of the signal if one stopped the run earlier."""
+        """Train to the last step. Return the signal or time limit that stopped the run, if any."""
         gc.disable()  # it would pause ranks at different moments, and all would wait each time
         stopped_by: str | None = None
         self.report_progress()
@@ -153,7 +152,7 @@ class Trainer:
                     self.advance(step)
                     profiler.end_step(step)
             except Stopped as stopped:
-                # A signal during the validation after the last step stops no training.
+                # A request during the validation after the last step stops no training.
                 stopped_by = str(stopped) if self.step < self.last_step else None
                 self.metrics.settle()
                 if self.checkpointer.saves and self.saved_step < self.step:
@@ -266,7 +265,7 @@ class Trainer:
     def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's next batches, as many as a step has, on its device, once all ranks
         have theirs; fewer at the end. If one rank has an error, raises it on all ranks. Raises
-        `Stopped` after a signal."""
+        `Stopped` after a signal or the time limit."""
         self.watchdog.at(self.step + 1, "data")
         taken, error = [], None
         try:
@@ -279,7 +278,7 @@ class Trainer:
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
-        stop = self.watchdog.stop_signal.received
+        stop = self.watchdog.stop_requested()
         save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
         times = self.metrics.own_times()
         stop, save, rank_times = agree(stop=stop, save=save, error=error, figures=times)
@@ -287,7 +286,7 @@ class Trainer:
             self.metrics.stages.exchanged(rank_times)
         self.save_wanted |= save
         if stop:
-            raise Stopped(signal.Signals(stop).name)
+            raise Stopped(self.watchdog.stop_cause(stop))
         self.watchdog.at(self.step + 1, "forward and backward")
         return [
             (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan_lite.build import prepare_job
 from torchtitan_lite.config import load_config
 from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.processor import HostEvent
+from torchtitan_lite.metrics.clock import HostEvent
 from torchtitan_lite.parallel.distributed import end_process, init_distributed
 from torchtitan_lite.parallel.watchdog import Watchdog
 from torchtitan_lite.trainer import Trainer

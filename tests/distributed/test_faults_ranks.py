@@ -370,6 +370,32 @@ def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path)
     assert (status(half_done)["state"], status(half_done)["step"]) == ("stopped", 8)
 
 
+def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
+    launcher: Launcher, straight: Path, half_done: Path
+) -> None:
+    limit = "--job.max_minutes=56"
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
+    starts: list[tuple[int, list[str], dict[str, str], str]] = [
+        (7, [limit], {}, "[job] max_minutes = 56"),
+        (8, [], slurm, "of Slurm job 7"),
+    ]
+    for step, settings, env, cause in starts:
+        late = {"do": "let_pass", "minutes": 56, "at": f"forward {step}", "rank": 0}
+        run = launcher.run(half_done, *SETTINGS, *settings, faults=[late], restarts=1, nodes=env)
+        assert run.exit_code == 75, run.output
+        told = f"stopped by the time limit ({cause}) after step {step}"
+        assert run.told["cause"] == status(half_done)["cause"] == told
+        saved = half_done / f"checkpoint/step-{step:08d}"
+        assert run.told["last_checkpoint"] == str(saved)
+
+    # The last step is done, not stopped. A new start has all of its time.
+    late = {"do": "let_pass", "minutes": 56, "at": f"forward {STEPS}", "rank": 0}
+    run = launcher.run(half_done, *SETTINGS, limit, faults=[late])
+    assert run.exit_code == 0, run.output
+    assert f"resumed from {saved}" in run.output
+    assert_same_run(half_done, straight)
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_is_always_killed_ends_the_run(
     restarts: int, launcher: Launcher, half_done: Path

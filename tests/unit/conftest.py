@@ -27,6 +27,14 @@ def keep_compiler_settings() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def keep_log_level() -> Iterator[None]:
+    """Undo what a command sets in the logger: it runs once in a process, but tests run many."""
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 @pytest.fixture
 def notices(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,6 @@
 """A record, figures of casts and a summary to hand to writers."""
 
 import math
-from dataclasses import replace
 
 from torchtitan_lite.metrics.figures import StepRecord, Summary
 
@@ -46,4 +45,11 @@ NUMERICS = {
     },
     "output": {"weight": WEIGHT | {"saturation": 0.001}},
 }
-SUMMARY = Summary(replace(RECORD, loss=5.25), tps=2340.5, mfu=41.0, times_s={"training": 15.0})
+SUMMARY = Summary(
+    last=RECORD,
+    losses=(5.5, 5.0),
+    validation_loss=5.75,
+    tps=2340.5,
+    mfu=41.0,
+    times_s={"training": 15.0},
+)

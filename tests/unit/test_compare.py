@@ -163,7 +163,7 @@ def test_tensors():
         "c": TensorEntry("bfloat16", (1,)),
         "d": TensorEntry("int64", (4,)),
     }
-    assert changes(old, new, absent="missing") == [
+    assert changes(old, new, absent="missing", text=str) == [
         "a: float32 [2, 3] -> float32 [3, 2]",
         "b: float32 [] -> missing",
         "c: float32 [1] -> bfloat16 [1]",

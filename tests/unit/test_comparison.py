@@ -13,7 +13,7 @@ import pytest
 from sample_records import RECORD
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.comparison import compare, format_runs, read_runs
+from torchtitan_lite.metrics.comparison import compare, format_comparison, format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +39,8 @@ def make_run(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """bf16, and a float8 run that is faster and two steps ahead."""
-    return [
+    """bf16, which was validated, and a float8 run that is faster and two steps ahead."""
+    runs = [
         make_run(tmp_path / "bf16", [8, 6, 4, 5], grad_norm=[2, 1, 1, 1], tps=[1, 90, 110, 100]),
         make_run(
             tmp_path / "float8",
@@ -50,6 +50,9 @@ def runs(tmp_path: Path) -> list[Path]:
             mfu=[1, 30, 20, 20, 20, 30],
         ),
     ]
+    lines = '{"step": 2, "validation_loss": 5.5}\n{"step": 4, "validation_loss": 4.75}\n{"st'
+    (runs[0] / "validation.jsonl").write_text(lines)
+    return runs
 
 
 def test_losses_are_compared_at_equal_tokens(runs: list[Path]) -> None:
@@ -59,6 +62,7 @@ def test_losses_are_compared_at_equal_tokens(runs: list[Path]) -> None:
         "steps": 4,
         "tokens": 4000,
         "final loss": 4.5,
+        "validation loss": 4.75,
         "to first": 0,
         "loss at most off": 0,
         "grad norm at most off": 0,
@@ -90,13 +94,13 @@ def test_the_table(runs: list[Path]) -> None:
     assert format_runs(read_runs(runs), last=2).splitlines() == [
         "At 4 equal token counts, the last one 4,000; final loss: mean of the last 2.",
         "",
-        "| run    | steps | tokens | final loss | to first | loss at most off "
+        "| run    | steps | tokens | final loss | validation loss | to first | loss at most off "
         "| grad norm at most off | tps | times first |    mfu |",
-        "|--------|------:|-------:|-----------:|---------:|-----------------:"
+        "|--------|------:|-------:|-----------:|----------------:|---------:|-----------------:"
         "|----------------------:|----:|------------:|-------:|",
-        "| bf16   |     4 |  4,000 |     4.5000 |  +0.00 % |           0.00 % "
+        "| bf16   |     4 |  4,000 |     4.5000 |          4.7500 |  +0.00 % |           0.00 % "
         "|                0.00 % | 100 |        1.00 | 40.0 % |",
-        "| float8 |     6 |  6,000 |     4.5000 |  +0.00 % |          10.00 % "
+        "| float8 |     6 |  6,000 |     4.5000 |             n/a |  +0.00 % |          10.00 % "
         "|               50.00 % | 150 |        1.50 | 20.0 % |",
     ]
 
@@ -108,7 +112,51 @@ def test_a_figure_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
         [cell.strip() for cell in line.split("|")]
         for line in format_runs(read_runs([a, b]), last=1).splitlines()
     ]
-    assert cells[-1][4:-1] == ["n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a"]
+    assert cells[-1][4:-1] == ["n/a", "n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a"]
+
+
+def write_config(run: Path, *, recipe: str, seed: int) -> None:
+    tables = [f'[job]\ndump_folder = "{run}"', f'[float8]\nrecipe_name = "{recipe}"']
+    (run / "config.toml").write_text("\n".join([*tables, f"[debug]\nseed = {seed}\n"]))
+
+
+def test_seeds_and_settings_of_several_runs(tmp_path: Path) -> None:
+    losses = {"bf16-0": 5.0, "bf16-1": 6.0, "float8-0": 5.5, "float8-1": 6.6}
+    paths = [make_run(tmp_path / name, [8, loss]) for name, loss in losses.items()]
+    for path in paths:
+        recipe, _, seed = path.name.partition("-")
+        write_config(path, recipe=recipe, seed=int(seed))
+
+    figures, seeds, settings, curves = (
+        part.splitlines() for part in format_comparison(read_runs(paths), last=1).split("\n\n")[1:]
+    )
+    assert len(figures) == 2 + 4
+    assert [re.split(r" *\| *", line)[1:-1] for line in seeds[2:]] == [
+        ["bf16-0, bf16-1", "5.5000", "0.7071", "+0.00 %"],
+        ["float8-0, float8-1", "6.0500", "0.7778", "+10.00 %"],
+    ]
+    assert [re.split(r" *\| *", line)[1:-1] for line in settings if "--" not in line] == [
+        ["run", "[float8] recipe_name", "[debug] seed"],
+        ["bf16-0", '"bf16"', "0"],
+        ["bf16-1", '"bf16"', "1"],
+        ["float8-0", '"float8"', "0"],
+        ["float8-1", '"float8"', "1"],
+    ]
+    assert curves[0].endswith(f" --logdir {tmp_path}")
+
+
+def test_runs_without_a_config_are_compared_by_their_figures(runs: list[Path]) -> None:
+    write_config(runs[0], recipe="bf16", seed=0)
+    parts = format_comparison(read_runs(runs), last=2).split("\n\n")
+    assert parts[:2] == format_runs(read_runs(runs), last=2).split("\n\n")
+    assert '| bf16   | "bf16"               | 0            |' in parts[2]
+    assert "| float8 | unset                | unset        |" in parts[2]
+
+
+def test_a_broken_config_is_refused(runs: list[Path]) -> None:
+    (runs[1] / "config.toml").write_text("[training\n")
+    with pytest.raises(ConfigError, match=r"float8/config\.toml: "):
+        read_runs(runs)
 
 
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
@@ -123,7 +171,7 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 def test_the_torn_line_of_a_live_run_is_left_out(runs: list[Path]) -> None:
     file = runs[1] / "metrics.jsonl"
     file.write_text(file.read_text()[:-30])
-    assert read_runs(runs)["float8"]["tokens"].tolist() == [1000, 2000, 3000, 4000, 5000]
+    assert read_runs(runs)["float8"].figures["tokens"].tolist() == [1000, 2000, 3000, 4000, 5000]
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1, "tok'], ids=["empty", "torn"])
@@ -227,7 +275,7 @@ def script(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_script_prints_the_table(runs: list[Path]) -> None:
     result = script(*runs, "--last", "2")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == format_runs(read_runs(runs), last=2) + "\n"
+    assert result.stdout == format_comparison(read_runs(runs), last=2) + "\n"
 
 
 def test_the_script_reports_errors_in_a_line(runs: list[Path]) -> None:

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from torchtitan_lite.metrics.processor import HostEvent, record_cuda_event
+from torchtitan_lite.metrics.clock import HostEvent, record_cuda_event
 
 
 def test_a_cpu_is_never_behind(monkeypatch):

@@ -61,7 +61,7 @@ def test_degrees_batches_and_shares_follow_from_the_config() -> None:
     assert job.dataset_shares == (3, 1)
     hparams = job.hparams()
     assert (hparams["world_size"], hparams["global_batch_size"]) == (24, 16)
-    assert hparams["context_parallel_degree"] == 3
+    assert hparams["parallelism"] == "dp_replicate 2 x dp_shard 2 x cp 3 x tp 2"
     assert hparams["float8"] == "off"
 
 

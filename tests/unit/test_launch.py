@@ -221,7 +221,7 @@ def test_files_in_the_working_directory_are_not_imported(
 
 def asked(*overrides: str, **env: str) -> Launch:
     """The launch that some variables describe, on a machine without GPUs unless they name some."""
-    return Launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides, color=True)
+    return Launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides, columns=120)
 
 
 NODES = {"NNODES": "2", "NGPU": "8", "NODE_RANK": "1", "RDZV_ENDPOINT": "head:29500"}
@@ -290,9 +290,9 @@ def test_number_of_processes_is_the_number_of_gpus(
 ) -> None:
     executable(tmp_path / "nvidia-smi", f"#!/bin/sh\n{nvidia_smi}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert Launch({}, [], color=False).ngpu == ngpu
+    assert Launch({}, [], columns=0).ngpu == ngpu
     monkeypatch.setenv("PATH", "")
-    assert Launch({}, [], color=False).ngpu == 2
+    assert Launch({}, [], columns=0).ngpu == 2
 
 
 @pytest.mark.parametrize(
@@ -320,6 +320,7 @@ def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
         "PYTHONUNBUFFERED": "1",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
+        "COLUMNS": "120",
         "FORCE_COLOR": "1",
     }
     assert asked(LOG_RANK="0, 1").worker_env["LOG_RANK"] == "0,1"
@@ -327,7 +328,7 @@ def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
     added = asked(**chosen, NO_COLOR="1", NGPU="8").worker_env
     assert added.items() >= chosen.items() and "FORCE_COLOR" not in added
     assert asked(NGPU="8").worker_env["OMP_NUM_THREADS"] == "1"
-    assert "FORCE_COLOR" not in Launch({}, [], color=False).worker_env
+    assert {"FORCE_COLOR", "COLUMNS"}.isdisjoint(Launch({}, [], columns=0).worker_env)
 
 
 def test_one_node_and_several() -> None:
@@ -368,6 +369,7 @@ def test_the_command_to_go_on_leaves_load_step_out(step: Sequence[str]) -> None:
 
 LOST = Status("failed", 0, 0, cause="rank 9 hangs", exit_code=6)
 RUNNING = Status("running", 0, 0)
+STOPPED = Status("stopped", 0, 0, step=4, exit_code=75)
 DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
 
 
@@ -375,11 +377,16 @@ DEAD = AgentEnd(1, 1, rank=9, rank_code=-9)
     ("status", "end", "outcome"),
     [
         (replace(LOST, cause="bad text", exit_code=3), replace(DEAD, rank_code=2), ("bad text", 3)),
-        (Status("stopped", 0, 0, cause="SIGTERM", exit_code=75), AgentEnd(1, 1), ("SIGTERM", 75)),
+        (replace(STOPPED, cause="SIGTERM"), AgentEnd(1, 1), ("SIGTERM", 75)),
         (
-            Status("stopped", 0, 0, step=4, cause="SIGTERM", exit_code=75),
+            replace(STOPPED, cause="stopped by SIGTERM after step 4"),
             AgentEnd(1, 1, signal.SIGINT),
             ("stopped by Ctrl-C after step 4", 75),
+        ),
+        (  # the signal came while the run saved
+            replace(STOPPED, cause="stopped by the time limit after step 4"),
+            AgentEnd(1, 1, signal.SIGTERM),
+            ("stopped by the time limit after step 4", 75),
         ),
         (Status("done", 0, 0, exit_code=0), AgentEnd(1, 1, signal.SIGINT), ("done", 0)),
         (RUNNING, DEAD, ("rank 9 was killed by SIGKILL", 6, 9)),

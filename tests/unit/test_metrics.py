@@ -576,10 +576,19 @@ def test_summary_leaves_the_first_step_out_of_the_medians():
     run = Run()
     for seconds in (50.0, 1.0, 2.0, 4.0):
         last = run.train_step(seconds)
+    run.metrics.write_scalars(4, {"validation_loss": 5.5})
+    run.metrics.write_scalars(4, {"checkpoint_s": 1.0})
     summary = run.metrics.summary()
     median = run.recorder.records[2]
     times_s = {"training": 57.0, "data": 0.0, "compile": 0.0}
-    assert summary == Summary(last, median.tps, median.mfu, times_s)
+    assert summary == Summary(
+        last=last,
+        losses=tuple(record.loss for record in run.recorder.records),
+        validation_loss=5.5,
+        tps=median.tps,
+        mfu=median.mfu,
+        times_s=times_s,
+    )
     assert summary.tps == 250.0
 
 
@@ -672,10 +681,19 @@ def test_times_of_the_summary():
 
 def test_summary_lines():
     record = replace(RECORD, step=30, tokens=122880, loss=5.41)
-    summary = Summary(record, tps=2345.4, mfu=41.24, times_s=TIMES_S)
+    summary = Summary(
+        last=record,
+        losses=[5.40, 5.42],
+        validation_loss=5.5,
+        tps=2345.4,
+        mfu=41.24,
+        times_s=TIMES_S,
+    )
     assert summary_lines(summary, unigram_entropy=6.27) == [
         "30 steps, 122,880 tokens",
-        "final loss 5.41 nat, 0.86 below the unigram entropy 6.27 of the training tokens",
+        "final loss 5.41 nat, 0.86 below the unigram entropy 6.27 of the training tokens; "
+        "mean of the last 2 logged steps",
+        "validation loss 5.50 nat",
         "median tps 2,345 per device, median mfu 41.2%, without the first step",
         "of 100.0s: training 60.0%, compile 30.0%, validation 10.0%",
         "peak memory 0.9GiB per device",
@@ -688,16 +706,19 @@ def test_summary_lines():
     ]
     summary = replace(summary, last=replace(record, approximate_mfu=True))
     approximate = summary_lines(summary, unigram_entropy=6.27)
-    assert "median mfu ~41.2%, without" in approximate[2]
+    assert "median mfu ~41.2%, without" in approximate[3]
 
 
 def test_summary_lines_of_a_run_that_learned_nothing():
     record = replace(RECORD, loss=7.0)
-    summary = Summary(record, tps=None, mfu=None, times_s=TIMES_S)
+    summary = Summary(
+        last=record, losses=[7.0], validation_loss=None, tps=None, mfu=None, times_s=TIMES_S
+    )
     assert summary_lines(summary, unigram_entropy=6.27)[1:3] == [
-        "final loss 7.00 nat, 0.73 above the unigram entropy 6.27 of the training tokens",
+        "final loss 7.00 nat, 0.73 above the unigram entropy 6.27 of the training tokens; "
+        "mean of the last 1 logged steps",
         "median tps n/a per device, median mfu n/a, without the first step",
     ]
-    assert summary_lines(summary, unigram_entropy=None)[1] == "final loss 7.00 nat"
-    summary = replace(summary, last=replace(record, loss=math.nan))
+    assert summary_lines(summary, unigram_entropy=None)[1].startswith("final loss 7.00 nat; mean")
+    summary = replace(summary, losses=[7.0, math.nan])
     assert "nan nat" in summary_lines(summary, unigram_entropy=6.27)[1]

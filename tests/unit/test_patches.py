@@ -538,7 +538,7 @@ def test_a_stopped_run_may_save_for_as_long_as_the_variable_says(
     monkeypatch.setattr("torch.distributed.elastic.multiprocessing.PContext", OldContext)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "45")
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
-        elastic = Launch({}, [], color=False).elastic
+        elastic = Launch({}, [], columns=0).elastic
         assert LaunchConfig(**elastic).shutdown_timeout == 45
         patches.allow_long_saves()
         assert OldContext().close() == 30

@@ -65,7 +65,7 @@ def test_status_tells_how_far_the_run_is_and_how_it_ended(tmp_path: Path) -> Non
     start = status_on_file(folder.path)
     assert start == {
         "state": "running",
-        "started": start["time"],
+        "started": folder.started,
         "time": start["time"],
         "step": 0,
         "total_steps": None,
@@ -418,8 +418,10 @@ def test_an_attempt_knows_what_the_one_before_left(
         folder.close()
         with monkeypatch.context() as patch:
             patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-            again = folder.lock()
-        folder.close()
+            attempt = RunFolder(tmp_path)
+            again = attempt.lock()
+        assert attempt.started == folder.started
+        attempt.close()
         assert not folder.lock()  # torchrun has not started it again
         folder.close()
         return again

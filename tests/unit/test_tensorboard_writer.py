@@ -9,10 +9,12 @@ from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams.backend_context import _sort_and_reduce_to_hparams_limit
 
 from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
+CHANGES_TOML = "[training]\nseq_len = 64\n"
 CURVES = {
     "n_tokens_seen": 49152,
     "data/epochs/pystdlib": 0.75,
@@ -38,6 +40,12 @@ CURVES = {
     "time_metrics/profiling_s": 6.0,
     "time_metrics/compile_s": 4.0,
 }
+FINAL = {
+    "final/loss": 5.25,
+    "final/validation_loss": 5.75,
+    "final/median_tps": 2340.5,
+    "final/median_mfu": 41.0,
+}
 OUTSIDE = {
     "validation_loss": 5.5,
     "validation_s": 2.0,
@@ -58,6 +66,7 @@ def open_writer(
         folder,
         resume_step=resume_step,
         config_toml=CONFIG_TOML,
+        changes_toml=CHANGES_TOML,
         hparams={"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64},
         numerics=numerics,
     )
@@ -100,7 +109,9 @@ def test_tags(tmp_path):
     writer.write_scalars(12, OUTSIDE)
     writer.close(None)
     curves = {
-        tag: points for tag, points in read_curves(tmp_path).items() if not tag.startswith("pages/")
+        tag: points
+        for tag, points in read_curves(tmp_path).items()
+        if not re.match("Overview/|z_pages/", tag)
     }
     assert curves == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
 
@@ -111,12 +122,12 @@ def test_what_casts_lost(tmp_path):
     writer.close(None)
     curves = read_curves(tmp_path)
     assert set(curves) == {
-        f"float8_{figure}/{cast}"
+        f"z_float8/{figure}/{cast}"
         for figure in ("sqnr_db", "amax", "underflow", "saturation")
         for cast in ("weight/feed_forward.w2", "grad_output/feed_forward.w2", "weight/output")
     }
-    assert curves["float8_sqnr_db/weight/output"] == [(12, 31.5)]
-    assert curves["float8_sqnr_db/grad_output/feed_forward.w2"] == [(12, -math.inf)]
+    assert curves["z_float8/sqnr_db/weight/output"] == [(12, 31.5)]
+    assert curves["z_float8/sqnr_db/grad_output/feed_forward.w2"] == [(12, -math.inf)]
 
 
 def test_share_of_a_gpus_memory(tmp_path):
@@ -128,7 +139,7 @@ def test_figures_of_documents(tmp_path):
     figures = {"mfu_documents": 30.5, "attention_imbalance": 1.25}
     open_writer(tmp_path).write(replace(RECORD, **figures))
     curves = read_curves(tmp_path)
-    assert curves["mfu_documents(%)"] == curves["pages/mfu_documents"] == [(12, 30.5)]
+    assert curves["mfu_documents(%)"] == curves["z_pages/mfu_documents"] == [(12, 30.5)]
     assert curves["attention_imbalance"] == [(12, 1.25)]
 
 
@@ -165,7 +176,7 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
         for title, (pattern,) in pages.pop("float8").items()
     }
     assert drawn_together == {
-        title: [f"float8_{cast}/attention.wo", f"float8_{cast}/feed_forward.w2"]
+        title: [f"z_float8/{cast}/attention.wo", f"z_float8/{cast}/feed_forward.w2"]
         for title, cast in {
             "SQNR of inputs, dB": "sqnr_db/input",
             "SQNR of weights, dB": "sqnr_db/weight",
@@ -185,15 +196,15 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
     tags = {tag for (tag,) in found.values()}
     assert not [tag for tag in tags if "(" in tag]
     assert tags == {
-        "loss_metrics/global_avg_loss",
+        "Overview/loss",
         "loss_metrics/global_max_loss",
-        "validation_metrics/global_avg_loss",
-        "pages/tps",
+        "Overview/validation_loss",
+        "Overview/tps",
+        "Overview/mfu",
         "tflops",
         *(
-            f"pages/{name}"
+            f"z_pages/{name}"
             for name in (
-                "mfu",
                 "mfu_documents",
                 "mfu_bf16_peak",
                 "mfu_fp8_peak",
@@ -201,9 +212,9 @@ def test_every_curve_of_a_page_can_be_drawn(tmp_path):
                 "hfu",
             )  # fmt: skip
         ),
-        "pages/memory_gib",
-        "pages/step_time_s",
-        "pages/data_time_s",
+        "z_pages/memory_gib",
+        "z_pages/step_time_s",
+        "z_pages/data_time_s",
         "time_metrics/compile_s",
         "time_metrics/checkpoint_s",
         "time_metrics/validation_s",
@@ -216,11 +227,13 @@ def test_a_figure_on_a_page_is_the_one_under_its_tag(tmp_path):
     write_steps(open_writer(tmp_path), range(1, 3))
     curves = read_curves(tmp_path)
     for name, tag in {
-        "tps": "throughput(tps)",
-        "hfu": "hfu(%)",
-        "step_time_s": "time_metrics/end_to_end(s)",
+        "Overview/loss": "loss_metrics/global_avg_loss",
+        "Overview/tps": "throughput(tps)",
+        "Overview/mfu": "mfu(%)",
+        "z_pages/hfu": "hfu(%)",
+        "z_pages/step_time_s": "time_metrics/end_to_end(s)",
     }.items():
-        assert curves[f"pages/{name}"] == curves[tag]
+        assert curves[name] == curves[tag]
 
 
 def test_runs_can_be_compared(tmp_path):
@@ -230,10 +243,9 @@ def test_runs_can_be_compared(tmp_path):
         "experiment",
         "session_start_info",
     }  # also of a run that goes on, or crashed
-    assert [metric.name.tag for metric in hparams["experiment"].experiment.metric_infos] == [
-        "final/loss",
-        "final/median_tps",
-    ]
+    metrics = hparams["experiment"].experiment.metric_infos
+    assert [metric.name.tag for metric in metrics] == [f"z_{name}" for name in FINAL]
+    assert [metric.display_name for metric in metrics] == list(FINAL)
     start = hparams["session_start_info"].session_start_info.hparams
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
     assert values == {"float8": "true", "flavor": "8B", "lr": 8e-4, "seq_len": 64}
@@ -243,12 +255,28 @@ def test_runs_can_be_compared(tmp_path):
         "session_start_info",
         "session_end_info",
     }
-    assert read_curves(tmp_path) == {"final/loss": [(12, 5.25)], "final/median_tps": [(12, 2340.5)]}
+    assert read_curves(tmp_path) == {f"z_{name}": [(12, value)] for name, value in FINAL.items()}
+
+
+def test_five_hparams_are_shown_first(tmp_path):
+    names = ["float8", "lr", "parallelism", "seq_len", "world_size", "compile", "flavor"]
+    TensorBoardWriter(
+        tmp_path,
+        resume_step=0,
+        config_toml="",
+        changes_toml="",
+        hparams=dict.fromkeys(names, 1.0),
+        numerics=False,
+    )
+    experiment = read_hparams(EventAccumulator(str(tmp_path)).Reload())["experiment"].experiment
+    _sort_and_reduce_to_hparams_limit(experiment)  # as TensorBoard does before it shows them
+    assert [each.name for each in experiment.hparam_infos] == names
 
 
 def test_a_single_record_has_no_median(tmp_path):
-    open_writer(tmp_path).close(replace(SUMMARY, tps=None))
-    assert read_curves(tmp_path) == {"final/loss": [(12, 5.25)]}
+    unknown = {"tps": None, "mfu": None, "validation_loss": None}
+    open_writer(tmp_path).close(replace(SUMMARY, **unknown))
+    assert read_curves(tmp_path) == {"z_final/loss": [(12, 5.25)]}
 
 
 @pytest.mark.parametrize(
@@ -266,12 +294,12 @@ def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     events_file.rename(events_file.with_name("events.out.tfevents.1700000000.earlier"))
     resumed = open_writer(tmp_path, resume_step=6)
     write_steps(resumed, range(7, 9))
-    resumed.close(replace(SUMMARY, last=replace(RECORD, step=8, loss=5.25)))
+    resumed.close(replace(SUMMARY, last=replace(RECORD, step=8)))
 
     events = EventAccumulator(str(tmp_path)).Reload()
     curves = read_curves(tmp_path)
     assert curves["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
-    assert curves["final/loss"] == [(8, 5.25)]
+    assert curves["z_final/loss"] == [(8, 5.25)]
     repeated = {
         tag: Counter(step for step, _ in points).most_common(1)
         for tag, points in curves.items()
@@ -280,5 +308,7 @@ def test_each_step_stands_once_after_a_resume(tmp_path, summary):
     assert {count for ((_, count),) in repeated.values()} == {1}
     assert list(read_layout(events)) == ["loss", "throughput", "MFU", "memory", "times"]
     (text,) = events.Tensors("config/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == f"```toml\n{CONFIG_TOML}\n```"
+    changes, all_keys = text.tensor_proto.string_val[0].decode().split("All keys:")
+    assert f"```toml\n{CHANGES_TOML}\n```" in changes
+    assert f"```toml\n{CONFIG_TOML}\n```" in all_keys
     assert read_hparams(events).keys() == {"experiment", "session_start_info", "session_end_info"}

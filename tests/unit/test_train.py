@@ -47,9 +47,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_entries_of_a_run_are_the_folders_that_its_config_names() -> None:
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
-    files = ["metrics.jsonl", "numerics.jsonl", "samples.jsonl", "peaks.json", "wandb"]
+    files = ["metrics.jsonl", "validation.jsonl", "numerics.jsonl", "samples.jsonl"]
     folders = ["checkpoint", "curves", "profile_traces", "memory_snapshot", "comm_traces"]
-    assert entries == [*files, *folders]
+    assert entries == [*files, "peaks.json", "wandb", *folders]
 
 
 @pytest.mark.parametrize("given", [None, "/elsewhere/rank_"])

@@ -8,14 +8,15 @@ from sample_records import NUMERICS, RECORD, SUMMARY
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.writers import WandbWriter, check_wandb_installed
+from torchtitan_lite.metrics.wandb_writer import WandbWriter, check_wandb_installed
 
 WANTED = MetricsConfig(enable_wandb=True)
 
 
 @pytest.fixture
 def wandb(monkeypatch) -> FakeWandb:
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
     return FakeWandb(monkeypatch)
 
 
@@ -30,7 +31,11 @@ def without_wandb(monkeypatch, tmp_path) -> Path:
 
 def open_writer(folder: Path) -> WandbWriter:
     return WandbWriter(
-        folder, config_toml="[training]\nseq_len = 64\n", hparams={"float8": True, "dp_shard": 8}
+        folder,
+        name="bf16",
+        group="outputs",
+        config_toml="[training]\nseq_len = 64\n",
+        hparams={"float8": True, "dp_shard": 8},
     )
 
 
@@ -46,10 +51,17 @@ def test_a_run_of_records(tmp_path, wandb):
     }
     known["epochs/pystdlib"] = 0.75
     assert run.rows == [(12, known), (12, {"validation_loss": 5.5})]
-    assert run.summary == {"final_loss": 5.25, "median_tps": 2340.5, "median_mfu": 41.0}
+    assert run.summary == {
+        "final/loss": 5.25,
+        "final/validation_loss": 5.75,
+        "final/median_tps": 2340.5,
+        "final/median_mfu": 41.0,
+    }
     assert run.finished
     assert run.options == {
         "project": "torchtitan_lite",
+        "name": "bf16",
+        "group": "outputs",
         "dir": str(tmp_path),
         "id": None,
         "resume": "allow",
@@ -73,10 +85,14 @@ def test_what_casts_lost(tmp_path, wandb):
     assert len(figures) == 3 * 4  # and no number of a layer
 
 
-def test_the_users_project(tmp_path, wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "fp8")
+def test_the_users_project_name_and_group(tmp_path, wandb, monkeypatch):
+    chosen = {"project": "fp8", "name": "first", "group": "sweep"}
+    for option, name in zip(
+        chosen, ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_GROUP"), strict=True
+    ):
+        monkeypatch.setenv(name, chosen[option])
     open_writer(tmp_path)
-    assert wandb.runs[0].options["project"] == "fp8"
+    assert wandb.runs[0].options.items() >= chosen.items()
 
 
 def test_a_resumed_run_is_the_same_one(tmp_path, wandb):

@@ -3,6 +3,7 @@ import json
 import logging
 import math
 import os
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchtitan_lite.metrics.writers import (
     ConsoleWriter,
     JsonlWriter,
     build_writers,
+    last_losses,
     wants_color,
 )
 
@@ -32,9 +34,9 @@ RUN = {
     "total_steps": 30,
     "resume_step": 0,
     "config_toml": "[training]\nseq_len = 64\n",
+    "changes_toml": "",
     "hparams": {"flavor": "8B"},
-    "numerics": False,
-    "samples": False,
+    "contents": ["metrics"],
 }
 LINE = (
     "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  "
@@ -122,6 +124,26 @@ def test_console_shows_the_casts_that_lost_most(log):
         "saturation up to 0.10% (weight of output)",
         "step 15/30  float8 casts: least SQNR 31.5 dB (input of output)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [
+        (137, []),
+        (136, ["time"]),
+        (100, ["time", "mem"]),
+        (99, ["time", "mem", "grad_norm"]),
+        (80, ["time", "mem", "grad_norm", "tflops"]),
+        (1, ["time", "mem", "grad_norm", "tflops"]),
+    ],
+)
+def test_a_line_fits_the_terminal(log, columns, left_out):
+    ConsoleWriter(total_steps=30, color=True, columns=columns).write(RECORD)
+    line = re.sub("\033\\[[0-9]+m", "", log.messages[0])
+    assert len("[rank0] 12:34:56 " + line) <= max(columns, 80)
+    names = ["step", "loss", "grad_norm", "tps", "tflops", "mfu", "mem", "time", "warm-up"]
+    shown = [part.split(" ")[0] for part in line.split("  ")]
+    assert shown == [name for name in names if name not in left_out]
 
 
 def test_coloured_console_line_has_the_same_text(log):
@@ -258,6 +280,29 @@ def test_a_file_has_a_line_for_each_measured_step_once(tmp_path):
     }
 
 
+def test_validation_losses_have_a_file(tmp_path):
+    writer = JsonlWriter(tmp_path / "validation.jsonl", resume_step=0, content="validation")
+    writer.write(RECORD)
+    writer.write_scalars(12, {"checkpoint_s": 1.0})
+    writer.write_scalars(12, {"validation_loss": 5.5})
+    writer.write_scalars(24, {"validation_loss": math.nan})
+    lines = [line | {"time": 0} for line in read_lines(tmp_path / "validation.jsonl")]
+    assert lines == [
+        {"step": 12, "time": 0, "validation_loss": 5.5},
+        {"step": 24, "time": 0, "validation_loss": None},
+    ]
+
+
+def test_losses_before_a_resume(tmp_path):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
+    for step in range(1, 31):
+        writer.write(replace(RECORD, step=step, loss=math.nan if step == 20 else float(step)))
+    JsonlWriter(tmp_path / "metrics.jsonl", resume_step=25)
+    losses = last_losses(tmp_path)
+    assert losses[:14] == [*map(float, range(6, 20))] and math.isnan(losses[14])
+    assert losses[15:] == [21.0, 22.0, 23.0, 24.0, 25.0]
+
+
 @pytest.mark.parametrize(("numerics", "left"), [(True, False), (False, True), (False, False)])
 def test_casts_have_a_file_where_they_are_measured_and_one_that_was_left_is_cut(
     tmp_path, numerics, left
@@ -266,7 +311,9 @@ def test_casts_have_a_file_where_they_are_measured_and_one_that_was_left_is_cut(
     if left:
         path.write_text('{"step": 10}\n{"step": 20}\n')
     writers = build_writers(
-        MetricsConfig(), dump_folder=tmp_path, **(RUN | {"numerics": numerics, "resume_step": 10})
+        MetricsConfig(),
+        dump_folder=tmp_path,
+        **(RUN | {"contents": ["metrics", "numerics"][: 1 + numerics], "resume_step": 10}),
     )
     for writer in writers:
         writer.close(None)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.keys import show
-from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.config.differences import changes, config_changes
 from torchtitan_lite.errors import CheckpointError
 
 from .folders import naming
@@ -21,28 +20,6 @@ MOST_LISTED = 8
 """Most differences that a message lists."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes, to compare bit by bit: NaN equals NaN, and 0.0 differs from -0.0."""
-
-
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, absent: str = "unset") -> list[str]:
-    """Return `key: old -> new` for each key with different values: first the keys of `old`, then
-    those only in `new`."""
-
-    def text(values: Mapping[str, Any], key: str) -> str:
-        value = values.get(key)
-        as_text = str if isinstance(value, TensorEntry) else show
-        return as_text(value) if key in values else absent
-
-    texts = {key: (text(old, key), text(new, key)) for key in (*old, *new)}
-    return [f"{key}: {a} -> {b}" for key, (a, b) in texts.items() if a != b]
-
-
-def config_changes(old: str, new: str) -> list[str]:
-    """Return `[table] key: old -> new` for each key that differs between two configs in TOML."""
-    before, after = (
-        {f"[{table}] {key}": value for table in tables for key, value in tables[table].items()}
-        for tables in (parse_toml(old.encode()), parse_toml(new.encode()))
-    )
-    return changes(before, after)
 
 
 def listed(differences: list[str]) -> str:
@@ -76,7 +53,7 @@ def check_tensors(
     saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], *, path: Path
 ) -> None:
     """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run."""
-    differing = changes(saved, wanted, absent="missing")
+    differing = changes(saved, wanted, absent="missing", text=str)
     if not differing:
         return
     shapes = [{name: entry.shape for name, entry in each.items()} for each in (saved, wanted)]
@@ -158,7 +135,7 @@ def compare(old: Path, new: Path) -> CheckpointDifference:
         progress=changes(before, after),
         config=config_changes(a.config, b.config),
         model=changes(a.model, b.model),
-        tensors=changes(a.tensors, b.tensors, absent="missing"),
+        tensors=changes(a.tensors, b.tensors, absent="missing", text=str),
         values=values,
         equal_tensors=len(shared) - len(values),
     )

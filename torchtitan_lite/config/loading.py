@@ -97,9 +97,10 @@ def shared_settings(config: Config) -> dict[str, str]:
     }
 
 
-def dump_config(config: Config) -> str:
-    """Return the config as TOML that loads to an equal Config. Unset keys are left out."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+def dump_config(config: Config, *, changes_only: bool = False) -> str:
+    """Return the config as TOML that loads to an equal Config. Unset keys are left out, and with
+    `changes_only` also those that have their defaults."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True, exclude_defaults=changes_only))
 
 
 def _validate(settings: Layer) -> Config:

@@ -13,6 +13,7 @@ from .types import (
     Name,
     Names,
     Peak,
+    Positive,
     Seconds,
     Section,
     Text,
@@ -25,6 +26,8 @@ class JobConfig(Section):
     """Run folder: everything that the run leaves behind is under it."""
     description: str = ""
     """Free text, printed at start and kept in the run folder."""
+    max_minutes: Positive | None = None
+    """Minutes until the run saves and ends, with exit code 75; unset: before a Slurm job's end."""
     print_config: bool = False
     """Print the resolved config at start."""
 

@@ -1,4 +1,4 @@
-"""Compare runs at equal tokens, from their metrics.jsonl.
+"""Compare runs at equal tokens, from their metrics.jsonl, and by their configs.
 
 Equal tokens are the token counts at which every run has logged a step; nothing is interpolated.
 """
@@ -7,22 +7,31 @@ import errno
 import functools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
+from torchtitan_lite.config.differences import flat_config
+from torchtitan_lite.config.keys import show
+from torchtitan_lite.documents import read_toml
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tables import format_columns
 
+from .tensorboard_writer import tensorboard_command
+
+T = TypeVar("T", bound=BaseModel)
 COLUMNS = {
     "run": "{}",
     "steps": "{:,.0f}",
     "tokens": "{:,.0f}",
     "final loss": "{:.4f}",
+    "validation loss": "{:.4f}",
     "to first": "{:+.2f} %",
     "loss at most off": "{:.2f} %",
     "grad norm at most off": "{:.2f} %",
@@ -31,6 +40,7 @@ COLUMNS = {
     "mfu": "{:.1f} %",
 }
 """Format of each column of a comparison."""
+SEED = "[debug] seed"
 
 
 class _Record(BaseModel, strict=True, allow_inf_nan=False):
@@ -44,8 +54,26 @@ class _Record(BaseModel, strict=True, allow_inf_nan=False):
     mfu: float | None
 
 
-Runs = Mapping[str, Mapping[str, NDArray[np.float64]]]
-"""For each run the values of each figure of a _Record, one per step; NaN if unknown."""
+class _Validation(BaseModel, strict=True, allow_inf_nan=False):
+    """The figure read of a line of validation.jsonl."""
+
+    validation_loss: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a comparison reads of a run's folder. Unknown numbers are NaN."""
+
+    folder: Path
+    figures: Mapping[str, NDArray[np.float64]]
+    """Of a _Record, one value per step."""
+    validation_loss: float
+    """Of the last validation."""
+    settings: Mapping[str, Any]
+    """Values of the config by `[table] key`; none if there is no config."""
+
+
+Runs = Mapping[str, Run]
 
 
 def read_runs(paths: Sequence[Path]) -> Runs:
@@ -60,12 +88,35 @@ def read_runs(paths: Sequence[Path]) -> Runs:
         named = " ".join(map(str, paths)) or "none"
         raise ConfigError(f"a comparison needs two different runs or more, and got: {named}.")
     parent = os.path.commonpath([folder.parent for folder in folders])
-    return {str(file.parent.relative_to(parent)): _read_records(file) for file in files}
+    return {str(file.parent.relative_to(parent)): _read_run(file) for file in files}
 
 
-def _read_records(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Read a metrics.jsonl. An incomplete last line, as a live run may have, is left out. Raises
-    ConfigError if the file cannot be read or has no step."""
+def _read_run(file: Path) -> Run:
+    """Read the run with the metrics.jsonl `file`. Raises ConfigError."""
+    if not (records := _read_lines(file, _Record)):
+        raise ConfigError(f"{file}: no step has been logged yet.")
+    figures = np.array([list(each.model_dump().values()) for each in records], dtype=float).T
+
+    # A run without validations or config is compared by its steps.
+    validations = file.with_name("validation.jsonl")
+    losses = _read_lines(validations, _Validation) if validations.exists() else []
+    last = losses[-1].validation_loss if losses else None
+    config, settings = file.with_name("config.toml"), {}
+    try:
+        settings = flat_config(read_toml(config)) if config.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config}: {error}") from error
+    return Run(
+        folder=file.parent,
+        figures=dict(zip(_Record.model_fields, figures, strict=True)),
+        validation_loss=math.nan if last is None else last,
+        settings=settings,
+    )
+
+
+def _read_lines(path: Path, model: type[T]) -> list[T]:
+    """Read a file of JSON lines. An incomplete last line, as a live run may have, is left out.
+    Raises ConfigError if the file cannot be read."""
     try:
         if path.stat() and not path.is_file():  # reading a pipe would block
             raise OSError(errno.EINVAL, "is not a file")
@@ -74,24 +125,22 @@ def _read_records(path: Path) -> dict[str, NDArray[np.float64]]:
         reason = error.strerror
         raise ConfigError(f"{path}: {reason}; name a run folder, or its metrics.jsonl.") from error
 
-    records = []
+    records: list[T] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(list(_Record.model_validate_json(line).model_dump().values()))
+            records.append(model.model_validate_json(line))
         except ValidationError as error:
             if line.endswith(b"\n"):  # not the line that a live run is writing
                 shown = line[:60].decode(errors="replace").rstrip()
                 raise ConfigError(
                     f"{path}: line {number} is not the record of a step: {shown!r}"
                 ) from error
-    if not records:
-        raise ConfigError(f"{path}: no step has been logged yet.")
-    return dict(zip(_Record.model_fields, np.array(records, dtype=float).T, strict=True))
+    return records
 
 
 def equal_tokens(runs: Runs) -> NDArray[np.float64]:
     """Return the token counts at which all runs logged, in order. Raises ConfigError if none is."""
-    tokens = {name: figures["tokens"] for name, figures in runs.items()}
+    tokens = {name: run.figures["tokens"] for name, run in runs.items()}
     equal: NDArray[np.float64] = functools.reduce(np.intersect1d, tokens.values())
     if not equal.size:
         spans = [f"{name} {counts[0]:,.0f} to {counts[-1]:,.0f}" for name, counts in tokens.items()]
@@ -104,7 +153,8 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
     steps at equal tokens, speeds are medians without the first step."""
     equal = equal_tokens(runs)
     rows: list[dict[str, Any]] = []
-    for name, figures in runs.items():
+    for name, run in runs.items():
+        figures = run.figures
         is_equal = np.isin(figures["tokens"], equal)
         curves = {key: figures[key][is_equal] for key in ("loss", "grad_norm")}
         final_loss = np.mean(curves["loss"][-last:])
@@ -119,6 +169,7 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
             figures["step"][-1],
             figures["tokens"][-1],
             final_loss,
+            run.validation_loss,
             100 * (final_loss / first_loss - 1),
             off["loss"],
             off["grad_norm"],
@@ -143,3 +194,51 @@ def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS
         f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
         f"final loss: mean of the last {min(last, len(tokens))}.\n\n{table}"
     )
+
+
+def format_seeds(runs: Runs, *, last: int) -> str:
+    """Format the mean final loss of the runs that differ in their seed only, as a Markdown table;
+    empty if no two runs do."""
+    losses: dict[str, dict[str, float]] = defaultdict(dict)  # by settings and run
+    for row, (name, run) in zip(compare(runs, last=last), runs.items(), strict=True):
+        settings = {key: value for key, value in _compared(run).items() if key != SEED}
+        losses[show(settings) if settings else name][name] = row["final loss"]
+    if len(losses) == len(runs):
+        return ""
+
+    groups = {", ".join(group): np.array([*group.values()]) for group in losses.values()}
+    first = next(iter(groups.values())).mean()
+    rows = [
+        [
+            names,
+            f"{group.mean():.4f}",
+            f"{group.std(ddof=1):.4f}" if len(group) > 1 else "n/a",
+            f"{100 * (group.mean() / first - 1):+.2f} %",
+        ]
+        for names, group in groups.items()
+    ]
+    headings = ["runs that differ in their seed only", "mean final loss", "deviation", "to first"]
+    return format_columns([headings, *rows], right=range(1, 4), markdown=True)
+
+
+def format_settings(runs: Runs) -> str:
+    """Format the settings that differ between runs, as a Markdown table; empty if none do."""
+    settings = {name: _compared(run) for name, run in runs.items()}
+    keys = dict.fromkeys(key for values in settings.values() for key in values)
+    columns = {key: [show(values.get(key)) for values in settings.values()] for key in keys}
+    differing = {key: column for key, column in columns.items() if len(set(column)) > 1}
+    rows = zip(settings, *differing.values(), strict=True)
+    return format_columns([["run", *differing], *rows], markdown=True) if differing else ""
+
+
+def _compared(run: Run) -> dict[str, Any]:
+    """Return the settings by which runs are compared: not where a run is, nor what it is called."""
+    return {key: value for key, value in run.settings.items() if not key.startswith("[job]")}
+
+
+def format_comparison(runs: Runs, *, last: int) -> str:
+    """Format everything that `compare` prints: figures, seeds, settings, and how to see curves."""
+    parts = [format_runs(runs, last=last), format_seeds(runs, last=last), format_settings(runs)]
+    parent = os.path.commonpath([run.folder.parent for run in runs.values()])
+    parts.append(f"curves: {tensorboard_command(parent)}")
+    return "\n\n".join(filter(None, parts))

@@ -6,6 +6,7 @@ TensorBoard with its charts, the console and the tables in docs/metrics.md, whic
 `python -m torchtitan_lite.metrics.figures` prints, follow from that line.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
@@ -204,10 +205,10 @@ BETWEEN_STEPS = {
 """Figures that belong to no step. A time is written as NAME_s by `outside_step(NAME)`."""
 
 CAST_FIGURES = {
-    "sqnr_db": Figure("signal to quantization noise of the casts", "dB", "float8_sqnr_db"),
-    "amax": Figure("largest magnitude", "", "float8_amax"),
-    "underflow": Figure("share of the values that became 0", "", "float8_underflow"),
-    "saturation": Figure("share of the values that were cut off", "", "float8_saturation"),
+    "sqnr_db": Figure("signal to quantization noise of the casts", "dB", "z_float8/sqnr_db"),
+    "amax": Figure("largest magnitude", "", "z_float8/amax"),
+    "underflow": Figure("share of the values that became 0", "", "z_float8/underflow"),
+    "saturation": Figure("share of the values that were cut off", "", "z_float8/saturation"),
 }
 """Figures of casts to float8; role and kind of linear follow the name: sqnr_db/weight/output."""
 
@@ -224,12 +225,22 @@ CastErrors = Mapping[str, Mapping[str, Mapping[str, float]]]
 the layer that the figure NAME comes from, if the linear is in a layer."""
 
 
-@dataclass(frozen=True)
+FINAL_STEPS = 20
+"""A final loss is the mean of so many logged steps, the last ones."""
+OUTCOME = ("loss", "validation_loss", "median_tps", "median_mfu")
+"""Figures by which runs are compared: final/NAME on wandb, z_final/NAME in TensorBoard."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """A run's outcome. Medians are over this process's records but the first."""
 
     last: StepRecord
     """The last step's record."""
+    losses: Sequence[float]
+    """Of the last FINAL_STEPS logged steps, also of those before a resume, nat."""
+    validation_loss: float | None
+    """Of the last validation of this process, nat."""
     tps: float | None
     """Median tokens per second per device; None if there is only one record."""
     mfu: float | None
@@ -239,14 +250,25 @@ class Summary:
     bubble_pct: float | None = None
     """Of this process's steps but the first; None without pipelines."""
 
+    @property
+    def final_loss(self) -> float:
+        """Mean of `losses`."""
+        return statistics.fmean(self.losses)
+
+    def outcome(self) -> dict[str, float]:
+        """Return the figures of OUTCOME that are known."""
+        values = (self.final_loss, self.validation_loss, self.tps, self.mfu)
+        figures = dict(zip(OUTCOME, values, strict=True))
+        return {name: value for name, value in figures.items() if value is not None}
+
 
 def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
     """Describe how a run went. `unigram_entropy`, nat, is the loss of a model that knows only how
     often each training token occurs."""
     last, times_s = summary.last, summary.times_s
-    loss = f"final loss {last.loss:.2f} nat"
+    loss = f"final loss {summary.final_loss:.2f} nat"
     if unigram_entropy is not None:
-        gain = unigram_entropy - last.loss
+        gain = unigram_entropy - summary.final_loss
         loss += f", {abs(gain):.2f} {'below' if gain >= 0 else 'above'} the unigram entropy "
         loss += f"{unigram_entropy:.2f} of the training tokens"
 
@@ -257,11 +279,14 @@ def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[st
     memory = f"peak memory {last.memory_gib:.1f}GiB per device"
     if last.memory_max_gib is not None:
         memory = f"peak memory {last.memory_max_gib:.1f}GiB, on rank {last.memory_max_rank}"
+    validation = summary.validation_loss
+    held_out = [] if validation is None else [f"validation loss {validation:.2f} nat"]
     bubble = summary.bubble_pct
     pipeline = [] if bubble is None else [f"pipeline bubble {bubble:.1f}%, without the first step"]
     return [
         f"{last.step:,} steps, {last.tokens:,} tokens",
-        loss,
+        f"{loss}; mean of the last {len(summary.losses)} logged steps",
+        *held_out,
         f"median tps {tps} per device, median mfu {mfu}, without the first step",
         f"of {total_s:,.1f}s: {', '.join(shares)}",
         *pipeline,

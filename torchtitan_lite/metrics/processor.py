@@ -20,7 +20,16 @@ from torch import Tensor
 
 from torchtitan_lite.errors import NumericError
 
-from .figures import BETWEEN_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
+from .clock import HostEvent, record_cuda_event
+from .figures import (
+    BETWEEN_STEPS,
+    FINAL_STEPS,
+    STEP_FIGURES,
+    CastErrors,
+    StepRecord,
+    Summary,
+    Writer,
+)
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
 from .stages import StageTimes
@@ -35,30 +44,6 @@ StepValues = dict[str, Any]
 without an update since the last one that had one. With document masks also AVERAGED, see
 `flops.document_values`. A figure is a number, or a floating-point scalar on the device, already
 reduced over the ranks."""
-
-
-class HostEvent:
-    """The `torch.cuda.Event` of a CPU, which is never behind: a call returns when it is done."""
-
-    def __init__(self) -> None:
-        self.time_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "HostEvent") -> float:
-        return 1000 * (end.time_s - self.time_s)
-
-
-def record_cuda_event() -> torch.cuda.Event:
-    """Record an event in the current stream. Times between such events are the device's: a wait of
-    the host in which the device still had work takes no time."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 Span = tuple[str, Any, Any]
@@ -121,10 +106,12 @@ class MetricsProcessor:
         n_devices: int,
         writers: list[Writer],
         start_tokens: int,
+        earlier_losses: Sequence[float] = (),
         stages: StageTimes | None = None,
     ) -> None:
-        """`start_tokens` is the number of tokens trained on before this process, 0 in a new run.
-        Only ranks that write metrics have writers, only those of pipelines `stages`."""
+        """`start_tokens` is the number of tokens trained on before this process, 0 in a new run,
+        `earlier_losses` the losses of the last steps that were logged then. Only ranks that write
+        metrics have writers, only those of pipelines `stages`."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
         self.stages = stages
@@ -140,6 +127,8 @@ class MetricsProcessor:
 
         # Records.
         self._last_record: StepRecord | None = None
+        self._losses = deque(earlier_losses, maxlen=FINAL_STEPS)
+        self._validation_loss: float | None = None
         self._tokens = start_tokens  # at the last record
         self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds
         self._totals: dict[str, float] = defaultdict(float)  # the same, of all steps but the first
@@ -285,6 +274,7 @@ class MetricsProcessor:
         )
 
         record = self._last_record
+        self._losses.append(record.loss)
         self._tell(lambda writer: writer.write(record))
         if compile_s:
             self._write_time(values["step"], "compile", compile_s)
@@ -298,6 +288,7 @@ class MetricsProcessor:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write figures that belong to no step's record, such as a validation loss."""
+        self._validation_loss = scalars.get("validation_loss", self._validation_loss)
         self._tell(lambda writer: writer.write_scalars(step, scalars))
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -330,9 +321,15 @@ class MetricsProcessor:
         mfu = None
         if tps is not None:
             mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
-        bubble_pct = self.stages.bubble_pct() if self.stages else None
-        times_s = dict(self._times)
-        return Summary(self._last_record, tps, mfu, times_s=times_s, bubble_pct=bubble_pct)
+        return Summary(
+            last=self._last_record,
+            losses=tuple(self._losses),
+            validation_loss=self._validation_loss,
+            tps=tps,
+            mfu=mfu,
+            times_s=dict(self._times),
+            bubble_pct=self.stages.bubble_pct() if self.stages else None,
+        )
 
     def close(self) -> None:
         """Close the writers."""

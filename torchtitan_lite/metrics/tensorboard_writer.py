@@ -2,23 +2,34 @@
 
 import os
 import re
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .figures import CAST_CHARTS, CHARTS, FIGURES, Summary, Writer, figure_of
+from .figures import CAST_CHARTS, CHARTS, FIGURES, OUTCOME, Summary, Writer, figure_of
 
-FINAL_LOSS, MEDIAN_TPS = "final/loss", "final/median_tps"
-"""Tags of the outcome, by which the HParams tab compares runs."""
+OVERVIEW = ("loss", "validation_loss", "tps", "mfu")
+"""Figures of the first group of cards. TensorBoard sorts groups by name, capital letters first, so
+that groups named z_... come last."""
+SHOWN_HPARAMS = 5
+"""How many hparams TensorBoard shows by default."""
 EVENT_FILES = "events.out.tfevents.*"
+
+
+def tensorboard_command(folder: Path | str) -> str:
+    """Return the shell command that shows the curves of all runs in a folder."""
+    return shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)])
 
 
 class TensorBoardWriter(Writer):
     """A run's TensorBoard folder. An unknown figure leaves no point.
 
     Pages, config and hparams are written once, when the run begins; a resumed run adds only points.
+    Of the hparams, the HParams page shows the first five by default.
     """
 
     spare = "TensorBoard"
@@ -29,6 +40,7 @@ class TensorBoardWriter(Writer):
         *,
         resume_step: int,
         config_toml: str,
+        changes_toml: str,
         hparams: Mapping[str, bool | float | str],
         numerics: bool,
     ) -> None:
@@ -53,10 +65,17 @@ class TensorBoardWriter(Writer):
             name: str(value).lower() if isinstance(value, bool) else value
             for name, value in hparams.items()
         }
-        *start, self._session_end = summary.hparams(shown, dict.fromkeys((FINAL_LOSS, MEDIAN_TPS)))
+        outcome = dict.fromkeys(f"z_final/{name}" for name in OUTCOME)
+        experiment, session, self._session_end = summary.hparams(shown, outcome)
         if not is_resumed:
-            config = summary.text("config", f"```toml\n{config_toml}\n```")
-            for first in (summary.custom_scalars(_layout(numerics=numerics)), config, *start):
+            _show_first(experiment, list(hparams)[:SHOWN_HPARAMS])
+            config = summary.text(
+                "config",
+                f"Differs from the defaults:\n\n```toml\n{changes_toml}\n```\n\n"
+                f"All keys:\n\n```toml\n{config_toml}\n```",
+            )
+            pages = summary.custom_scalars(_layout(numerics=numerics))
+            for first in (pages, config, experiment, session):
                 self._write_event(summary=first)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -73,9 +92,8 @@ class TensorBoardWriter(Writer):
 
     def close(self, summary: Summary | None) -> None:
         if summary is not None:
-            outcome = {FINAL_LOSS: summary.last.loss, MEDIAN_TPS: summary.tps}
-            known = {tag: value for tag, value in outcome.items() if value is not None}
-            self._write_points(summary.last.step, known)
+            outcome = {f"z_final/{name}": x for name, x in summary.outcome().items()}
+            self._write_points(summary.last.step, outcome)
             self._write_event(summary=self._session_end)
         self._file.close()
 
@@ -104,8 +122,25 @@ def _tags(name: str) -> list[str]:
     """
     _, slash, suffix = name.partition("/")
     tag = figure_of(name).tag
-    tags = [tag, f"pages/{name}"] if "(" in tag else [tag + slash + suffix]
-    return tags if tag else []
+    if name in OVERVIEW:
+        return [tag, f"Overview/{name}"]
+    if "(" in tag:
+        return [tag, f"z_pages/{name}"]
+    return [tag + slash + suffix] if tag else []
+
+
+def _show_first(experiment: Any, names: Sequence[str]) -> None:
+    """Put the hparams `names` first on the HParams page, which is sorted by whether an hparam
+    differs between runs, and by name. Changes the summary `experiment`."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    plugin = experiment.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    for hparam in data.experiment.hparam_infos:
+        hparam.differs = hparam.name in names
+    for metric in data.experiment.metric_infos:
+        metric.display_name = metric.name.tag.removeprefix("z_")
+    plugin.content = data.SerializeToString()
 
 
 def _layout(*, numerics: bool) -> dict[str, dict[str, list]]:

@@ -1,34 +1,45 @@
-"""Write a run's records to the console, JSON lines, TensorBoard, and Weights & Biases."""
+"""Build the writers of a run's records; those of the console and of JSON lines."""
 
 import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 
-from .figures import STEP_FIGURES, CastErrors, StepRecord, Summary, Writer, figure_of
+from .figures import (
+    FINAL_STEPS,
+    STEP_FIGURES,
+    CastErrors,
+    StepRecord,
+    Summary,
+    Writer,
+)
 from .tensorboard_writer import TensorBoardWriter
+from .wandb_writer import WandbWriter
 
 COLORS = (31, 32, 33, 34, 35, 36)
 """ANSI codes of the foreground colours from red to cyan."""
-UPLOAD_TIMEOUT_S = 60.0
-"""Longest wait for wandb's server at the end of a run, while devices idle. Data that is not
-uploaded by then stays in the run folder."""
+PREFIX_COLUMNS = len("[rank0] 00:00:00 ")
+"""Of the launcher and the logger, before each line of the console."""
+DROPPED = ("data_time_pct", "memory_gib", "grad_norm", "tflops")
+"""Figures that are left out, in this order, of a line that is longer than a terminal is wide."""
+Content = Literal["metrics", "validation", "numerics", "samples"]
+"""Of a file of JSON lines: records of steps, losses of validations, errors of casts to float8, or
+texts of the model."""
 
 
 def build_writers(
@@ -39,20 +50,19 @@ def build_writers(
     total_steps: int,
     resume_step: int,
     config_toml: str,
+    changes_toml: str,
     hparams: Mapping[str, bool | float | str],
-    numerics: bool,
-    samples: bool,
+    contents: Collection[Content],
 ) -> list[Writer]:
     """Open a rank's writers, to continue after `resume_step` (0: a new run).
 
-    `hparams` are the values by which runs are compared; each run has the same names. `numerics`
-    says whether casts to float8 are measured, `samples` whether texts are generated. Raises
-    ConfigError if wandb cannot start, or if a writer needs a file where there is a folder, or the
-    reverse."""
-    lines, casts = dump_folder / "metrics.jsonl", dump_folder / "numerics.jsonl"
+    `changes_toml` has the keys that differ from the defaults. `hparams` are the values by which
+    runs are compared; each run has the same names. `contents` are those of the files of JSON lines
+    that the run writes. Raises ConfigError if wandb cannot start, or if a writer needs a file where
+    there is a folder, or the reverse."""
     tb, wandb = dump_folder / metrics.save_tb_folder, dump_folder / "wandb"
-    texts = dump_folder / "samples.jsonl"
-    kinds = {lines: "file", casts: "file", texts: "file"}
+    files: dict[Content, Path] = {name: dump_folder / f"{name}.jsonl" for name in get_args(Content)}
+    kinds = dict.fromkeys(files.values(), "file")
     kinds |= {tb: "folder"} if metrics.enable_tensorboard else {}
     kinds |= {wandb: "folder"} if metrics.enable_wandb else {}
     for path, kind in kinds.items():
@@ -61,13 +71,12 @@ def build_writers(
     writers: list[Writer] = []
     if rank == 0:
         color = wants_color(disabled=metrics.disable_color_printing)
-        writers.append(ConsoleWriter(total_steps=total_steps, color=color))
-        writers.append(JsonlWriter(lines, resume_step=resume_step))
+        columns = shutil.get_terminal_size((0, 0)).columns or None  # None: not a terminal
+        writers.append(ConsoleWriter(total_steps=total_steps, color=color, columns=columns))
         # An existing file is cut at the resumed step, even if this run writes nothing into it.
-        if numerics or casts.exists():
-            writers.append(JsonlWriter(casts, resume_step=resume_step, content="numerics"))
-        if samples or texts.exists():
-            writers.append(JsonlWriter(texts, resume_step=resume_step, content="samples"))
+        for content, path in files.items():
+            if content in contents or path.exists():
+                writers.append(JsonlWriter(path, resume_step=resume_step, content=content))
 
     # Curves, of each rank in a folder of its own or of rank 0 alone.
     own = f"rank_{rank}" if metrics.save_for_all_ranks else ""
@@ -77,14 +86,24 @@ def build_writers(
                 tb / own,
                 resume_step=resume_step,
                 config_toml=config_toml,
+                changes_toml=changes_toml,
                 hparams=hparams,
-                numerics=numerics,
+                numerics="numerics" in contents,
             )
             writers.append(tensorboard)
     if metrics.enable_wandb:
         with _left_out_if_broken(WandbWriter.spare):
             folder = wandb / own if own else dump_folder
-            writers.append(WandbWriter(folder, config_toml=config_toml, hparams=hparams))
+            run = dump_folder.absolute()
+            writers.append(
+                WandbWriter(
+                    folder,
+                    name=f"{run.name}/{own}" if own else run.name,
+                    group=run.name if own else run.parent.name,
+                    config_toml=config_toml,
+                    hparams=hparams,
+                )
+            )
     return writers
 
 
@@ -117,15 +136,23 @@ def warn_left_out(name: str, error: Exception) -> None:
 class ConsoleWriter(Writer):
     """Log one line per step. The first one says "warm-up" instead of the time left."""
 
-    def __init__(self, *, total_steps: int, color: bool) -> None:
+    def __init__(self, *, total_steps: int, color: bool, columns: int | None = None) -> None:
+        """`columns` is the width of the terminal, if there is one, which a step's line fits."""
         self._total_steps, self._color, self._warm_up = total_steps, color, True
+        self._columns = math.inf if columns is None else columns - PREFIX_COLUMNS
 
     def write(self, record: StepRecord) -> None:
         remaining_s = (self._total_steps - record.step) * record.step_time_s
         eta = "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}"
         self._warm_up = False
-        figures = [figure.console(record) for figure in STEP_FIGURES.values() if figure.console]
-        self._log(record.step, *figures, eta)
+        figures = {
+            name: figure.console(record) for name, figure in STEP_FIGURES.items() if figure.console
+        }
+        for name in DROPPED:
+            shown = filter(None, (self._head(record.step), *figures.values(), eta))
+            if len("  ".join(shown)) > self._columns:
+                figures[name] = ""
+        self._log(record.step, *figures.values(), eta)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         self._log(step, *(f"{name} {value:.4f}" for name, value in scalars.items()))
@@ -156,13 +183,17 @@ class ConsoleWriter(Writer):
         for sample in samples:
             self._log(step, f"sample {sample['prompt'][:20]!r}: {sample['text'][:40]!r}")
 
+    def _head(self, step: int) -> str:
+        width = len(str(self._total_steps))
+        return f"step {step:>{width}}/{self._total_steps}"
+
     def _log(self, step: int, *texts: str) -> None:
         """Log the step and the texts that are not empty, each in its own colour."""
-        width = len(str(self._total_steps))
-        texts = (f"step {step:>{width}}/{self._total_steps}", *texts)
         painted = [
             f"\033[{color}m{text}\033[0m" if self._color else text
-            for color, text in zip(itertools.cycle(COLORS), texts, strict=False)
+            for color, text in zip(
+                itertools.cycle(COLORS), (self._head(step), *texts), strict=False
+            )
             if text
         ]
         logger.info("  ".join(painted))
@@ -179,18 +210,9 @@ def wants_color(*, disabled: bool) -> bool:
 
 
 class JsonlWriter(Writer):
-    """A file with one line of strict JSON per step, in which non-finite numbers are null.
+    """A file with lines of strict JSON, in which non-finite numbers are null."""
 
-    By its `content`, a line is a step's record, the errors of its casts to float8, or a sample.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        resume_step: int,
-        content: Literal["records", "numerics", "samples"] = "records",
-    ) -> None:
+    def __init__(self, path: Path, *, resume_step: int, content: Content = "metrics") -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
         lines = path.read_bytes().splitlines() if path.exists() else []
@@ -200,8 +222,13 @@ class JsonlWriter(Writer):
         self._content = content
 
     def write(self, record: StepRecord) -> None:
-        if self._content == "records":
+        if self._content == "metrics":
             self._append(record.to_json())
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._content == "validation" and "validation_loss" in scalars:
+            loss = scalars["validation_loss"]
+            self._append({"step": step, "time": time.time(), "validation_loss": loss})
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
         if self._content == "numerics":
@@ -228,72 +255,21 @@ class _Line(BaseModel):
     step: int
 
 
+class _LossLine(BaseModel):
+    loss: float | None
+
+
+def last_losses(dump_folder: Path) -> list[float]:
+    """Return the losses of the last FINAL_STEPS steps in a run's metrics.jsonl, which a writer has
+    opened; NaN for those that are not finite."""
+    lines = (dump_folder / "metrics.jsonl").read_bytes().splitlines()[-FINAL_STEPS:]
+    losses = (_LossLine.model_validate_json(line).loss for line in lines)
+    return [math.nan if loss is None else loss for loss in losses]
+
+
 def _step_of(line: bytes) -> float:
     """Return the step of a line, or infinity if it is not a valid line."""
     try:
         return _Line.model_validate_json(line, strict=True).step
     except ValidationError:
         return math.inf
-
-
-# ----- Weights & Biases -----
-
-
-def check_wandb_installed(metrics: MetricsConfig) -> None:
-    """Raise ConfigError if wandb is enabled and not installed."""
-    # wandb creates a folder "wandb" where it runs, which Python finds as a namespace package.
-    if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
-        raise ConfigError(
-            "[metrics] enable_wandb = true needs wandb, which is not installed: "
-            'pip install "torchtitan-lite[wandb]", or set it to false.'
-        )
-
-
-class WandbWriter(Writer):
-    """The wandb run of a run folder, or of a rank's folder in it. A resumed run continues it.
-
-    Metrics have the same names as in metrics.jsonl. If steps are trained again after a crash, wandb
-    keeps the first values and drops the new ones.
-    """
-
-    spare = "wandb"
-
-    def __init__(
-        self, dump_folder: Path, *, config_toml: str, hparams: Mapping[str, bool | float | str]
-    ) -> None:
-        """Open the run in project $WANDB_PROJECT. Raises ConfigError without a login or network."""
-        import wandb  # slow, and optional
-
-        id_file = dump_folder / "wandb" / "run_id"
-        id_file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._run: Any = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
-                dir=str(dump_folder),
-                id=id_file.read_text(errors="replace") if id_file.is_file() else None,
-                resume="allow",
-                config=parse_toml(config_toml.encode()) | {"hparams": dict(hparams)},
-                settings={"finish_timeout": UPLOAD_TIMEOUT_S},
-            )
-        except wandb.Error as error:
-            raise ConfigError(
-                "[metrics] enable_wandb = true: wandb cannot start "
-                f"({str(error).splitlines()[0]}); run wandb login, set WANDB_MODE=offline in the "
-                "environment, or set it to false."
-            ) from error
-        id_file.write_text(self._run.id)
-
-    def write(self, record: StepRecord) -> None:
-        figures = record.known().items()
-        logged = {name: value for name, value in figures if figure_of(name).in_json}
-        del logged["step"]
-        self.write_scalars(record.step, logged)
-
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self, summary: Summary | None) -> None:
-        if summary is not None:
-            outcome = {"final_loss": summary.last.loss, "median_tps": summary.tps}
-            self._run.summary.update(outcome | {"median_mfu": summary.mfu})
-        self._run.finish()

@@ -44,6 +44,7 @@ from torchtitan_lite.errors import STOPPED_EXIT_CODE, RankLostError
 from torchtitan_lite.logger import logger
 
 from .distributed import connect_store, read_rank
+from .time_limit import TimeLimit
 
 TICK_SECONDS = 1.0
 MAX_MISSES = 3  # ticks in a row without an answer of the store that end the process
@@ -90,7 +91,7 @@ class Watchdog:
         self._rank, self._world_size = read_rank()
         self._report = report
         self.timeout_s = timeout_s  # current time-out of collectives
-        self.stop_signal = StopSignal()
+        self.stop_signal, self.time_limit = StopSignal(), TimeLimit()
         self.step, self._phase = 0, "start"
         self.stages: Sequence[int] = ()  # this rank's, of a pipeline
         self._torchrun, self._main_thread = os.getppid(), threading.get_ident()
@@ -110,6 +111,16 @@ class Watchdog:
     def at(self, step: int, phase: str) -> None:
         """Note that the main thread now does `phase` of `step`. Costs next to nothing."""
         self.step, self._phase = step, phase
+
+    def stop_requested(self) -> int:
+        """Return the number of the signal that asked to stop; SIGALRM for the time limit; else
+        0."""
+        return self.stop_signal.received or signal.SIGALRM * self.time_limit.passed()
+
+    def stop_cause(self, number: int) -> str:
+        """Return the name of what asked to stop on any rank, by the number that ranks agreed on."""
+        signalled = number != signal.SIGALRM
+        return signal.Signals(number).name if signalled else self.time_limit.cause
 
     def explain(self, error: BaseException) -> RankLostError:
         """Return why the collective failed that raised `error`: the failure that another rank has

@@ -1,0 +1,86 @@
+"""docs/jobset.yaml starts the launchers of one run, and restarts a run that has stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from torchtitan_lite.config import find_config, load_config
+from torchtitan_lite.errors import STOPPED_EXIT_CODE
+from torchtitan_lite.launch import VARIABLES, Launch
+
+FILE = Path(__file__).parents[2] / "docs/jobset.yaml"
+
+
+@pytest.fixture(scope="module")
+def jobset() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text())
+
+
+@pytest.fixture(scope="module")
+def job(jobset: dict[str, Any]) -> dict[str, Any]:
+    """The only kind of job."""
+    ((template, replicas),) = [
+        (each["template"], each["replicas"]) for each in jobset["spec"]["replicatedJobs"]
+    ]
+    assert replicas == 1
+    return template["spec"]
+
+
+@pytest.fixture(scope="module")
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    """The only container of a pod."""
+    (container,) = job["template"]["spec"]["containers"]
+    return container
+
+
+def test_each_pod_is_a_node_of_one_run(
+    jobset: dict[str, Any], job: dict[str, Any], container: dict[str, Any]
+) -> None:
+    assert (job["completionMode"], job["parallelism"]) == ("Indexed", job["completions"])
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert all(f"  {name} " in VARIABLES for name in env.keys() - {"TORCHINDUCTOR_CACHE_DIR"})
+    (rank,) = [each["valueFrom"] for each in container["env"] if each["name"] == "NODE_RANK"]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert rank == {"fieldRef": {"fieldPath": index}}
+
+    words = [*container["command"], *container["args"]]
+    assert words[:2] == ["torchtitan-lite", "train"]
+    name, (nodes,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    for node_rank in range(job["completions"]):
+        run = Launch(env | {"NODE_RANK": str(node_rank)}, words[2:], columns=0)
+        assert (run.nnodes, run.node_rank) == (job["completions"], node_rank)
+        # A pod's host name is JOBSET-JOB-REPLICA-INDEX, and the subdomain the JobSet's.
+        assert run.endpoint.partition(":")[0] == f"{name}-{nodes['name']}-0-0.{name}"
+        assert run.ngpu == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert find_config(run.config_file).is_file()
+    config = load_config(run.words, world_size=run.nnodes * run.ngpu)
+    assert config.checkpoint.enable
+
+    # What outlives a pod is on the volume that all pods share.
+    (shared,) = [
+        each["name"]
+        for each in job["template"]["spec"]["volumes"]
+        if "persistentVolumeClaim" in each
+    ]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    for path in (config.job.dump_folder, env["TORCHINDUCTOR_CACHE_DIR"]):
+        assert path and path.startswith(mounts[shared] + "/")
+
+
+def test_a_stopped_run_has_time_to_save_and_restarts_without_limit(
+    jobset: dict[str, Any], job: dict[str, Any], container: dict[str, Any]
+) -> None:
+    pod = job["template"]["spec"]
+    run = Launch({"CUDA_VISIBLE_DEVICES": ""}, [], columns=0)
+    timeout = run.worker_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert pod["terminationGracePeriodSeconds"] >= int(timeout)
+
+    # Kubernetes allows a failure policy only if pods are never restarted in place.
+    assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
+    codes = {"containerName": container["name"], "operator": "In", "values": [STOPPED_EXIT_CODE]}
+    assert job["podFailurePolicy"] == {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]

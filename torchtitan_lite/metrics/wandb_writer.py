@@ -1,0 +1,86 @@
+"""Series and outcome of a run on Weights & Biases."""
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.errors import ConfigError
+
+from .figures import StepRecord, Summary, Writer, figure_of
+
+UPLOAD_TIMEOUT_S = 60.0
+"""Longest wait for wandb's server at the end of a run, while devices idle. Data that is not
+uploaded by then stays in the run folder."""
+
+
+def check_wandb_installed(metrics: MetricsConfig) -> None:
+    """Raise ConfigError if wandb is enabled and not installed."""
+    # wandb creates a folder "wandb" where it runs, which Python finds as a namespace package.
+    if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
+        raise ConfigError(
+            "[metrics] enable_wandb = true needs wandb, which is not installed: "
+            'pip install "torchtitan-lite[wandb]", or set it to false.'
+        )
+
+
+class WandbWriter(Writer):
+    """The wandb run of a run folder, or of a rank's folder in it. A resumed run continues it.
+
+    Metrics have the same names as in metrics.jsonl. If steps are trained again after a crash, wandb
+    keeps the first values and drops the new ones.
+    """
+
+    spare = "wandb"
+
+    def __init__(
+        self,
+        dump_folder: Path,
+        *,
+        name: str,
+        group: str,
+        config_toml: str,
+        hparams: Mapping[str, bool | float | str],
+    ) -> None:
+        """Open the run in project $WANDB_PROJECT. $WANDB_NAME and $WANDB_RUN_GROUP take precedence
+        over `name` and `group`. Raises ConfigError without a login or network."""
+        import wandb  # slow, and optional
+
+        id_file = dump_folder / "wandb" / "run_id"
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
+                name=os.environ.get("WANDB_NAME", name),
+                group=os.environ.get("WANDB_RUN_GROUP", group),
+                dir=str(dump_folder),
+                id=id_file.read_text(errors="replace") if id_file.is_file() else None,
+                resume="allow",
+                config=parse_toml(config_toml.encode()) | {"hparams": dict(hparams)},
+                settings={"finish_timeout": UPLOAD_TIMEOUT_S},
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                "[metrics] enable_wandb = true: wandb cannot start "
+                f"({str(error).splitlines()[0]}); run wandb login, set WANDB_MODE=offline in the "
+                "environment, or set it to false."
+            ) from error
+        id_file.write_text(self._run.id)
+
+    def write(self, record: StepRecord) -> None:
+        figures = record.known().items()
+        logged = {name: value for name, value in figures if figure_of(name).in_json}
+        del logged["step"]
+        self.write_scalars(record.step, logged)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self, summary: Summary | None) -> None:
+        if summary is not None:
+            outcome = {f"final/{name}": value for name, value in summary.outcome().items()}
+            self._run.summary.update(outcome)
+        self._run.finish()
