@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.checkpoint.folders import naming, step_folders
 from torchtitan_lite.checkpoint.hf_folder import PREFIX, HfReader, open_weights
@@ -23,6 +24,8 @@ from torchtitan_lite.models.llama3 import Attention, Transformer, attend, rope_t
 
 ReadWeight = Callable[[str], Tensor]
 End = Literal["eos", "length", "context"]
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN's, which makes a plan for each length, and a text has as many as tokens."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class KVCache:
         self._k, self._v = like.new_empty(2, batch, args.n_kv_heads, length, args.head_dim)
         self._length = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Keep `k` and `v` [B, K, S, Q], and attend to all that are kept."""
         start, self._length = self._length, self._length + k.shape[2]
         self._k[:, :, start : self._length] = k
@@ -191,13 +194,17 @@ class Generator:
         model, places = self._model, torch.arange(length, device=tokens.device)  # [T]
         queries = places[-tokens.shape[1] :]  # [S]
         positions = (queries - padding[:, None]).clamp(min=0)  # [B, S]
-        # A place of padding attends to itself, as a softmax over nothing is not a number.
+        # A place of padding attends to itself, as a softmax over nothing is not a number. Flash
+        # attention takes no mask, and whole prompts of one length need none.
         earlier = (places <= queries[:, None]) & (places >= padding[:, None, None])  # [B, S, T]
-        mask = (earlier | (places == queries[:, None])).unsqueeze(1)
+        mask: Tensor | None = (earlier | (places == queries[:, None])).unsqueeze(1)
+        if len(queries) == length and not padding.any():
+            mask = None
 
         x = model.tok_embeddings(tokens)
-        for layer in model.layers.values():
-            x = layer(x, model.rope_cos[positions], model.rope_sin[positions], mask)
+        with sdpa_kernel(ATTENTION):
+            for layer in model.layers.values():
+                x = layer(x, model.rope_cos[positions], model.rope_sin[positions], mask)
         logits: Tensor = model.output(model.norm(x[:, -1:]))
         return logits.squeeze(1)
 
