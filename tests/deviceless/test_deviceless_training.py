@@ -1,6 +1,7 @@
 """What a run does on a GPU, but for values and times: that it ends well, its float8 matmuls, its
 waits, its memory."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -264,6 +265,15 @@ def test_a_pipeline_moves_weights_and_gradients_once_a_step_and_activations_once
         gathers = sum(n for name, n in calls.items() if name.startswith("nccl all-gather"))
         reductions = sum(n for name, n in calls.items() if name.startswith("nccl reduce-scatter"))
         assert (gathers, reductions) == ((blocks + 2) * 3, (blocks + 1) * 3)
+
+
+@pytest.mark.parametrize("layout", [(), (PP,)], ids=["FSDP", "pipeline"])
+def test_a_run_generates_samples(layout: tuple[str, ...], tmp_path: Path) -> None:
+    prompts = ["--validation.enable", '--validation.prompts=["def", "import os"]']
+    words = ["--validation.steps=1", "--validation.freq=3", "--validation.max_new_tokens=6"]
+    train(tmp_path, *SMALL, *layout, *prompts, *words, gpus=2)
+    samples = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["tokens"] for line in samples] == [6, 6]
 
 
 def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
