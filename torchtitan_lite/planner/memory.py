@@ -14,7 +14,7 @@ from torchtitan_lite.models.flavors import block_linear_shapes
 from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .attention import FLOAT32
-from .orders import in_flight, rank_order
+from .orders import in_flight, pipeline_orders
 from .rank import Group, Rank
 from .share import EMBEDDING, OUTPUT, rank_shares
 
@@ -155,10 +155,9 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
     ranks = [Rank(share, float8_linears, on_cpu=on_cpu) for share in rank_shares(job)]
     if job.degrees.pp == 1:
         return [step_memory(ranks[0])]
-    schedule, stages = job.config.parallelism.pipeline_parallel_schedule, len(job.stages)
-    degree, n = job.degrees.pp, job.batch.grad_accum_steps
+    looped = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule].looped
     moments = []
-    for index, rank in enumerate(ranks):
+    for index, (rank, order) in enumerate(zip(ranks, pipeline_orders(job), strict=True)):
         # torch has a buffer for each microbatch that a stage receives from either side. The first
         # block saves its input there, and the last one's output is kept until it has a gradient.
         # Looped schedules keep what a stage sends, also a gradient, until the step's end.
@@ -170,9 +169,8 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
             transferred = rank.residual * (2 - first - last)
             kept[stage] = sum(saved.get(name, 0) for name in names)
             kept[stage] += rank.residual * (first - last)
-            freed[stage] = kept[stage] - transferred * SCHEDULES[schedule].looped
-            received += n * transferred
-        order = rank_order(schedule, index, degree=degree, stages=stages, microbatches=n)
+            freed[stage] = kept[stage] - transferred * looped
+            received += job.batch.grad_accum_steps * transferred
         moments.append(_pipeline_memory(rank, in_flight(order, kept, freed), received))
     return moments
 

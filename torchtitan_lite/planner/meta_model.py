@@ -19,11 +19,12 @@ from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
+from .constants import rates_of
 from .memory import Moment, rank_moments
 from .pipeline import time_step
 from .prediction import Prediction, predict
 from .rank import without_fsdp
-from .roofline import Roofline, build_roofline
+from .roofline import Roofline
 from .step import StepTime
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
@@ -61,7 +62,7 @@ class Workload:
 
     def roofline(self, device: DeviceSpec, attention_kernel: str = "") -> Roofline:
         """Return the costs of a microbatch on `device`."""
-        return build_roofline(device, self.job, self.recomputed, attention_kernel)
+        return Roofline(device, rates_of(device), self.job, self.recomputed, attention_kernel)
 
     def predict(self, device: DeviceSpec, attention_kernel: str = "") -> Prediction:
         """Predict the time of a step in bf16, and in float8 as converted."""
@@ -198,7 +199,7 @@ def _slower_linears(
             "and the memory bandwidth of the device, and not all of them are known here; name the "
             'linears to keep, such as ["wk", "wv"].'
         )
-    roofline = build_roofline(device, job, recomputed)
+    roofline = Roofline(device, rates_of(device), job, recomputed)
 
     # Device time alone chooses. Launches on the host, reductions of scales and gathers in float8
     # can make a step shorter with all linears, or with none.

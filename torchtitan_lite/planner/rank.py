@@ -54,7 +54,7 @@ class Rank:
         config, model, tp = job.config, job.model_args, job.degrees.tp
         self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
         self.accum_steps = job.batch.grad_accum_steps
-        self.blocks, self.checkpointed = blocks_of(job), checkpointed_blocks(job)
+        self.blocks, self.checkpointed = blocks_of(job.stages), checkpointed_blocks(job)
         self.has_embedding, self.has_output = has(job, EMBEDDING), has(job, OUTPUT)
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
         self.float8_output = OUTPUT in float8_linears

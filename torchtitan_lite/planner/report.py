@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_lite.metrics.flops import MATMULS
 from torchtitan_lite.tables import format_columns
 
-from .stages_report import format_stages
+from .stages import format_stages
 
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")

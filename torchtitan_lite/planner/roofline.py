@@ -22,7 +22,7 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
-from .constants import Rates, rates_of
+from .constants import Rates
 from .rank import WIDTHS, Group, without_fsdp
 from .share import checkpointed_blocks
 
@@ -84,7 +84,7 @@ class Roofline:
     device: DeviceSpec
     rates: Rates
     job: Job
-    recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
+    recomputed: frozenset[str] = frozenset()  # modules whose forward the backward pass runs again
     attention_kernel: str = ""  # one of ATTENTION_KERNELS; "": what PyTorch takes on the device
 
     @property
@@ -295,10 +295,3 @@ class Roofline:
             each = self.move(6 * parameters, 2 * n_layers)
             return each * accum + self.move(12 * shards, 9 * n_layers) * (accum - 1)
         return self.move((nbytes + 8) * parameters, (9 * accum + 2) * n_layers)
-
-
-def build_roofline(
-    device: DeviceSpec, job: Job, recomputed: Collection[str] = (), attention_kernel: str = ""
-) -> Roofline:
-    """Return the roofline of `job` on `device` by the constants that hold for it."""
-    return Roofline(device, rates_of(device), job, recomputed, attention_kernel)
