@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
+from torchtitan_lite.models.flavors import OUTPUT
 
 from .communication import pipeline_ring
 from .orders import pipeline_orders, rank_ends
 from .roofline import Roofline
 from .share import (
     EMBEDDING,
-    OUTPUT,
     blocks_of,
     checkpointed_blocks,
     has,

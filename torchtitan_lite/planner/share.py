@@ -11,7 +11,7 @@ from functools import cache
 from torchtitan_lite.config import Stages
 from torchtitan_lite.job import Job
 
-EMBEDDING, OUTPUT = "tok_embeddings", "output"
+EMBEDDING = "tok_embeddings"
 
 
 def share_of(job: Job, stages: Iterable[int]) -> Job:

@@ -9,12 +9,13 @@ from typing import Any
 from torchtitan_lite.config import resolve_stages
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.tables import format_columns
 
 from .meta_model import MetaModel, Workload, peak_bytes
 from .pipeline import time_pipeline
-from .share import OUTPUT, blocks_of
+from .share import blocks_of
 from .step import OTHER_STAGES
 
 FASTER = 1.01

@@ -55,7 +55,7 @@ class Step:
 
         # Computation: all but the optimizer runs once in each microbatch.
         blocks, head = self._blocks, self._head
-        parameters = self.rank.cumulative_weights[-1] // degrees.fsdp
+        parameters = self.rank.weights // degrees.fsdp
         parts = {name: part.both * accum for name, part in blocks.items()}
         parts |= {name: cost * accum for name, cost in head.items()}
         parts["optimizer"] = self.roofline.optimizer(parameters)
@@ -168,8 +168,7 @@ class Step:
         copies = self.roofline.gather_copies
         all_weights = copies(embedding) + copies(block) * len(self.rank.blocks) + copies(head)
         again = copies(block) * blocks + copies(self._last_weights) * heads
-        parameters, reductions = self.rank.cumulative_weights[-1], self.rank.reductions
-        gradients = self.roofline.gradient_copies(parameters, reductions)
+        gradients = self.roofline.gradient_copies(self.rank.weights, self.rank.reductions)
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     @cached_property
