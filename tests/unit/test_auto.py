@@ -203,7 +203,7 @@ def test_auto_recomputes_no_block_that_a_model_does_not_have() -> None:
     # Nor is one suggested, whatever the memory.
     *_, largest = sorted(options, key=lambda each: each.reserved_gib)
     sizes = range(1, int(largest.reserved_gib) + 1)
-    found = [each for gib in sizes for each in find_fitting(largest.work, gib * 2**30)]
+    found = [each for gib in sizes for each in find_fitting(largest.work, gib)]
     assert {each["activation_checkpoint"] for each in found} <= labels
 
 
@@ -218,7 +218,7 @@ def test_one_rank_has_one_choice_of_what_stays_gathered() -> None:
     kept = [kept_options(model, job, device=H100, memory_gib=80) for job in jobs]
     assert [len(each) for each in kept] == [1, 1]
     # Larger layouts have others.
-    auto, given = (find_fitting(each[0].work, 80 * 2**30) for each in kept)
+    auto, given = (find_fitting(each[0].work, 80) for each in kept)
     assert auto == given
     assert auto
 
@@ -239,7 +239,7 @@ def test_larger_layouts_than_one_rank_reduce_gradients_in_each_microbatch_where_
         assert job.config.parallelism.fsdp_reduce_gradients == (
             "last" if reduced == "auto" else given
         )
-        found.append(find_fitting(build_meta_model(job), 40 * 2**30))
+        found.append(find_fitting(build_meta_model(job), 40))
     assert found[0] == found[1]
     assert found[0]
 

@@ -15,8 +15,7 @@ from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .attention import FLOAT32
 from .orders import in_flight, pipeline_orders
-from .rank import Group, Rank
-from .share import EMBEDDING, rank_shares
+from .rank import EMBEDDING, Group, Rank, rank_shares
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,9 @@ class Workload:
         """Upper bound of the memory that a GPU reserves in a step, over the largest moment."""
         return RESERVED_RATIO_WITHOUT_FSDP if without_fsdp(self.job) else RESERVED_RATIO
 
-    def reserved_bytes(self, *, on_cpu: bool = False) -> float:
-        """Return an upper bound of the memory that a GPU reserves in a step."""
-        return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu))
+    def reserved_gib(self, *, on_cpu: bool = False) -> float:
+        """Return an upper bound of the memory that a GPU reserves in a step, in GiB."""
+        return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu)) / 2**30
 
 
 def peak_bytes(moments: Sequence[Moment]) -> int:

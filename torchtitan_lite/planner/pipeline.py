@@ -12,18 +12,10 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.flavors import OUTPUT
 
-from .communication import pipeline_ring
+from .communication import PIPELINE
 from .orders import pipeline_orders, rank_ends
+from .rank import EMBEDDING, blocks_of, checkpointed_blocks, has, modules_in, rank_shares, share_of
 from .roofline import Roofline
-from .share import (
-    EMBEDDING,
-    blocks_of,
-    checkpointed_blocks,
-    has,
-    modules_in,
-    rank_shares,
-    share_of,
-)
 from .step import OTHER_STAGES, Step, StepTime
 
 
@@ -61,7 +53,7 @@ def time_pipeline(
     actions_s = [step.actions_s() for step in of_stages]
     passes_s = {(k, i): seconds for i, each in enumerate(actions_s) for k, seconds in each.items()}
     send_bytes = steps[0].rank.residual
-    send_s = steps[0].network.send_s(send_bytes, pipeline_ring(job.degrees))
+    send_s = steps[0].network.send_s(send_bytes, steps[0].rings[PIPELINE])
     orders = pipeline_orders(job)
     ends = rank_ends(orders, passes_s, send_s=send_s)
     sending = max(ends) - max(rank_ends(orders, passes_s, send_s=0.0))
@@ -110,6 +102,6 @@ def _waiting(step: StepTime, step_s: float, sending: float) -> StepTime:
     return replace(
         step,
         step_s=max(step_s, step.step_s),
-        exposed_s={**step.exposed_s, "pipeline": sending},
+        exposed_s={**step.exposed_s, PIPELINE: sending},
         idle_s={OTHER_STAGES: idle - sending},
     )

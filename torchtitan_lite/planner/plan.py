@@ -19,7 +19,7 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
 from .auto import find_fitting, resolve_auto, turn_on_float8
 from .checks import check_planned
-from .communication import RINGS, Network
+from .communication import Network, rings_of
 from .constants import constants_of, rates_of
 from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .prediction import Prediction, format_verdict
@@ -222,7 +222,6 @@ def _plan_communication(
 ) -> dict[str, Any]:
     """Collectives of the run as configured."""
     network, step = Network(device, rates_of(device)), predicted.float8
-    rings = {kind: ring_of(meta.job.degrees) for kind, ring_of in RINGS.items()}
     return {
         "link_gb_s": device.link_gb_s,
         "node_devices": device.node_devices,
@@ -236,7 +235,7 @@ def _plan_communication(
                 "exposed_s": step.exposed_s[kind],
                 "hidden_s": step.hidden_s[kind],
             }
-            for kind, ring in rings.items()
+            for kind, ring in rings_of(meta.job.degrees).items()
             if ring.size > 1
         ],
     }
@@ -263,7 +262,7 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
         "reserved": round(reserved),
         "device_bytes": device_bytes,
         "fits": reserved <= device_bytes,
-        "would_fit": [] if reserved <= device_bytes else find_fitting(meta, device_bytes),
+        "would_fit": [] if reserved <= device_bytes else find_fitting(meta, device.memory_gib),
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
 

@@ -23,8 +23,7 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates
-from .rank import WIDTHS, Group, without_fsdp
-from .share import checkpointed_blocks
+from .rank import WIDTHS, Group, checkpointed_blocks, without_fsdp
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix

@@ -15,7 +15,7 @@ from torchtitan_lite.tables import format_columns
 
 from .meta_model import MetaModel, Workload, peak_bytes
 from .pipeline import time_pipeline
-from .share import blocks_of
+from .rank import blocks_of
 from .step import OTHER_STAGES
 
 FASTER = 1.01
@@ -77,7 +77,7 @@ def _find_faster(meta: Workload, device: DeviceSpec, kernel: str) -> dict[str, A
     fitting = [
         (other.time(device, kernel).step_s, sum(less.values()), other.job, less)
         for other, less in _divisions(meta)
-        if other.reserved_bytes() <= device.memory_gib * GIB
+        if other.reserved_gib() <= device.memory_gib
     ]
     step_s = meta.time(device, kernel).step_s
     best_s, _, job, less = min(fitting, key=lambda each: each[:2], default=(step_s, 0, None, {}))

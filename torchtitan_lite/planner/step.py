@@ -12,7 +12,7 @@ from functools import cached_property
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
-from .communication import Network, Ring, context_ring, replicate_ring, shard_ring, tp_ring
+from .communication import CONTEXT, PIPELINE, REPLICAS, SHARDING, TENSOR, Network, Ring, rings_of
 from .rank import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
@@ -47,6 +47,7 @@ class Step:
         self.linears, self.in_float8 = linears, in_float8
         self.rank = Rank(self.job, {each.kind for each in in_float8}, on_cpu=False)
         self.network = Network(roofline.device, roofline.rates)
+        self.rings = rings_of(self.job.degrees)
 
     def time(self) -> StepTime:
         """Time the step."""
@@ -71,24 +72,24 @@ class Step:
         context = self._context_parallel()
         between, compute = context.both * accum, sum(blocks.values(), parallel + context)
         exposed, hidden = self._sharded(Ring(1, 1), compute)
-        exposed_with, hidden_with = self._sharded(replicate_ring(degrees), compute)
+        exposed_with, hidden_with = self._sharded(self.rings[REPLICAS], compute)
         exposed_s = {
-            "tensor parallelism": waited.seconds,
-            "context parallelism": between.seconds,
-            "sharding": exposed,
-            "replicas": max(0.0, exposed_with - exposed),
-            "pipeline": 0.0,
+            TENSOR: waited.seconds,
+            CONTEXT: between.seconds,
+            SHARDING: exposed,
+            REPLICAS: max(0.0, exposed_with - exposed),
+            PIPELINE: 0.0,
         }
         slowed_s = {
             "beside communication": hidden_with * rates.overlap_slowdown,
             "by the slowest device": self.late * sum(device_parts_s.values()),
         }
         hidden_s = {
-            "tensor parallelism": hidden_by_matmuls,
-            "context parallelism": 0.0,
-            "sharding": hidden,
-            "replicas": max(0.0, hidden_with - hidden),  # whatever the rounding
-            "pipeline": 0.0,
+            TENSOR: hidden_by_matmuls,
+            CONTEXT: 0.0,
+            SHARDING: hidden,
+            REPLICAS: max(0.0, hidden_with - hidden),  # whatever the rounding
+            PIPELINE: 0.0,
         }
 
         host_s = self._host_s(sum(each.kernels for each in [*parts.values(), waited, between]))
@@ -183,7 +184,7 @@ class Step:
         """Seconds of FSDP's collectives, and of the sums over `replicas`, in a step: those that the
         device waits for, and those that `compute` of a microbatch hides."""
         rank, network, degrees = self.rank, self.network, self.job.degrees
-        shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
+        shards, accum = self.rings[SHARDING], self.job.batch.grad_accum_steps
         (embedding, *_, head), block = rank.groups, rank.block
         n_layers, (forwards, again_blocks, again_heads) = len(rank.blocks), self._gathers
 
@@ -220,7 +221,7 @@ class Step:
         degrees, rank, args = self.job.degrees, self.rank, self.job.model_args
         if degrees.tp == 1:
             return Passes()
-        ring, elements = tp_ring(degrees), rank.tokens * args.dim
+        ring, elements = self.rings[TENSOR], rank.tokens * args.dim
         left = 1 - asynchronous * self.roofline.rates.async_tensor_parallel
 
         def gather(tensor: str) -> Cost:
@@ -271,7 +272,7 @@ class Step:
         if degrees.cp == 1:
             return Passes()
         whole, chunks = sizes.gathered, 1 + sizes.in_chunks
-        collective = Cost(self.network.gather_s(whole, context_ring(degrees)), 1)
+        collective = Cost(self.network.gather_s(whole, self.rings[CONTEXT]), 1)
 
         # Keys and values are put together, and the gathered ones into the order of the sequence.
         # Gradients take the same way back, those of two chunks added up. So does the output.
