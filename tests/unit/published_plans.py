@@ -13,7 +13,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import torch
 from published_runs import MODELS, PUBLISHED_RUNS, PublishedRun
 from sample_jobs import TOKENIZER, job_of
 
@@ -28,7 +27,6 @@ from torchtitan_lite.config import (
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import lookup_device
-from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.meta_model import build_workload
 from torchtitan_lite.planner.pipeline import time_step
@@ -241,8 +239,7 @@ def _plan_run(run: PublishedRun) -> Planned:
     device = lookup_device(run.device)
     assert device is not None
     job = job_of_run(run)
-    with torch.device("meta"):
-        work = build_workload(Transformer(job.model_args), job)
+    work = build_workload(job)
     if "NeMo" in run.framework:
         roofline = work.roofline(device, "cudnn")
     else:

@@ -7,15 +7,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
-
 from torchtitan_lite.config import sequence_parts, zero_bubble
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.models.llama3 import Transformer
 
 from .meta_model import Workload, build_meta_model, build_workload
 from .rank import without_fsdp
@@ -54,11 +51,7 @@ def resolve_auto(
         job = job.choose("parallelism", fsdp_reduce_gradients=reductions[0])
     sharding = job.config.parallelism
     if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
-        with torch.device("meta"):
-            model = Transformer(job.model_args)
-        best, *others = kept_options(
-            model, job, device=device, memory_gib=memory_gib, on_cpu=on_cpu
-        )
+        best, *others = kept_options(job, device=device, memory_gib=memory_gib, on_cpu=on_cpu)
         after = f"the fastest other: {others[0]}" if others else "no other fits"
         if best.reserved_gib > memory_gib:
             after = f"the smallest, and even that may not fit {memory_gib:.1f} GiB"
@@ -93,7 +86,6 @@ class KeptOption(NamedTuple):
 
 
 def kept_options(
-    model: Transformer,
     job: Job,
     *,
     device: DeviceSpec | None,
@@ -125,7 +117,7 @@ def kept_options(
         chosen = chosen.choose(
             "parallelism", fsdp_reshard_after_forward=each, fsdp_reduce_gradients=reduction
         )
-        work = build_workload(model, chosen, device=device, choices=choices)
+        work = build_workload(chosen, device=device, choices=choices)
         choices = work.choices
         tried.append((work, work.reserved_gib(on_cpu=on_cpu)))
 

@@ -3,8 +3,8 @@ training and planning alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
@@ -16,6 +16,7 @@ from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.job import Job, TokenizerValues
 from torchtitan_lite.metrics.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
+from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
@@ -109,31 +110,36 @@ class MetaModel(Workload):
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
+@cache
+def _model_of(args: ModelArgs) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(args)
+
+
 def build_workload(
-    model: Transformer,
     job: Job,
     *,
     fused_attention: bool = True,
     device: DeviceSpec | None = None,
     choices: list[LinearChoice] | None = None,
 ) -> Workload:
-    """Decide which linears of `model`, not yet converted, train in float8, and what is recomputed.
+    """Decide which linears train in float8, and what is recomputed.
 
     The device need not be present. Only [float8] filter_fqns = ["auto"] needs its data sheet.
     `choices` for the linears, if any, are taken over.
     """
     config, float8 = job.config, job.config.float8
-
-    # What is recomputed depends on the linears in float8, and "auto" on what bf16 recomputes.
+    # One model serves all lengths and masks: its linears are the same.
+    model = _model_of(replace(job.model_args, max_seq_len=1, document_bos_id=None))
     repeated = partial(
         recomputed_modules,
         model,
         config.activation_checkpoint,
         compiled=config.compile.covers("model"),
     )
-    in_bf16 = repeated(fused_attention=True)
 
-    # Which linears train in float8.
+    # What is recomputed depends on the linears in float8, and "auto" on what bf16 recomputes.
+    in_bf16 = repeated(fused_attention=True)
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     choices = choices or select_linears(
         model,
@@ -160,7 +166,7 @@ def build_meta_model(
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
         model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
-    work = build_workload(model, job, fused_attention=fused_attention, device=device)
+    work = build_workload(job, fused_attention=fused_attention, device=device)
     if float8.enable_float8_linear:
         convert_linears(model, work.choices, float8=float8, emulate=emulate)
         model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding

@@ -157,32 +157,26 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     roofline = meta.roofline(device)
-    tokens, multiple = roofline.tokens, meta.job.config.float8.recipe.size_multiple
-    converted = meta.converted
+    multiple, converted = meta.job.config.float8.recipe.size_multiple, meta.converted
 
     rows = []
     for choice in meta.choices:
-        precision, (n, k) = meta.ledger.precisions[choice.names[0]], choice.local_shape
-        shapes = {
-            "output": {"m": tokens, "n": n, "k": k},
-            "grad_input": {"m": tokens, "n": k, "k": n},
-            "grad_weight": {"m": n, "n": k, "k": tokens},
-        }
+        precision = meta.ledger.precisions[choice.names[0]]
+        m, (n, k) = roofline.tokens, choice.local_shape
+        shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
+        same_input = [each.kind for each in converted if each.reads == choice.reads]
+        shares = roofline.compiled and choice.converted
         rows.append(
             {
                 "kind": choice.kind,
                 "count": len(choice.names),
                 "gemms": {
-                    name: {**shape, "precision": precision[name]} for name, shape in shapes.items()
+                    name: dict(zip("mnk", shape, strict=True)) | {"precision": precision[name]}
+                    for name, shape in shapes.items()
                 },
-                "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
+                "divisible_by_16": not any(size % multiple for size in (m, n, k)),
                 "time_ratio": roofline.ratio(choice, converted) if device.fp8_tflops else None,
-                "shares_cast_with": [
-                    other.kind
-                    for other in converted
-                    if roofline.compiled and choice.converted
-                    if other.reads == choice.reads and other.kind != choice.kind
-                ],
+                "shares_cast_with": [kind for kind in same_input if shares and kind != choice.kind],
                 "converted": choice.converted,
                 "kept_because": choice.kept_because,
             }

@@ -11,22 +11,13 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-import torch
-
-from torchtitan_lite.config import (
-    Config,
-    check_config,
-    resolve_batch,
-    resolve_degrees,
-    resolve_model,
-)
+from torchtitan_lite.config import Config, check_config, resolve_batch, resolve_degrees
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.job import Job, TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .auto import find_fitting, kept_options, name_kept
@@ -79,14 +70,6 @@ class Space:
     def tokenizer(self) -> TokenizerValues:
         """Properties of the tokenizer, the same for all configs."""
         return tokenizer_values(self.config.model)
-
-    @cached_property
-    def model(self) -> Transformer:
-        """The model on meta, whose linears are the same in all configs."""
-        args = resolve_model(self.config.model)
-        vocab_size = args.vocab_size or self.tokenizer.vocab_size
-        with torch.device("meta"):
-            return Transformer(replace(args, vocab_size=vocab_size, max_seq_len=1))
 
     @cached_property
     def unchanged(self) -> Settings:
@@ -212,15 +195,12 @@ def try_config(space: Space, settings: Settings) -> Candidate:
     """Return the config of `space` with `settings`, and with the best values in place of "auto".
     Raises ConfigError if training does not accept it."""
     device, kernel = space.device, space.attention_kernel
+    job = _accept(space, settings)
     (work, *_), *_ = kept_options(
-        space.model,
-        _accept(space, settings),
-        device=device,
-        memory_gib=device.memory_gib,
-        attention_kernel=kernel,
+        job, device=device, memory_gib=device.memory_gib, attention_kernel=kernel
     )
     if settings[FLOAT8] and AUTO in settings[FILTERS]:
-        work = build_workload(space.model, work.job, device=device)
+        work = build_workload(work.job, device=device)
         work = replace(work, job=name_kept(work.job, work.choices))
 
     chosen = {name: get_setting(work.job.config, name) for name in (MODE, OPTION, RESHARD)}

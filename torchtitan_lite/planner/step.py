@@ -51,22 +51,18 @@ class Step:
 
     def time(self) -> StepTime:
         """Time the step."""
-        accum, degrees = self.job.batch.grad_accum_steps, self.job.degrees
-        rates = self.roofline.rates
+        accum, blocks = self.job.batch.grad_accum_steps, self._blocks
 
         # Computation: all but the optimizer runs once in each microbatch.
-        blocks, head = self._blocks, self._head
-        parameters = self.rank.weights // degrees.fsdp
         parts = {name: part.both * accum for name, part in blocks.items()}
-        parts |= {name: cost * accum for name, cost in head.items()}
-        parts["optimizer"] = self.roofline.optimizer(parameters)
+        parts |= {name: cost * accum for name, cost in self._head.items()}
+        parts["optimizer"] = self.roofline.optimizer(self.rank.weights // self.job.degrees.fsdp)
         device_parts_s = {name: cost.seconds for name, cost in parts.items()}
 
         # Tensor parallelism, and what of it asynchronous collectives hide.
-        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
-        parallel = self._tensor_parallel(asynchronous=asynchronous)
+        parallel, whole = self._tensor_parallel(), self._tensor_parallel(hides=False)
         waited = parallel.both * accum
-        hidden_by_matmuls = self._tensor_parallel().both.seconds * accum - waited.seconds
+        hidden_by_matmuls = whole.both.seconds * accum - waited.seconds
 
         # The blocks and what they wait for hide FSDP. Replicas have what they add to it.
         context = self._context_parallel()
@@ -81,7 +77,7 @@ class Step:
             PIPELINE: 0.0,
         }
         slowed_s = {
-            "beside communication": hidden_with * rates.overlap_slowdown,
+            "beside communication": hidden_with * self.roofline.rates.overlap_slowdown,
             "by the slowest device": self.late * sum(device_parts_s.values()),
         }
         hidden_s = {
@@ -102,8 +98,7 @@ class Step:
         of the two parts of B: W for gradients of weights, half of its matmuls, and I for others."""
         blocks, loss = self._blocks, sum(self._head.values(), Cost())
         compute = sum(blocks.values(), Passes(loss))
-        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
-        waits = self._tensor_parallel(asynchronous=asynchronous) + self._context_parallel()
+        waits = self._tensor_parallel() + self._context_parallel()
         slow = 1 + self.late
         backward = compute.backward.seconds * slow + waits.backward.seconds
         weights = blocks["linears"].backward.seconds * slow / 2
@@ -214,15 +209,16 @@ class Step:
         total = forwards * (first + ahead) + accum * again + reducing * reductions
         return total - hidden, hidden
 
-    def _tensor_parallel(self, *, asynchronous: bool = False) -> Passes:
-        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks, or what
-        `asynchronous` ones leave of them. These hide a part behind the matmul beside them, unless
-        a cast or the rescaling of rows stands between."""
+    def _tensor_parallel(self, *, hides: bool = True) -> Passes:
+        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks. If it
+        `hides` what it can, asynchronous ones hide a part behind the matmul beside them, unless a
+        cast or the rescaling of rows stands between."""
         degrees, rank, args = self.job.degrees, self.rank, self.job.model_args
         if degrees.tp == 1:
             return Passes()
         ring, elements = self.rings[TENSOR], rank.tokens * args.dim
-        left = 1 - asynchronous * self.roofline.rates.async_tensor_parallel
+        hides = hides and self.job.config.parallelism.enable_async_tensor_parallel
+        left = 1 - hides * self.roofline.rates.async_tensor_parallel
 
         def gather(tensor: str) -> Cost:
             in_float8 = rank.gathers_float8(tensor)
