@@ -14,7 +14,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
 
-from .meta_model import Workload, build_meta_model, build_workload
+from .meta_model import Workload, build_workload
 from .rank import without_fsdp
 
 CHECKPOINTING = (
@@ -61,7 +61,7 @@ def resolve_auto(
     if not chooses_linears:
         return job
 
-    choices = build_meta_model(job, device=device).choices
+    choices = build_workload(job, device=device).choices
     reasons = ", ".join(f"{kind} ({reason})" for kind, reason in _kept_by_auto(choices).items())
     logger.info(f'[float8] filter_fqns = ["auto"] keeps in high precision: {reasons or "nothing"}')
     return name_kept(job, choices)

@@ -7,14 +7,16 @@ sending. Stages are not equal, so the order of all passes is timed instead.
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from torchtitan_lite.config import Stages
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .communication import PIPELINE
 from .orders import pipeline_orders, rank_ends
-from .rank import EMBEDDING, blocks_of, checkpointed_blocks, has, modules_in, rank_shares, share_of
+from .rank import EMBEDDING, blocks_of, checkpointed_blocks, has, rank_shares, share_of
 from .roofline import Roofline
 from .step import OTHER_STAGES, Step, StepTime
 
@@ -80,7 +82,7 @@ def _steps(
     """Return the step of each share. Equal shares have the same one."""
 
     def own(choices: Collection[LinearChoice], share: Job) -> list[LinearChoice]:
-        named = [replace(each, names=modules_in(share.stages, each.names)) for each in choices]
+        named = [replace(each, names=_modules_in(share.stages, each.names)) for each in choices]
         return [each for each in named if each.names]
 
     steps, made = [], dict[Hashable, Step]()
@@ -88,11 +90,18 @@ def _steps(
         ends = has(share, EMBEDDING), has(share, OUTPUT)
         kind = len(blocks_of(share.stages)), len(checkpointed_blocks(share)), ends
         if kind not in made:
-            recomputed = frozenset(modules_in(share.stages, roofline.recomputed))
+            recomputed = frozenset(_modules_in(share.stages, roofline.recomputed))
             part = replace(roofline, job=share, recomputed=recomputed)
             made[kind] = Step(part, own(linears, share), own(in_float8, share))
         steps.append(made[kind])
     return steps
+
+
+@cache
+def _modules_in(stages: Stages, names: Collection[str]) -> tuple[str, ...]:
+    """Return those `names`, such as layers.3.attention.wq, whose block or module `stages` have."""
+    there = {name for stage in stages for name in stage}
+    return tuple(name for name in names if ".".join(name.split(".", 2)[:2]) in there)
 
 
 def _waiting(step: StepTime, step_s: float, sending: float) -> StepTime:

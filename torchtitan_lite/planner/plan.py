@@ -23,7 +23,7 @@ from .communication import Network, rings_of
 from .constants import constants_of, rates_of
 from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .prediction import Prediction, format_verdict
-from .rank import WIDTHS
+from .rank import state_widths
 from .roofline import Roofline
 from .stages import plan_pipeline
 
@@ -71,7 +71,7 @@ def make_plan(
     """Return the plan as plain values for JSON.
 
     `tps` are tokens per second per device that a run reached; None: predicted. `attention_kernel`
-    is one of ATTENTION_KERNELS; "": what PyTorch takes on the device. Raises ConfigError if the
+    is cudnn, flash or flex; "": what PyTorch takes on the device. Raises ConfigError if the
     config does not fit `world_size`, computes in float32, whose matmul rates are not known, or uses
     float8 or a recipe that the device does not have.
     """
@@ -100,7 +100,7 @@ def make_plan(
         "prediction": _plan_prediction(gain, device, on=on),
         "communication": _plan_communication(meta, device, predicted),
         "memory": _plan_memory(meta, device),
-        "pipeline": plan_pipeline(meta, device, attention_kernel),
+        "pipeline": plan_pipeline(meta, roofline),
         "schedule": _plan_schedule(meta, device, predicted, tps),
         "assumed": _plan_assumed(device, predicted),
         "measured": [dict(zip(MEASURED, row, strict=True)) for row in device.measured],
@@ -278,10 +278,8 @@ def _plan_schedule(
 
     tokens_per_second = tps * job.degrees.world_size
     run_tokens = training.steps * tokens_per_step
-    # A checkpoint holds each weight and its two moments.
-    dtype = training.dtype
-    moment_width = WIDTHS[job.config.optimizer.state_dtype or dtype]
-    checkpoint_bytes = (WIDTHS[dtype] + 2 * moment_width) * meta.parameters
+    weight_width, moment_width = state_widths(job.config)
+    checkpoint_bytes = (weight_width + 2 * moment_width) * meta.parameters
     return {
         "origin": origin,
         **{name: getattr(at, name) for name in RATES},

@@ -8,9 +8,9 @@ Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, 
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
-from torchtitan_lite.config import Stages
+from torchtitan_lite.config import Config, Stages
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
@@ -55,11 +55,10 @@ def has(job: Job, module: str) -> bool:
     return any(module in stage for stage in job.stages)
 
 
-@cache
-def modules_in(stages: Stages, names: Collection[str]) -> tuple[str, ...]:
-    """Return those `names`, such as layers.3.attention.wq, whose block or module `stages` have."""
-    there = {name for stage in stages for name in stage}
-    return tuple(name for name in names if ".".join(name.split(".", 2)[:2]) in there)
+def state_widths(config: Config) -> tuple[int, int]:
+    """Return the bytes of an element of weights, and of each of their two moments."""
+    dtype = config.training.dtype
+    return WIDTHS[dtype], WIDTHS[config.optimizer.state_dtype or dtype]
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ class Rank:
         self.float8_output = OUTPUT in float8_linears
 
         # Bytes of an element of weights, moments, the compute type, and gradients being reduced.
-        self.weight_width = WIDTHS[config.training.dtype]
-        self.moment_width = WIDTHS[config.optimizer.state_dtype or config.training.dtype]
+        self.weight_width, self.moment_width = state_widths(config)
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 

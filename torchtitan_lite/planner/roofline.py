@@ -23,14 +23,13 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates
-from .rank import WIDTHS, Group, checkpointed_blocks, without_fsdp
+from .rank import Group, checkpointed_blocks, state_widths, without_fsdp
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
 Multiplication Background User's Guide. A larger tile, at the same rate, is never faster."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
-ATTENTION_KERNELS = ("cudnn", "flash", "flex")
 GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
@@ -84,7 +83,7 @@ class Roofline:
     rates: Rates
     job: Job
     recomputed: frozenset[str] = frozenset()  # modules whose forward the backward pass runs again
-    attention_kernel: str = ""  # one of ATTENTION_KERNELS; "": what PyTorch takes on the device
+    attention_kernel: str = ""  # cudnn, flash or flex; "": what PyTorch takes on the device
 
     @property
     def tokens(self) -> int:
@@ -265,8 +264,7 @@ class Roofline:
     def optimizer(self, parameters: int) -> Cost:
         """Cost of clipping and AdamW on a rank's `parameters`: a weight is read and written, its
         gradient read three times and written once, and each moment read and written."""
-        weight = WIDTHS[self.job.config.training.dtype]
-        moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
+        weight, moment = state_widths(self.job.config)
         return self.move((6 * weight + 4 * moment) * parameters, 37)
 
     def gather_copies(self, group: Group) -> Cost:

@@ -97,8 +97,7 @@ class Space:
             dp = ranks // pipeline[PP] // tp
             replicas = self._values(REPLICATE, dp)
             overlap = parallelism.enable_async_tensor_parallel and tp > 1
-            layout = self.unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
-            layout |= {MODE: AUTO, RESHARD: AUTO} | pipeline
+            layout = self.unchanged | pipeline | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
             microbatches = self._values(LOCAL, max(1, total // dp))
             for local, recipe in product(microbatches, self._recipes()):
                 open_batch = training.global_batch_size == -1 and local * dp == total
@@ -118,8 +117,8 @@ class Space:
                 names = [default]
             for name in names:
                 no_bubble = SCHEDULES[name].zero_bubble and degree > 1
-                kept = {MODE: "none", RESHARD: "never"} if no_bubble else {}
-                yield {PP: degree, SCHEDULE: name} | kept
+                mode, reshard = ("none", "never") if no_bubble else (AUTO, AUTO)
+                yield {PP: degree, SCHEDULE: name, MODE: mode, RESHARD: reshard}
 
     def _values(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torchtitan_lite.config import resolve_stages
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.tables import format_columns
@@ -16,24 +15,24 @@ from torchtitan_lite.tables import format_columns
 from .meta_model import MetaModel, Workload, peak_bytes
 from .pipeline import time_pipeline
 from .rank import blocks_of
+from .roofline import Roofline
 from .step import OTHER_STAGES
 
 FASTER = 1.01
 """A division of the blocks is proposed if it is at least as many times as fast."""
-FIRST_LESS, LAST_LESS = "first_stage_less_layers", "last_stage_less_layers"
 MOST_LESS = 4
 GIB = 2**30
 HEADER = ("stage", "rank", "modules", "GFLOPs", "GiB", "F, ms", "B, ms", "idle")
 UNDIVIDED = {"module_fqns_per_model_part": (), "pipeline_parallel_split_points": ()}
 
 
-def plan_pipeline(meta: MetaModel, device: DeviceSpec, kernel: str) -> dict[str, Any] | None:
+def plan_pipeline(meta: MetaModel, roofline: Roofline) -> dict[str, Any] | None:
     """Return the stages and the pauses of a pipeline as plain values; None without one."""
     job, degrees, n = meta.job, meta.job.degrees, meta.job.batch.grad_accum_steps
     if degrees.pp == 1:
         return None
     name = job.config.parallelism.pipeline_parallel_schedule
-    timed = time_pipeline(meta.roofline(device, kernel), meta.choices, meta.converted)
+    timed = time_pipeline(roofline, meta.choices, meta.converted)
     idle = [step.idle_s[OTHER_STAGES] / step.step_s for step in timed.ranks]
     peaks = [peak_bytes(moments) for moments in meta.rank_moments()]
     block_flops = (meta.ledger.total - meta.ledger.output) / job.model_args.n_layers
@@ -68,12 +67,13 @@ def plan_pipeline(meta: MetaModel, device: DeviceSpec, kernel: str) -> dict[str,
         "send_bytes": timed.send_bytes,
         "send_s": timed.send_s,
         "sent_bytes_per_step": 2 * n * timed.send_bytes * len(stages) // degrees.pp,
-        "faster_division": _find_faster(meta, device, kernel),
+        "faster_division": _find_faster(meta, roofline),
     }
 
 
-def _find_faster(meta: Workload, device: DeviceSpec, kernel: str) -> dict[str, Any] | None:
+def _find_faster(meta: Workload, roofline: Roofline) -> dict[str, Any] | None:
     """Return how to divide the blocks so that a step is clearly faster, if that fits."""
+    device, kernel = roofline.device, roofline.attention_kernel
     fitting = [
         (other.time(device, kernel).step_s, sum(less.values()), other.job, less)
         for other, less in _divisions(meta)
@@ -91,7 +91,7 @@ def _divisions(meta: Workload) -> Iterator[tuple[Workload, dict[str, int]]]:
     """Yield the other divisions in which the ends have less blocks, and how many less."""
     seen = {meta.job.stages}
     for first, last in product(range(MOST_LESS + 1), repeat=2):
-        less = {FIRST_LESS: first, LAST_LESS: last}
+        less = {"first_stage_less_layers": first, "last_stage_less_layers": last}
         values = {f"pipeline_parallel_{key}": value for key, value in less.items()}
         job = meta.job.choose("parallelism", **UNDIVIDED, **values)
         try:
