@@ -9,9 +9,9 @@ from typing import Any
 
 from torchtitan_lite.config import resolve_model, sequence_parts
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.tables import format_columns
 
 from .search import CP, GLOBAL, LOCAL, SHARD, Candidate, Space, figures_of, try_config
+from .search_report import format_rows
 
 DEGREES = (1, 2, 4, 8, 16)
 STEP = 1024
@@ -83,23 +83,22 @@ def format_longest(answer: Mapping[str, Any]) -> str:
     request = answer["request"]
 
     # A row for each degree that was planned; a note for each other one.
-    rows = [("cp", "tokens", "replicate x shard x TP", "recompute", "GiB", "tokens/s", "waits")]
-    left_out = []
-    for each in answer["lengths"]:
-        if each["left_out"] is not None:
-            left_out.append(f"cp {each['cp']} is left out: {each['left_out']}")
-            continue
-        rows.append(
-            (
-                str(each["cp"]),
-                f"{each['seq_len']:,}",
-                "{dp_replicate} x {dp_shard} x {tp}".format_map(each),
-                each["activation_checkpoint"],
-                f"{each['reserved_gib']:,.1f}",
-                f"{each['tps']:,.0f}",
-                f"{each['exposed_pct']:.0f} %",
-            )
-        )
+    columns = {
+        "cp": "{cp}",
+        "tokens": "{seq_len:,}",
+        "replicate x shard x TP": "{dp_replicate} x {dp_shard} x {tp}",
+        "recompute": "{activation_checkpoint}",
+        "GiB": "{reserved_gib:,.1f}",
+        "tokens/s": "{tps:,.0f}",
+        "waits": "{exposed_pct:.0f} %",
+    }
+    lengths = answer["lengths"]
+    rows = [each for each in lengths if each["left_out"] is None]
+    left_out = [
+        "cp {cp} is left out: {left_out}".format_map(each)
+        for each in lengths
+        if each["left_out"] is not None
+    ]
 
     # The table between its title and what it means.
     title = "Longest sequences of {model} on {world_size} x {device}".format_map(request)
@@ -108,5 +107,5 @@ def format_longest(answer: Mapping[str, Any]) -> str:
         "as in the config. Up to {limit:,} tokens, in multiples of 1,024. GiB: reserved at most, "
         "of {memory_gib:g}. Tokens/s: per device."
     ).format_map(request)
-    table = format_columns(rows, right=(0, 1, 4, 5, 6))
+    table = format_rows(columns, rows, right=(0, 1, 4, 5, 6))
     return "\n\n".join([title, table, *(fill(each, 80) for each in (notes, *left_out))])

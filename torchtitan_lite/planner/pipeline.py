@@ -28,7 +28,7 @@ class PipelineTime:
     ranks: list[StepTime]  # each as long as the slowest makes it
     actions_s: Sequence[Mapping[str, float]]  # of a microbatch on each stage, by kind of action
     send_bytes: int  # what a stage sends to the next one: its result of a microbatch
-    send_s: float
+    send_s: float  # seconds to send it
 
 
 def time_step(
