@@ -15,8 +15,9 @@ from kernel_times import FLAVOR, TOKENS
 from torchtitan_lite.config import Config
 from torchtitan_lite.job import build_job
 from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.meta_model import tokenizer_values
-from torchtitan_lite.planner.roofline import Roofline, build_roofline
+from torchtitan_lite.planner.roofline import Roofline
 
 Measurement = Mapping[str, Any]  # a line of kernel_times.py
 
@@ -66,7 +67,7 @@ def build_reference(device: DeviceSpec) -> Roofline:
     model, training = {"flavor": FLAVOR}, {"seq_len": TOKENS, "local_batch_size": 1}
     config = Config.model_validate({"model": model, "training": training})
     job = build_job(config, world_size=1, tokenizer=tokenizer_values(config.model))
-    return build_roofline(device, job)
+    return Roofline(device, rates_of(device), job)
 
 
 def derive_rates(

@@ -13,7 +13,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-import torch
 from published_runs import MODELS, PUBLISHED_RUNS, PublishedRun
 from sample_jobs import TOKENIZER, job_of
 
@@ -28,11 +27,11 @@ from torchtitan_lite.config import (
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import lookup_device
-from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.meta_model import build_workload
 from torchtitan_lite.planner.pipeline import time_step
 from torchtitan_lite.planner.prediction import predict
-from torchtitan_lite.planner.roofline import Cost, Passes, Roofline, build_roofline
+from torchtitan_lite.planner.roofline import Cost, Passes, Roofline
 
 RATIO_LIMIT, RATE_LIMIT = 12, 20  # percent
 CHECKPOINTING: dict[str, dict[str, Any]] = {
@@ -240,15 +239,13 @@ def _plan_run(run: PublishedRun) -> Planned:
     device = lookup_device(run.device)
     assert device is not None
     job = job_of_run(run)
-    with torch.device("meta"):
-        work = build_workload(Transformer(job.model_args), job)
-    roofline: Roofline = build_roofline(device, job, work.recomputed)
+    work = build_workload(job)
     if "NeMo" in run.framework:
-        roofline = replace(roofline, attention_kernel="cudnn")
+        roofline = work.roofline(device, "cudnn")
     else:
         early = run.compiled is False or "2024" in run.framework
         theirs = EarlyRoofline if early else TorchtitanRoofline
-        rates = replace(roofline.rates, **OLD_ATTENTION.get(device.architecture, {}))
+        rates = replace(rates_of(device), **OLD_ATTENTION.get(device.architecture, {}))
         roofline = theirs(device, rates, job, work.recomputed, "flash")
 
     tokens = job.batch.global_batch_size * job.config.training.seq_len / job.degrees.world_size

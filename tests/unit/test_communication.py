@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from sample_plans import DEVICE, RATES
 
 from torchtitan_lite.config import ParallelDegrees
-from torchtitan_lite.planner import communication
-from torchtitan_lite.planner.communication import (
-    Network,
-    Ring,
-    replicate_ring,
-    shard_ring,
-    tp_ring,
-)
+from torchtitan_lite.planner.communication import Network, Ring, rings_of
 
 GB = 10**9
 NETWORK = Network(DEVICE, RATES)  # links of 400 GB/s in a node of 8, network adapters of 45 GB/s
@@ -94,13 +87,14 @@ def test_an_all_reduce_takes_two_gathers(nbytes: float, ring: Ring) -> None:
 
 def test_the_mesh_has_tensor_parallelism_innermost_and_replicas_outermost() -> None:
     degrees = ParallelDegrees(dp_replicate=2, dp_shard=16, cp=1, tp=4)
-    rings = tp_ring(degrees), shard_ring(degrees), replicate_ring(degrees)
-    assert rings == (Ring(4, 1), Ring(16, 4), Ring(2, 64))
+    rings = rings_of(degrees)
+    found = rings["tensor parallelism"], rings["sharding"], rings["replicas"]
+    assert found == (Ring(4, 1), Ring(16, 4), Ring(2, 64))
 
 
 def test_ranks_that_share_sequences_shard_weights_too() -> None:
     degrees = ParallelDegrees(dp_replicate=2, dp_shard=3, cp=8, tp=4)
-    assert {kind: ring_of(degrees) for kind, ring_of in communication.RINGS.items()} == {
+    assert rings_of(degrees) == {
         "tensor parallelism": Ring(4, 1),
         "context parallelism": Ring(8, 4),
         "sharding": Ring(24, 4),

@@ -14,7 +14,7 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.parallel.schedules import SCHEDULES
 from torchtitan_lite.planner.memory import rank_moments
-from torchtitan_lite.planner.orders import in_flight, rank_ends, rank_order, schedule_actions
+from torchtitan_lite.planner.orders import in_flight, rank_ends, rank_order
 from torchtitan_lite.planner.pipeline import time_pipeline
 from torchtitan_lite.planner.roofline import Roofline
 
@@ -72,13 +72,16 @@ def test_ranks_run_in_the_order_of_torch(schedule: str) -> None:
 def bubble(schedule: str, degree: int, each: int, microbatches: int, *, send_s: float = 0) -> float:
     """Share of the time in which the first rank waits, where B takes twice as long as F."""
     stages = degree * each
-    scheduled = schedule_actions(schedule, degree, stages, microbatches)
+    orders = [
+        rank_order(schedule, rank, degree=degree, stages=stages, microbatches=microbatches)
+        for rank in range(degree)
+    ]
     seconds = {
         (kind, stage): {"F": 1.0, "B": 2.0}.get(kind, 1.0)
         for kind in "FBIW"
         for stage in range(stages)
     }
-    end = max(rank_ends(scheduled, seconds, send_s=send_s, degree=degree))
+    end = max(rank_ends(orders, seconds, send_s=send_s))
     return 1 - 3 * each * microbatches / end
 
 

@@ -7,17 +7,14 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
-
 from torchtitan_lite.config import sequence_parts, zero_bubble
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.models.llama3 import Transformer
 
-from .meta_model import Workload, build_meta_model, build_workload
+from .meta_model import Workload, build_workload
 from .rank import without_fsdp
 
 CHECKPOINTING = (
@@ -54,11 +51,7 @@ def resolve_auto(
         job = job.choose("parallelism", fsdp_reduce_gradients=reductions[0])
     sharding = job.config.parallelism
     if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
-        with torch.device("meta"):
-            model = Transformer(job.model_args)
-        best, *others = kept_options(
-            model, job, device=device, memory_gib=memory_gib, on_cpu=on_cpu
-        )
+        best, *others = kept_options(job, device=device, memory_gib=memory_gib, on_cpu=on_cpu)
         after = f"the fastest other: {others[0]}" if others else "no other fits"
         if best.reserved_gib > memory_gib:
             after = f"the smallest, and even that may not fit {memory_gib:.1f} GiB"
@@ -68,7 +61,7 @@ def resolve_auto(
     if not chooses_linears:
         return job
 
-    choices = build_meta_model(job, device=device).choices
+    choices = build_workload(job, device=device).choices
     reasons = ", ".join(f"{kind} ({reason})" for kind, reason in _kept_by_auto(choices).items())
     logger.info(f'[float8] filter_fqns = ["auto"] keeps in high precision: {reasons or "nothing"}')
     return name_kept(job, choices)
@@ -93,7 +86,6 @@ class KeptOption(NamedTuple):
 
 
 def kept_options(
-    model: Transformer,
     job: Job,
     *,
     device: DeviceSpec | None,
@@ -119,21 +111,21 @@ def kept_options(
     assert spec is not None, "the stand-in is in the table of devices"
 
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
-    # Only what fits is timed.
-    tried_work: list[tuple[Workload, float]] = []
+    choices, tried = None, []
     for (mode, option), each, reduction in product(modes, values, _reductions(job)):
-        tried = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
-        tried = tried.choose(
+        chosen = job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
+        chosen = chosen.choose(
             "parallelism", fsdp_reshard_after_forward=each, fsdp_reduce_gradients=reduction
         )
-        known = tried_work[0][0].choices if tried_work else None
-        work = build_workload(model, tried, device=device, choices=known)
-        tried_work.append((work, work.reserved_bytes(on_cpu=on_cpu) / 2**30))
-    smallest = min(tried_work, key=lambda each: each[1])
+        work = build_workload(chosen, device=device, choices=choices)
+        choices = work.choices
+        tried.append((work, work.reserved_gib(on_cpu=on_cpu)))
+
+    # Only what fits is timed.
+    smallest = min(tried, key=lambda each: each[1])
     fitting = [
         KeptOption(work, work.time(spec, attention_kernel).step_s, reserved_gib)
-        for work, reserved_gib in [each for each in tried_work if each[1] <= memory_gib]
-        or [smallest]
+        for work, reserved_gib in [each for each in tried if each[1] <= memory_gib] or [smallest]
     ]
     fitting.sort(key=lambda each: each.step_s)
 
@@ -207,7 +199,7 @@ def _kept_by_auto(choices: Sequence[LinearChoice]) -> dict[str, str]:
     }
 
 
-def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
+def find_fitting(work: Workload, memory_gib: float) -> list[dict[str, Any]]:
     """Return layouts that would fit, the fastest first: each needs fewer GPUs than those before, by
     recomputing more, or by more tensor parallelism."""
     args, degree = work.job.model_args, work.job.degrees.tp
@@ -225,7 +217,7 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for tp, (mode, option) in product((degree, *higher), _checkpointing(args.n_layers)):
         job = work.job.choose("activation_checkpoint", mode=mode, selective_ac_option=option)
-        gpus = _fewest_gpus(replace(work, job=job), tp, device_bytes)
+        gpus = _fewest_gpus(replace(work, job=job), tp, memory_gib)
         if gpus and (not found or gpus < found[-1]["world_size"]):
             label = job.config.activation_checkpoint.label
             layout = {"activation_checkpoint": label, "tensor_parallel_degree": tp}
@@ -233,12 +225,12 @@ def find_fitting(work: Workload, device_bytes: int) -> list[dict[str, Any]]:
     return found
 
 
-def _fewest_gpus(work: Workload, tp: int, device_bytes: int) -> int | None:
+def _fewest_gpus(work: Workload, tp: int, memory_gib: float) -> int | None:
     """Return the number of GPUs from which on the shards are small enough; None if no number is."""
     job = work.job
     least = max(1, job.degrees.dp_shard * job.degrees.tp // tp)
     for shards in (2**k * least for k in range(12)):
-        tried = replace(job.degrees, dp_shard=shards, tp=tp)
-        if replace(work, job=replace(job, degrees=tried)).reserved_bytes() <= device_bytes:
-            return tried.world_size
+        degrees = replace(job.degrees, dp_shard=shards, tp=tp)
+        if replace(work, job=replace(job, degrees=degrees)).reserved_gib() <= memory_gib:
+            return degrees.world_size
     return None

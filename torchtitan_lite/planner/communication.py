@@ -12,6 +12,9 @@ from torchtitan_lite.metrics.devices import DeviceSpec
 
 from .constants import Rates
 
+TENSOR, CONTEXT, PIPELINE = "tensor parallelism", "context parallelism", "pipeline"
+SHARDING, REPLICAS = "sharding", "replicas"
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -21,39 +24,17 @@ class Ring:
     stride: int
 
 
-def tp_ring(degrees: ParallelDegrees) -> Ring:
-    """Return the ring of tensor parallelism, the innermost dimension of the mesh."""
-    return Ring(degrees.tp, 1)
-
-
-def context_ring(degrees: ParallelDegrees) -> Ring:
-    """Return the ring in which context parallelism gathers keys and values."""
-    return Ring(degrees.cp, degrees.tp)
-
-
-def shard_ring(degrees: ParallelDegrees) -> Ring:
-    """Return the ring in which FSDP gathers weights and reduces gradients."""
-    return Ring(degrees.fsdp, degrees.tp)
-
-
-def replicate_ring(degrees: ParallelDegrees) -> Ring:
-    """Return the ring in which HSDP sums the gradients of replicas."""
-    return Ring(degrees.dp_replicate, degrees.tp * degrees.fsdp)
-
-
-def pipeline_ring(degrees: ParallelDegrees) -> Ring:
-    """Return the ring in which pipeline stages send their results: the outermost dimension."""
-    return Ring(degrees.pp, degrees.world_size // degrees.pp)
-
-
-RINGS = {
-    "tensor parallelism": tp_ring,
-    "context parallelism": context_ring,
-    "sharding": shard_ring,
-    "replicas": replicate_ring,
-    "pipeline": pipeline_ring,
-}
-"""Ring of each kind of collective."""
+def rings_of(degrees: ParallelDegrees) -> dict[str, Ring]:
+    """Return the ring of each kind of collective. Dimensions of the mesh, from the innermost to the
+    outermost: tensor, context, sharding, replicas, pipeline. FSDP shards over both ranks of context
+    and of sharding."""
+    return {
+        TENSOR: Ring(degrees.tp, 1),
+        CONTEXT: Ring(degrees.cp, degrees.tp),
+        SHARDING: Ring(degrees.fsdp, degrees.tp),
+        REPLICAS: Ring(degrees.dp_replicate, degrees.tp * degrees.fsdp),
+        PIPELINE: Ring(degrees.pp, degrees.world_size // degrees.pp),
+    }
 
 
 @dataclass(frozen=True)

@@ -3,33 +3,15 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from textwrap import fill
 from typing import Any
 
-import torch
-
 from torchtitan_lite.config import resolve_model, sequence_parts
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.job import TokenizerValues
-from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.tables import format_columns
 
-from .meta_model import tokenizer_values
-from .search import (
-    CP,
-    GIB,
-    GLOBAL,
-    LOCAL,
-    SEARCHED,
-    SHARD,
-    Candidate,
-    Space,
-    figures_of,
-    get_setting,
-    try_config,
-)
+from .search import CP, GLOBAL, LOCAL, SHARD, Candidate, Space, figures_of, try_config
+from .search_report import format_rows
 
 DEGREES = (1, 2, 4, 8, 16)
 STEP = 1024
@@ -49,17 +31,13 @@ def make_longest(space: Space) -> dict[str, Any]:
     data_parallel_shard_degree and the batch sizes follow from that. Other keys are the config's.
 
     Raises ConfigError if there is no length for any degree."""
-    tokenizer, args = tokenizer_values(space.config.model), resolve_model(space.config.model)
-    limit = min(args.max_seq_len, MOST)
-    args = replace(args, vocab_size=args.vocab_size or tokenizer.vocab_size, max_seq_len=STEP)
-    with torch.device("meta"):
-        model = Transformer(args)
+    limit = min(resolve_model(space.config.model).max_seq_len, MOST)
 
     # A degree that cannot be planned is left out, with the reason.
     lengths: list[dict[str, Any]] = []
     for cp in DEGREES:
         try:
-            longest = _longest(space, cp, limit, model, tokenizer)
+            longest = _longest(space, cp, limit)
         except ConfigError as error:
             lengths.append({"cp": cp, "left_out": str(error)})
             continue
@@ -81,24 +59,21 @@ def make_longest(space: Space) -> dict[str, Any]:
     }
 
 
-def _longest(
-    space: Space, cp: int, limit: int, model: Transformer, tokenizer: TokenizerValues
-) -> Candidate:
+def _longest(space: Space, cp: int, limit: int) -> Candidate:
     """Return the longest config with `cp` that fits. Raises ConfigError if none does."""
-    unchanged = {name: get_setting(space.config, name) for name in SEARCHED}
-    settings = unchanged | {CP: cp} | REPLACED
+    settings = space.unchanged | {CP: cp} | REPLACED
     tp = space.config.parallelism.tensor_parallel_degree
     step = math.lcm(STEP, sequence_parts(cp=cp, tp=tp))
     lengths = range(step, max(limit, step) + 1, step)
 
     @cache  # the bisection plans its answer too
     def plan(seq_len: int) -> Candidate:
-        return try_config(space, settings | {SEQ_LEN: seq_len}, model, tokenizer)
+        return try_config(space, settings | {SEQ_LEN: seq_len})
 
     # Memory grows with the length: from some length on, none fits.
     fitting = bisect_left(lengths, True, key=lambda seq_len: plan(seq_len).step_s == math.inf)
     if not fitting:
-        needs = f"{plan(step).reserved / GIB:,.1f} of {space.device.memory_gib:g} GiB"
+        needs = f"{plan(step).reserved_gib:,.1f} of {space.device.memory_gib:g} GiB"
         raise ConfigError(f"even {step:,} tokens do not fit: {needs}")
     return plan(lengths[fitting - 1])
 
@@ -108,23 +83,22 @@ def format_longest(answer: Mapping[str, Any]) -> str:
     request = answer["request"]
 
     # A row for each degree that was planned; a note for each other one.
-    rows = [("cp", "tokens", "replicate x shard x TP", "recompute", "GiB", "tokens/s", "waits")]
-    left_out = []
-    for each in answer["lengths"]:
-        if each["left_out"] is not None:
-            left_out.append(f"cp {each['cp']} is left out: {each['left_out']}")
-            continue
-        rows.append(
-            (
-                str(each["cp"]),
-                f"{each['seq_len']:,}",
-                "{dp_replicate} x {dp_shard} x {tp}".format_map(each),
-                each["activation_checkpoint"],
-                f"{each['reserved_gib']:,.1f}",
-                f"{each['tps']:,.0f}",
-                f"{each['exposed_pct']:.0f} %",
-            )
-        )
+    columns = {
+        "cp": "{cp}",
+        "tokens": "{seq_len:,}",
+        "replicate x shard x TP": "{dp_replicate} x {dp_shard} x {tp}",
+        "recompute": "{activation_checkpoint}",
+        "GiB": "{reserved_gib:,.1f}",
+        "tokens/s": "{tps:,.0f}",
+        "waits": "{exposed_pct:.0f} %",
+    }
+    lengths = answer["lengths"]
+    rows = [each for each in lengths if each["left_out"] is None]
+    left_out = [
+        "cp {cp} is left out: {left_out}".format_map(each)
+        for each in lengths
+        if each["left_out"] is not None
+    ]
 
     # The table between its title and what it means.
     title = "Longest sequences of {model} on {world_size} x {device}".format_map(request)
@@ -133,5 +107,5 @@ def format_longest(answer: Mapping[str, Any]) -> str:
         "as in the config. Up to {limit:,} tokens, in multiples of 1,024. GiB: reserved at most, "
         "of {memory_gib:g}. Tokens/s: per device."
     ).format_map(request)
-    table = format_columns(rows, right=(0, 1, 4, 5, 6))
+    table = format_rows(columns, rows, right=(0, 1, 4, 5, 6))
     return "\n\n".join([title, table, *(fill(each, 80) for each in (notes, *left_out))])

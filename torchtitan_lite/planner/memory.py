@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 from torchtitan_lite.job import Job
 from torchtitan_lite.models import loss
-from torchtitan_lite.models.flavors import block_linear_shapes
+from torchtitan_lite.models.flavors import OUTPUT, block_linear_shapes
 from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .attention import FLOAT32
-from .orders import in_flight, rank_order
-from .rank import Group, Rank
-from .share import EMBEDDING, OUTPUT, rank_shares
+from .orders import in_flight, pipeline_orders
+from .rank import EMBEDDING, Group, Rank, rank_shares
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,14 @@ class Moment:
         return states + self.activations + self.logits + self.buffers
 
 
-def _moment(rank: Rank, name: str, *, left: int, buffers: int = 0, **parts: int) -> Moment:
-    """Return the moment at which the first `left` groups have not scattered gradients yet."""
-    # Sums over microbatches are sharded if each is reduced. Else they are whole until the last
-    # backward scatters them.
-    whole = rank.cumulative_weights[left] if rank.reductions == 1 else 0
-    width = rank.reduce_width if rank.accum_steps > 1 else 0
-    parameters = rank.sharded(rank.cumulative_weights[-1])
+def _moment(rank: Rank, name: str, *, gradients: int, buffers: int = 0, **parts: int) -> Moment:
+    """Return a moment with the rank's shards of weights and optimizer states."""
+    parameters = rank.sharded(rank.weights)
     rotary_tables = FLOAT32 * rank.model.max_seq_len * rank.model.head_dim
     return Moment(
         name,
         parameters,
-        gradients=rank.sharded(rank.cumulative_weights[-1] - whole) + width * whole,
+        gradients,
         optimizer_states=2 * parameters * rank.moment_width // rank.weight_width,
         buffers=rotary_tables + buffers,
         **parts,
@@ -69,45 +64,59 @@ def step_memory(rank: Rank) -> list[Moment]:
     stays = rank.reshard == "never" and rank.accum_steps > 1
     in_block = max(out * in_ for out, in_ in block_linear_shapes(rank.model).values())
 
-    moments, kept = [_loss(rank, kept_from)], sum(group.saved for group in groups)
+    kept, whole = sum(group.saved for group in groups), rank.weights
+    moments = [_loss(rank, kept_from, activations=kept, gradients=_added_up(rank, whole))]
     for i in range(last, -1, -1):
-        group, left = groups[i], i + 1
-        kept -= group.saved
+        group, kept = groups[i], kept - groups[i].saved
         # Meanwhile FSDP prefetches the weights of the next group in the backward, and scatters the
         # gradients of the previous one, i + 1.
         next_up = max(i - 1, 0) if rank.degrees.fsdp > 1 else i
         ahead = rank.gathered(min(kept_from, next_up), i)
-        stay = sum(each.gathered for each in groups[left:]) if stays else 0
+        stay = sum(each.gathered for each in groups[i + 1 :]) if stays else 0
         in_flight = () if rank.without_fsdp else groups[i + 1 : i + 2]
         scattering = rank.reduce_width * sum(each.weights for each in in_flight)
-        unfused = rank.width * rank.logits if i == last and not rank.fuses_loss else 0
-        height = _moment(
-            rank,
-            f"backward of {group.name}",
-            left=left,
-            activations=kept + group.working,
-            logits=unfused,
-            buffers=ahead + group.gathered + stay + scattering,
-        )
 
         largest = in_block if 0 < i < last else group.weights
-        end = _moment(
+        moments += _backward(
             rank,
-            f"gradients of {group.name}",
-            left=left,
-            activations=kept + rank.residual,
-            buffers=ahead + _gradients(rank, group, largest, scattering),
+            group,
+            kept=kept,
+            gradients=_added_up(rank, whole),
+            during=ahead + group.gathered + stay + scattering,
+            after=ahead + _gradients(rank, group, largest, scattering),
         )
-        moments += [height, end]
-
+        whole -= group.weights
     return [*moments, _update(rank)]
+
+
+def _backward(
+    rank: Rank, group: Group, *, kept: int, gradients: int, during: int, after: int
+) -> list[Moment]:
+    """Return the peak of a group's backward, and its end, with the buffers `during` it and `after`
+    it. The other groups keep activations of `kept` bytes."""
+    unfused = group.name == OUTPUT and not rank.fuses_loss
+    peak = {"activations": kept + group.working, "logits": unfused * rank.width * rank.logits}
+    end = {"activations": kept + rank.residual}
+    return [
+        _moment(rank, f"backward of {group.name}", gradients=gradients, buffers=during, **peak),
+        _moment(rank, f"gradients of {group.name}", gradients=gradients, buffers=after, **end),
+    ]
+
+
+def _added_up(rank: Rank, whole: int) -> int:
+    """Bytes of gradients when those of `whole` weights have not been scattered yet. Their sums over
+    microbatches are sharded if each is reduced, else whole until the last backward."""
+    if rank.reductions > 1:
+        whole = 0
+    width = rank.reduce_width if rank.accum_steps > 1 else 0
+    return rank.sharded(rank.weights - whole) + width * whole
 
 
 def _update(rank: Rank) -> Moment:
     """The moment of the optimizer's step, of which "foreach" copies the parameters."""
+    shards = rank.sharded(rank.weights)
     foreach = rank.config.optimizer.implementation == "foreach"
-    copies = rank.sharded(rank.cumulative_weights[-1]) if foreach else 0
-    return _moment(rank, "optimizer step", left=0, buffers=copies)
+    return _moment(rank, "optimizer step", gradients=shards, buffers=shards * foreach)
 
 
 def _gradients(rank: Rank, group: Group, largest: int, scattering: int) -> int:
@@ -122,8 +131,8 @@ def _gradients(rank: Rank, group: Group, largest: int, scattering: int) -> int:
     return max(gradients + group.gathered, cast)
 
 
-def _loss(rank: Rank, kept_from: int) -> Moment:
-    """The moment of the loss, when all activations are kept."""
+def _loss(rank: Rank, kept_from: int, **parts: int) -> Moment:
+    """The moment of the loss, with its parts other than logits and buffers."""
     # FSDP keeps the all-gather buffer of the head's weights until the next all-gather.
     buffers = rank.gathered(kept_from, len(rank.groups))
     if rank.fuses_loss and rank.degrees.fsdp > 1:
@@ -143,8 +152,7 @@ def _loss(rank: Rank, kept_from: int) -> Moment:
     else:
         working = 2 * rank.width * rank.logits + in_float32  # the logits stay beside their gradient
 
-    kept, left = sum(group.saved for group in rank.groups), len(rank.groups)
-    return _moment(rank, "loss", left=left, activations=kept, logits=working, buffers=buffers)
+    return _moment(rank, "loss", logits=working, buffers=buffers, **parts)
 
 
 # ----- Pipelines -----
@@ -155,10 +163,9 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
     ranks = [Rank(share, float8_linears, on_cpu=on_cpu) for share in rank_shares(job)]
     if job.degrees.pp == 1:
         return [step_memory(ranks[0])]
-    schedule, stages = job.config.parallelism.pipeline_parallel_schedule, len(job.stages)
-    degree, n = job.degrees.pp, job.batch.grad_accum_steps
+    looped = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule].looped
     moments = []
-    for index, rank in enumerate(ranks):
+    for index, (rank, order) in enumerate(zip(ranks, pipeline_orders(job), strict=True)):
         # torch has a buffer for each microbatch that a stage receives from either side. The first
         # block saves its input there, and the last one's output is kept until it has a gradient.
         # Looped schedules keep what a stage sends, also a gradient, until the step's end.
@@ -170,9 +177,8 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
             transferred = rank.residual * (2 - first - last)
             kept[stage] = sum(saved.get(name, 0) for name in names)
             kept[stage] += rank.residual * (first - last)
-            freed[stage] = kept[stage] - transferred * SCHEDULES[schedule].looped
-            received += n * transferred
-        order = rank_order(schedule, index, degree=degree, stages=stages, microbatches=n)
+            freed[stage] = kept[stage] - transferred * looped
+            received += job.batch.grad_accum_steps * transferred
         moments.append(_pipeline_memory(rank, in_flight(order, kept, freed), received))
     return moments
 
@@ -182,32 +188,28 @@ def _pipeline_memory(rank: Rank, flight: tuple[int, int], received: int) -> list
     and with them, and of buffers to receive. Gradients are whole until all are reduced."""
     groups, stays = [group for group in rank.groups if group.working], rank.reshard != "always"
     gathered = stays * sum(group.gathered for group in groups)
-    whole, moments = rank.reduce_width * rank.cumulative_weights[-1], []
+    whole, moments = rank.reduce_width * rank.weights, []
     for held, gradients in zip(flight, (0, whole), strict=True):
         if rank.has_output:
-            loss_at = _loss(rank, 0 if stays else len(rank.groups) - 1)
-            moments.append(replace(loss_at, gradients=gradients, activations=held))
+            kept_from = 0 if stays else len(rank.groups) - 1
+            moments.append(_loss(rank, kept_from, activations=held, gradients=gradients))
         for i, group in reversed(list(enumerate(groups))):
             held -= group.saved
             # Weights that were freed are gathered again, and those of the next group ahead.
             there = gathered or sum(each.gathered for each in groups[max(i - 1, 0) : i + 1])
-            unfused = (
-                rank.width * rank.logits if group.name == OUTPUT and not rank.fuses_loss else 0
-            )
             # New gradients are beside the sums, which the first microbatch makes of them.
             new = (rank.width + rank.reduce_width * (not gradients)) * group.weights
             if rank.without_fsdp:
                 new = _gradients(rank, group, group.weights, 0) - group.gathered
-            working = {"backward": (group.working, 0), "gradients": (rank.residual, new)}
-            for name, (activations, more) in working.items():
-                parts = {"activations": held + activations, "logits": unfused * (not more)}
-                at = _moment(rank, f"{name} of {group.name}", left=0, buffers=there + more, **parts)
-                moments.append(replace(at, gradients=gradients))
+            moments += _backward(
+                rank, group, kept=held, gradients=gradients, during=there, after=there + new
+            )
 
     # FSDP scatters the sums group by group, from a copy.
     if not rank.without_fsdp:
-        scattered = rank.reduce_width * max(group.weights for group in groups)
-        at = _moment(rank, "reduction of gradients", left=0, buffers=gathered + scattered)
-        moments.append(replace(at, gradients=whole))
+        copy = rank.reduce_width * max(group.weights for group in groups)
+        moments.append(
+            _moment(rank, "reduction of gradients", gradients=whole, buffers=gathered + copy)
+        )
     moments.append(_update(rank))
     return [replace(each, buffers=each.buffers + received) for each in moments]

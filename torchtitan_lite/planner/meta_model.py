@@ -3,8 +3,8 @@ training and planning alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
@@ -16,14 +16,16 @@ from torchtitan_lite.float8.selection import AUTO, LinearChoice, select_linears
 from torchtitan_lite.job import Job, TokenizerValues
 from torchtitan_lite.metrics.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
+from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 
+from .constants import rates_of
 from .memory import Moment, rank_moments
 from .pipeline import time_step
 from .prediction import Prediction, predict
 from .rank import without_fsdp
-from .roofline import Roofline, build_roofline
+from .roofline import Roofline
 from .step import StepTime
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
@@ -61,7 +63,7 @@ class Workload:
 
     def roofline(self, device: DeviceSpec, attention_kernel: str = "") -> Roofline:
         """Return the costs of a microbatch on `device`."""
-        return build_roofline(device, self.job, self.recomputed, attention_kernel)
+        return Roofline(device, rates_of(device), self.job, self.recomputed, attention_kernel)
 
     def predict(self, device: DeviceSpec, attention_kernel: str = "") -> Prediction:
         """Predict the time of a step in bf16, and in float8 as converted."""
@@ -85,9 +87,9 @@ class Workload:
         """Upper bound of the memory that a GPU reserves in a step, over the largest moment."""
         return RESERVED_RATIO_WITHOUT_FSDP if without_fsdp(self.job) else RESERVED_RATIO
 
-    def reserved_bytes(self, *, on_cpu: bool = False) -> float:
-        """Return an upper bound of the memory that a GPU reserves in a step."""
-        return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu))
+    def reserved_gib(self, *, on_cpu: bool = False) -> float:
+        """Return an upper bound of the memory that a GPU reserves in a step, in GiB."""
+        return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu)) / 2**30
 
 
 def peak_bytes(moments: Sequence[Moment]) -> int:
@@ -108,31 +110,36 @@ class MetaModel(Workload):
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
+@cache
+def _model_of(args: ModelArgs) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(args)
+
+
 def build_workload(
-    model: Transformer,
     job: Job,
     *,
     fused_attention: bool = True,
     device: DeviceSpec | None = None,
     choices: list[LinearChoice] | None = None,
 ) -> Workload:
-    """Decide which linears of `model`, not yet converted, train in float8, and what is recomputed.
+    """Decide which linears train in float8, and what is recomputed.
 
     The device need not be present. Only [float8] filter_fqns = ["auto"] needs its data sheet.
     `choices` for the linears, if any, are taken over.
     """
     config, float8 = job.config, job.config.float8
-
-    # What is recomputed depends on the linears in float8, and "auto" on what bf16 recomputes.
+    # One model serves all lengths and masks: its linears are the same.
+    model = _model_of(replace(job.model_args, max_seq_len=1, document_bos_id=None))
     repeated = partial(
         recomputed_modules,
         model,
         config.activation_checkpoint,
         compiled=config.compile.covers("model"),
     )
-    in_bf16 = repeated(fused_attention=True)
 
-    # Which linears train in float8.
+    # What is recomputed depends on the linears in float8, and "auto" on what bf16 recomputes.
+    in_bf16 = repeated(fused_attention=True)
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     choices = choices or select_linears(
         model,
@@ -159,7 +166,7 @@ def build_meta_model(
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
         model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
-    work = build_workload(model, job, fused_attention=fused_attention, device=device)
+    work = build_workload(job, fused_attention=fused_attention, device=device)
     if float8.enable_float8_linear:
         convert_linears(model, work.choices, float8=float8, emulate=emulate)
         model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding
@@ -198,7 +205,7 @@ def _slower_linears(
             "and the memory bandwidth of the device, and not all of them are known here; name the "
             'linears to keep, such as ["wk", "wv"].'
         )
-    roofline = build_roofline(device, job, recomputed)
+    roofline = Roofline(device, rates_of(device), job, recomputed)
 
     # Device time alone chooses. Launches on the host, reductions of scales and gathers in float8
     # can make a step shorter with all linears, or with none.

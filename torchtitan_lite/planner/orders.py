@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from torchtitan_lite.job import Job
 from torchtitan_lite.parallel.schedules import SCHEDULES
 
 
@@ -21,18 +22,24 @@ class Action(NamedTuple):
     microbatch: int
 
 
-class Scheduled(NamedTuple):
-    """An action in the order in which actions of all ranks can be timed."""
-
-    action: Action
-    rank: int
-    needs: int  # the action whose result it waits for, by position; -1: none
-    sent: bool  # whether that is sent by another rank
+Pass = tuple[str, int]
+"""Kind and stage of an action."""
 
 
+def pipeline_orders(job: Job) -> list[Sequence[Action]]:
+    """Return the actions of each rank of a job's pipeline."""
+    schedule, stages = job.config.parallelism.pipeline_parallel_schedule, len(job.stages)
+    degree, n = job.degrees.pp, job.batch.grad_accum_steps
+    return [
+        rank_order(schedule, rank, degree=degree, stages=stages, microbatches=n)
+        for rank in range(degree)
+    ]
+
+
+@cache
 def rank_order(
     schedule: str, rank: int, *, degree: int, stages: int, microbatches: int
-) -> list[Action]:
+) -> Sequence[Action]:
     """Return the actions of a rank, as torch/distributed/pipelining/schedules.py orders them."""
     own = SCHEDULES[schedule].rank_stages(rank, degree=degree, stages=stages)
     in_order = _v_shaped if SCHEDULES[schedule].v_shaped else _looped
@@ -45,9 +52,6 @@ def rank_order(
         actions.append(Action(kind, stage, seen[kind, stage]))
         seen[kind, stage] += 1
     return [action for action in actions if action.microbatch < microbatches]
-
-
-Pass = tuple[str, int]  # kind and stage of an action
 
 
 def _looped(name: str, rank: int, degree: int, own: Sequence[int], n: int) -> list[Pass]:
@@ -85,55 +89,31 @@ def _v_shaped(_name: str, rank: int, degree: int, own: Sequence[int], n: int) ->
     return [(word[0], own[int(word[1])]) for word in words.split()]
 
 
-@cache
-def schedule_actions(schedule: str, degree: int, stages: int, microbatches: int) -> list[Scheduled]:
-    """Return the actions of all ranks, each after those that it waits for."""
-    orders = [
-        rank_order(schedule, rank, degree=degree, stages=stages, microbatches=microbatches)
-        for rank in range(degree)
-    ]
+def rank_ends(
+    orders: Sequence[Sequence[Action]], seconds: Mapping[Pass, float], *, send_s: float
+) -> list[float]:
+    """Return when each rank ends its last action, from the actions of each rank and the `seconds`
+    of each pass of a stage."""
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    ends: dict[Action, float] = {}
+    now, done = [0.0] * len(orders), [0] * len(orders)
 
     # In turns, each rank goes on in its order until it must wait for another.
-    scheduled: list[Scheduled] = []
-    position: dict[Action, int] = {}
-    reached = [0] * degree
-    while len(scheduled) < sum(map(len, orders)):
-        before = len(scheduled)
+    while len(ends) < sum(map(len, orders)):
+        before = len(ends)
         for rank, order in enumerate(orders):
-            while reached[rank] < len(order):
-                action = order[reached[rank]]
-                needed = _needed(action, stages)
-                if needed and needed not in position:
-                    break
-                position[action] = len(scheduled)
-                sent = needed is not None and rank_of[needed.stage] != rank
-                needs = position[needed] if needed else -1
-                scheduled.append(Scheduled(action, rank, needs, sent))
-                reached[rank] += 1
-        assert len(scheduled) > before, "the ranks of a schedule wait for each other"
-    return scheduled
-
-
-def _needed(action: Action, stages: int) -> Action | None:
-    """Return the action of another stage whose result an action waits for."""
-    stage = action.stage + (-1 if action.kind == "F" else 1)
-    needs = action.kind != "W" and 0 <= stage < stages
-    return action._replace(stage=stage) if needs else None
-
-
-def rank_ends(
-    scheduled: Iterable[Scheduled], seconds: Mapping[Pass, float], *, send_s: float, degree: int
-) -> list[float]:
-    """Return when each rank ends its last action, from the `seconds` of each pass of a stage."""
-    ends: list[float] = []
-    now = [0.0] * degree
-    for (kind, stage, _), rank, needs, sent in scheduled:
-        begin = now[rank]
-        if needs >= 0:
-            begin = max(begin, ends[needs] + send_s * sent)
-        now[rank] = begin + seconds[kind, stage]
-        ends.append(now[rank])
+            for action in order[done[rank] :]:
+                kind, stage, microbatch = action
+                needed = Action(kind, stage + (-1 if kind == "F" else 1), microbatch)
+                if kind != "W" and needed.stage in rank_of:
+                    if needed not in ends:
+                        break
+                    sent = rank_of[needed.stage] != rank
+                    now[rank] = max(now[rank], ends[needed] + send_s * sent)
+                now[rank] += seconds[kind, stage]
+                ends[action] = now[rank]
+                done[rank] += 1
+        assert len(ends) > before, "the ranks of a schedule wait for each other"
     return now
 
 

@@ -5,27 +5,19 @@ stages and n microbatches (1F1B, GPipe, Interleaved1F1B: arXiv 2104.04473, secti
 sending. Stages are not equal, so the order of all passes is timed instead.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from torchtitan_lite.config import Stages
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.job import Job
+from torchtitan_lite.models.flavors import OUTPUT
 
-from .communication import Network, pipeline_ring
-from .orders import rank_ends, schedule_actions
-from .rank import Rank
+from .communication import PIPELINE
+from .orders import pipeline_orders, rank_ends
+from .rank import EMBEDDING, blocks_of, checkpointed_blocks, has, rank_shares, share_of
 from .roofline import Roofline
-from .share import (
-    EMBEDDING,
-    OUTPUT,
-    blocks_of,
-    checkpointed_blocks,
-    has,
-    linears_in,
-    modules_in,
-    rank_shares,
-    share_of,
-)
 from .step import OTHER_STAGES, Step, StepTime
 
 
@@ -33,17 +25,10 @@ from .step import OTHER_STAGES, Step, StepTime
 class PipelineTime:
     """Times of a step of a pipeline."""
 
-    ranks: list[StepTime]
-    """Of each rank, all as long as the slowest makes them."""
-    actions_s: Sequence[Mapping[str, float]]
-    """Seconds of a microbatch on each stage, by kind of action."""
-    send_s: float
-    """Seconds to send the result of a stage to the next one."""
-
-    @property
-    def bubble(self) -> float:
-        """Share of the step in which a rank waits for others, as the mean of ranks."""
-        return sum(step.idle_s[OTHER_STAGES] / step.step_s for step in self.ranks) / len(self.ranks)
+    ranks: list[StepTime]  # each as long as the slowest makes it
+    actions_s: Sequence[Mapping[str, float]]  # of a microbatch on each stage, by kind of action
+    send_bytes: int  # what a stage sends to the next one: its result of a microbatch
+    send_s: float  # seconds to send it
 
 
 def time_step(
@@ -61,57 +46,62 @@ def time_pipeline(
     roofline: Roofline, linears: Sequence[LinearChoice], in_float8: Collection[LinearChoice]
 ) -> PipelineTime:
     """Time a step on all ranks of a pipeline."""
-    job, pp = roofline.job, roofline.job.degrees.pp
-    step_of = _Steps(roofline, linears, in_float8).of
-    actions_s = [step_of(share_of(job, [i])).actions_s() for i in range(len(job.stages))]
+    job, n = roofline.job, roofline.job.batch.grad_accum_steps
+    stages = [share_of(job, [i]) for i in range(len(job.stages))]
+    steps = _steps(roofline, linears, in_float8, [*stages, *rank_shares(job)])
+    of_stages, of_ranks = steps[: len(stages)], steps[len(stages) :]
 
     # The order of passes, with sends and as if these took no time.
-    n, schedule = job.batch.grad_accum_steps, job.config.parallelism.pipeline_parallel_schedule
-    scheduled = schedule_actions(schedule, pp, len(job.stages), n)
+    actions_s = [step.actions_s() for step in of_stages]
     passes_s = {(k, i): seconds for i, each in enumerate(actions_s) for k, seconds in each.items()}
-    network = Network(roofline.device, roofline.rates)
-    send_s = network.send_s(Rank(job, (), on_cpu=False).residual, pipeline_ring(job.degrees))
-    ends = rank_ends(scheduled, passes_s, send_s=send_s, degree=pp)
-    sending = max(ends) - max(rank_ends(scheduled, passes_s, send_s=0.0, degree=pp))
+    send_bytes = steps[0].rank.residual
+    send_s = steps[0].network.send_s(send_bytes, steps[0].rings[PIPELINE])
+    orders = pipeline_orders(job)
+    ends = rank_ends(orders, passes_s, send_s=send_s)
+    sending = max(ends) - max(rank_ends(orders, passes_s, send_s=0.0))
 
     # What is not in the passes is before or after all of them: FSDP, and the host if it is slower.
     # Clipping waits for all ranks.
-    steps = [step_of(share) for share in rank_shares(job)]
-    times = [step.time() for step in steps]
-    updates = [
-        (1 + step.late) * time.device_parts_s["optimizer"]
-        for step, time in zip(steps, times, strict=True)
-    ]
-    passed = []
-    for rank, (time, update, end) in enumerate(zip(times, updates, ends, strict=True)):
+    times = [step.time() for step in of_ranks]
+    updates, passed = [], []
+    for rank, (step, time) in enumerate(zip(of_ranks, times, strict=True)):
         own = [actions_s[i]["F"] + actions_s[i]["B"] for i in job.rank_stages(rank)]
-        passed.append(end + time.step_s - update - n * sum(own))
+        updates.append((1 + step.late) * time.device_parts_s["optimizer"])
+        passed.append(ends[rank] + time.step_s - updates[rank] - n * sum(own))
     step_s = max(passed) + max(updates)
-    return PipelineTime([_waiting(time, step_s, sending) for time in times], actions_s, send_s)
+    ranks = [_waiting(time, step_s, sending) for time in times]
+    return PipelineTime(ranks, actions_s, send_bytes, send_s)
 
 
-class _Steps:
-    """Steps of shares. Equal shares have the same."""
+def _steps(
+    roofline: Roofline,
+    linears: Sequence[LinearChoice],
+    in_float8: Collection[LinearChoice],
+    shares: Iterable[Job],
+) -> list[Step]:
+    """Return the step of each share. Equal shares have the same one."""
 
-    def __init__(
-        self,
-        roofline: Roofline,
-        linears: Sequence[LinearChoice],
-        in_float8: Collection[LinearChoice],
-    ) -> None:
-        self.roofline, self.linears, self.in_float8 = roofline, linears, in_float8
-        self.made: dict[tuple[int, ...], Step] = {}
+    def own(choices: Collection[LinearChoice], share: Job) -> list[LinearChoice]:
+        named = [replace(each, names=_modules_in(share.stages, each.names)) for each in choices]
+        return [each for each in named if each.names]
 
-    def of(self, share: Job) -> Step:
-        """Return the step of a share."""
-        blocks, ends = len(blocks_of(share)), (has(share, EMBEDDING), has(share, OUTPUT))
-        kind = blocks, len(checkpointed_blocks(share)), *ends
-        if kind not in self.made:
-            own = frozenset(modules_in(share, self.roofline.recomputed))
-            part = replace(self.roofline, job=share, recomputed=own)
-            linears, in_float8 = linears_in(share, self.linears), linears_in(share, self.in_float8)
-            self.made[kind] = Step(part, linears, in_float8)
-        return self.made[kind]
+    steps, made = [], dict[Hashable, Step]()
+    for share in shares:
+        ends = has(share, EMBEDDING), has(share, OUTPUT)
+        kind = len(blocks_of(share.stages)), len(checkpointed_blocks(share)), ends
+        if kind not in made:
+            recomputed = frozenset(_modules_in(share.stages, roofline.recomputed))
+            part = replace(roofline, job=share, recomputed=recomputed)
+            made[kind] = Step(part, own(linears, share), own(in_float8, share))
+        steps.append(made[kind])
+    return steps
+
+
+@cache
+def _modules_in(stages: Stages, names: Collection[str]) -> tuple[str, ...]:
+    """Return those `names`, such as layers.3.attention.wq, whose block or module `stages` have."""
+    there = {name for stage in stages for name in stage}
+    return tuple(name for name in names if ".".join(name.split(".", 2)[:2]) in there)
 
 
 def _waiting(step: StepTime, step_s: float, sending: float) -> StepTime:
@@ -121,6 +111,6 @@ def _waiting(step: StepTime, step_s: float, sending: float) -> StepTime:
     return replace(
         step,
         step_s=max(step_s, step.step_s),
-        exposed_s={**step.exposed_s, "pipeline": sending},
+        exposed_s={**step.exposed_s, PIPELINE: sending},
         idle_s={OTHER_STAGES: idle - sending},
     )

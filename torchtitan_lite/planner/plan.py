@@ -19,11 +19,11 @@ from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 
 from .auto import find_fitting, resolve_auto, turn_on_float8
 from .checks import check_planned
-from .communication import RINGS, Network
+from .communication import Network, rings_of
 from .constants import constants_of, rates_of
 from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .prediction import Prediction, format_verdict
-from .rank import WIDTHS
+from .rank import state_widths
 from .roofline import Roofline
 from .stages import plan_pipeline
 
@@ -71,7 +71,7 @@ def make_plan(
     """Return the plan as plain values for JSON.
 
     `tps` are tokens per second per device that a run reached; None: predicted. `attention_kernel`
-    is one of ATTENTION_KERNELS; "": what PyTorch takes on the device. Raises ConfigError if the
+    is cudnn, flash or flex; "": what PyTorch takes on the device. Raises ConfigError if the
     config does not fit `world_size`, computes in float32, whose matmul rates are not known, or uses
     float8 or a recipe that the device does not have.
     """
@@ -100,7 +100,7 @@ def make_plan(
         "prediction": _plan_prediction(gain, device, on=on),
         "communication": _plan_communication(meta, device, predicted),
         "memory": _plan_memory(meta, device),
-        "pipeline": plan_pipeline(meta, device, attention_kernel),
+        "pipeline": plan_pipeline(meta, roofline),
         "schedule": _plan_schedule(meta, device, predicted, tps),
         "assumed": _plan_assumed(device, predicted),
         "measured": [dict(zip(MEASURED, row, strict=True)) for row in device.measured],
@@ -157,32 +157,26 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     roofline = meta.roofline(device)
-    tokens, multiple = roofline.tokens, meta.job.config.float8.recipe.size_multiple
-    converted = meta.converted
+    multiple, converted = meta.job.config.float8.recipe.size_multiple, meta.converted
 
     rows = []
     for choice in meta.choices:
-        precision, (n, k) = meta.ledger.precisions[choice.names[0]], choice.local_shape
-        shapes = {
-            "output": {"m": tokens, "n": n, "k": k},
-            "grad_input": {"m": tokens, "n": k, "k": n},
-            "grad_weight": {"m": n, "n": k, "k": tokens},
-        }
+        precision = meta.ledger.precisions[choice.names[0]]
+        m, (n, k) = roofline.tokens, choice.local_shape
+        shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
+        same_input = [each.kind for each in converted if each.reads == choice.reads]
+        shares = roofline.compiled and choice.converted
         rows.append(
             {
                 "kind": choice.kind,
                 "count": len(choice.names),
                 "gemms": {
-                    name: {**shape, "precision": precision[name]} for name, shape in shapes.items()
+                    name: dict(zip("mnk", shape, strict=True)) | {"precision": precision[name]}
+                    for name, shape in shapes.items()
                 },
-                "divisible_by_16": not any(size % multiple for size in (tokens, n, k)),
+                "divisible_by_16": not any(size % multiple for size in (m, n, k)),
                 "time_ratio": roofline.ratio(choice, converted) if device.fp8_tflops else None,
-                "shares_cast_with": [
-                    other.kind
-                    for other in converted
-                    if roofline.compiled and choice.converted
-                    if other.reads == choice.reads and other.kind != choice.kind
-                ],
+                "shares_cast_with": [kind for kind in same_input if shares and kind != choice.kind],
                 "converted": choice.converted,
                 "kept_because": choice.kept_because,
             }
@@ -222,7 +216,6 @@ def _plan_communication(
 ) -> dict[str, Any]:
     """Collectives of the run as configured."""
     network, step = Network(device, rates_of(device)), predicted.float8
-    rings = {kind: ring_of(meta.job.degrees) for kind, ring_of in RINGS.items()}
     return {
         "link_gb_s": device.link_gb_s,
         "node_devices": device.node_devices,
@@ -236,7 +229,7 @@ def _plan_communication(
                 "exposed_s": step.exposed_s[kind],
                 "hidden_s": step.hidden_s[kind],
             }
-            for kind, ring in rings.items()
+            for kind, ring in rings_of(meta.job.degrees).items()
             if ring.size > 1
         ],
     }
@@ -263,7 +256,7 @@ def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
         "reserved": round(reserved),
         "device_bytes": device_bytes,
         "fits": reserved <= device_bytes,
-        "would_fit": [] if reserved <= device_bytes else find_fitting(meta, device_bytes),
+        "would_fit": [] if reserved <= device_bytes else find_fitting(meta, device.memory_gib),
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
 
@@ -285,10 +278,8 @@ def _plan_schedule(
 
     tokens_per_second = tps * job.degrees.world_size
     run_tokens = training.steps * tokens_per_step
-    # A checkpoint holds each weight and its two moments.
-    dtype = training.dtype
-    moment_width = WIDTHS[job.config.optimizer.state_dtype or dtype]
-    checkpoint_bytes = (WIDTHS[dtype] + 2 * moment_width) * meta.parameters
+    weight_width, moment_width = state_widths(job.config)
+    checkpoint_bytes = (weight_width + 2 * moment_width) * meta.parameters
     return {
         "origin": origin,
         **{name: getattr(at, name) for name in RATES},

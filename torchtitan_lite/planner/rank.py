@@ -1,23 +1,64 @@
 """Sizes of a rank's weights and activations in bytes, from shapes alone.
 
+A pipeline rank trains a share of the job's model: a job whose model has the blocks of its stages
+only. Memory and time of a rank are those of its share, computed like any job's.
+
 Shapes: N tokens of a microbatch, D dim, H heads, K key-value heads, F ffn_dim, V vocab_size.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import cached_property
 
+from torchtitan_lite.config import Config, Stages
 from torchtitan_lite.job import Job
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 from .attention import FLOAT32, AttentionBytes
-from .share import EMBEDDING, blocks_of, checkpointed_blocks, has
 
+EMBEDDING = "tok_embeddings"
 BEHIND = ("residual", "ffn_norm", "w1", "silu", "w3", "gated")
 """Tensors of a block that are made after its attention."""
 WIDTHS = {"bfloat16": 2, "float32": FLOAT32}  # bytes of an element
+
+
+def share_of(job: Job, stages: Iterable[int]) -> Job:
+    """Return the share of `job` that has those of its pipeline stages."""
+    own = tuple(job.stages[i] for i in stages)
+    model_args = replace(job.model_args, n_layers=len(blocks_of(own)))
+    return replace(job, stages=own, model_args=model_args)
+
+
+def rank_shares(job: Job) -> list[Job]:
+    """Return the share of each pipeline rank; `job` alone without pipelines."""
+    if job.degrees.pp == 1:
+        return [job]
+    return [share_of(job, job.rank_stages(rank)) for rank in range(job.degrees.pp)]
+
+
+def blocks_of(stages: Stages) -> list[int]:
+    """Return the indices, in the whole model, of the blocks in `stages`."""
+    names = (name.partition(".") for stage in stages for name in stage)
+    return [int(index) for kind, _, index in names if kind == "layers"]
+
+
+def checkpointed_blocks(job: Job) -> list[int]:
+    """Return those of the blocks that recompute, apart from the compiler's choices."""
+    blocks = blocks_of(job.stages)
+    every = job.config.activation_checkpoint.checkpointed_layers(max(blocks, default=0) + 1)
+    return [i for i in blocks if i in every]
+
+
+def has(job: Job, module: str) -> bool:
+    """Return whether `module`, EMBEDDING or OUTPUT, is in a job's stages."""
+    return any(module in stage for stage in job.stages)
+
+
+def state_widths(config: Config) -> tuple[int, int]:
+    """Return the bytes of an element of weights, and of each of their two moments."""
+    dtype = config.training.dtype
+    return WIDTHS[dtype], WIDTHS[config.optimizer.state_dtype or dtype]
 
 
 @dataclass(frozen=True)
@@ -26,16 +67,11 @@ class Group:
     rank the gathered weights are the copies in the compute type."""
 
     name: str
-    weights: int  # number of gathered elements: this rank's share under tensor parallelism
-    in_float8: int  # those of them that are gathered in float8, 1 byte each
-    gathered: int  # bytes of the weights when gathered for the loss or the backward
-    saved: int  # bytes of activations kept from the forward to the backward
-    working: int  # bytes of activations at the peak of the backward, including `saved`
-
-
-NO_EMBEDDING, NO_BLOCK, NO_OUTPUT = (
-    Group(name, 0, 0, 0, 0, 0) for name in (EMBEDDING, "block", OUTPUT)
-)
+    weights: int = 0  # number of gathered elements: this rank's share under tensor parallelism
+    in_float8: int = 0  # those of them that are gathered in float8, 1 byte each
+    gathered: int = 0  # bytes of the weights when gathered for the loss or the backward
+    saved: int = 0  # bytes of activations kept from the forward to the backward
+    working: int = 0  # bytes of activations at the peak of the backward, including `saved`
 
 
 def without_fsdp(job: Job) -> bool:
@@ -54,14 +90,13 @@ class Rank:
         config, model, tp = job.config, job.model_args, job.degrees.tp
         self.config, self.model, self.degrees, self.on_cpu = config, model, job.degrees, on_cpu
         self.accum_steps = job.batch.grad_accum_steps
-        self.blocks, self.checkpointed = blocks_of(job), checkpointed_blocks(job)
+        self.blocks, self.checkpointed = blocks_of(job.stages), checkpointed_blocks(job)
         self.has_embedding, self.has_output = has(job, EMBEDDING), has(job, OUTPUT)
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
         self.float8_output = OUTPUT in float8_linears
 
         # Bytes of an element of weights, moments, the compute type, and gradients being reduced.
-        self.weight_width = WIDTHS[config.training.dtype]
-        self.moment_width = WIDTHS[config.optimizer.state_dtype or config.training.dtype]
+        self.weight_width, self.moment_width = state_widths(config)
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
@@ -115,7 +150,6 @@ class Rank:
         """The embedding, the blocks, and the last norm with the projection to the vocabulary. An
         end that the rank does not have is empty."""
         matrix, last = self.output_weights, self.output_weights + self.model.dim
-        embedding = partial(Group, "tok_embeddings", in_float8=0, saved=0, working=self.hidden)
         # The projection saves its input; with a fused loss, the gradients of input and weight.
         saved = self.norm_input(compiled=False) + self.hidden
 
@@ -123,19 +157,21 @@ class Rank:
             # The first group has the last one's weights too. From the loss to the end of the
             # backward they stay gathered, beside their gradient.
             gathered = self.gathered_width * last + self.width * matrix
-            first = embedding(weights=last, gathered=gathered)
-            head = Group("output", 0, 0, 0, saved, saved + self.hidden)
+            first = Group(EMBEDDING, last, gathered=gathered, working=self.hidden)
+            head = Group(OUTPUT, saved=saved, working=saved + self.hidden)
         else:
             # The embedding's backward does not need it. The last microbatch without FSDP frees it.
             stays = self.reshard == "never" and (not self.without_fsdp or self.accum_steps > 2)
-            first = embedding(weights=matrix, gathered=self.gathered_width * matrix * stays)
+            gathered = self.gathered_width * matrix * stays
+            first = Group(EMBEDDING, matrix, gathered=gathered, working=self.hidden)
             saved += self.width * matrix if self.fuses_loss else 0
             all_gather = self.config.float8.enable_fsdp_float8_all_gather and self.float8_output
             in_float8, gathered = matrix * all_gather, self.gathered_width * last
-            head = Group("output", last, in_float8, gathered, saved, saved + self.hidden)
+            head = Group(OUTPUT, last, in_float8, gathered, saved, saved + self.hidden)
+
         # A stage of a pipeline can lack the ends.
-        first = first if self.has_embedding else NO_EMBEDDING
-        head = head if self.has_output else NO_OUTPUT
+        first = first if self.has_embedding else Group(EMBEDDING)
+        head = head if self.has_output else Group(OUTPUT)
         kinds = [_block(self, checkpointed=False), _block(self, checkpointed=True)]
         blocks = [replace(kinds[i in self.checkpointed], name=f"layers.{i}") for i in self.blocks]
         return [first, *blocks, head]
@@ -143,12 +179,12 @@ class Rank:
     @property
     def block(self) -> Group:
         """One of its blocks; an empty one for a rank without."""
-        return self.groups[1] if self.blocks else NO_BLOCK
+        return self.groups[1] if self.blocks else Group("block")
 
     @cached_property
-    def cumulative_weights(self) -> list[int]:
-        """Weights of the first groups: of none, of one, and so on to all."""
-        return [0, *accumulate(group.weights for group in self.groups)]
+    def weights(self) -> int:
+        """Number of gathered elements of all groups."""
+        return sum(group.weights for group in self.groups)
 
     def gathered(self, start: int, stop: int) -> int:
         """Bytes of the gathered weights of groups[start:stop], and of tied ones before them."""

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_lite.metrics.flops import MATMULS
 from torchtitan_lite.tables import format_columns
 
-from .stages_report import format_stages
+from .stages import format_stages
 
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")
@@ -52,7 +52,6 @@ UNCERTAIN = (
     "docs/published.md. To replace values, measure them with scripts/gpu_day.sh and give its file "
     "(--measured). --tps replaces the predicted rate by that of a short run."
 )
-"""Keys that divide the blocks of a pipeline."""
 Plan = Mapping[str, Any]
 """What `make_plan` returns, or a section of it."""
 
@@ -123,24 +122,27 @@ def _digits(value: float) -> str:
 
 
 def _run(request: Plan, converted: Sequence[str]) -> str:
-    recipe, compiled = request["float8_recipe"], "on" if request["compile"] else "off"
+    degrees = " x ".join(
+        f"{name} {request[name]}"
+        for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        if request[name] > 1 or name not in ("pp", "cp")
+    )
+    group = "each rank" if request["cp"] == 1 else f"every {request['cp']} ranks"
+    seq_len, compiled = f"{request['seq_len']:,}", "on" if request["compile"] else "off"
+
+    # What the figures do not cover stands beside the setting.
+    recipe, checkpointing = request["float8_recipe"], request["activation_checkpoint"]
     gather = " with float8 all-gather" if recipe and request["float8_all_gather"] else ""
     if recipe and not converted:
         gather = " with every linear in bf16"
+    if checkpointing == "memory_budget":
+        checkpointing += " (the time of what it recomputes is not counted)"
     mask = ", document mask (attention counts as if documents were one)"
-    budget = " (the time of what it recomputes is not counted)"
-    context = "cp {cp} x " if request["cp"] > 1 else ""
-    stages = "pp {pp} x " if request["pp"] > 1 else ""
-    group = "each rank" if request["cp"] == 1 else "every {cp} ranks".format_map(request)
-    degrees = stages + "dp_replicate {dp_replicate} x dp_shard {dp_shard} x " + context + "tp {tp}"
     return _wrap(
-        f"{degrees}; {{global_batch_size}} x {{seq_len:,}} tokens a step, "
-        f"{{local_batch_size}} x {{seq_len:,}} at a time on {group}; ".format_map(request)
-        + f"float8 {recipe or 'off'}{gather}, activation "
-        f"checkpointing {request['activation_checkpoint']}"
-        f"{budget if request['activation_checkpoint'] == 'memory_budget' else ''}"
-        f", compile {compiled}"
-        f", fsdp_reshard_after_forward {request['fsdp_reshard_after_forward']}"
+        f"{degrees}; {request['global_batch_size']} x {seq_len} tokens a step, "
+        f"{request['local_batch_size']} x {seq_len} at a time on {group}; "
+        f"float8 {recipe or 'off'}{gather}, activation checkpointing {checkpointing}, "
+        f"compile {compiled}, fsdp_reshard_after_forward {request['fsdp_reshard_after_forward']}"
         f"{mask if request['document_mask'] else ''}"
     )
 

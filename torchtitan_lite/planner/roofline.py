@@ -22,16 +22,14 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
 
-from .constants import Rates, rates_of
-from .rank import WIDTHS, Group, without_fsdp
-from .share import checkpointed_blocks
+from .constants import Rates
+from .rank import Group, checkpointed_blocks, state_widths, without_fsdp
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
 Multiplication Background User's Guide. A larger tile, at the same rate, is never faster."""
 SPLITS = (1, 2, 4, 8)
 """Parts of the summed dimension that are computed side by side where there are few tiles."""
-ATTENTION_KERNELS = ("cudnn", "flash", "flex")
 GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 
@@ -84,8 +82,8 @@ class Roofline:
     device: DeviceSpec
     rates: Rates
     job: Job
-    recomputed: Collection[str] = ()  # modules whose forward the backward pass runs again
-    attention_kernel: str = ""  # one of ATTENTION_KERNELS; "": what PyTorch takes on the device
+    recomputed: frozenset[str] = frozenset()  # modules whose forward the backward pass runs again
+    attention_kernel: str = ""  # cudnn, flash or flex; "": what PyTorch takes on the device
 
     @property
     def tokens(self) -> int:
@@ -266,8 +264,7 @@ class Roofline:
     def optimizer(self, parameters: int) -> Cost:
         """Cost of clipping and AdamW on a rank's `parameters`: a weight is read and written, its
         gradient read three times and written once, and each moment read and written."""
-        weight = WIDTHS[self.job.config.training.dtype]
-        moment = WIDTHS[self.job.config.optimizer.state_dtype or self.job.config.training.dtype]
+        weight, moment = state_widths(self.job.config)
         return self.move((6 * weight + 4 * moment) * parameters, 37)
 
     def gather_copies(self, group: Group) -> Cost:
@@ -295,10 +292,3 @@ class Roofline:
             each = self.move(6 * parameters, 2 * n_layers)
             return each * accum + self.move(12 * shards, 9 * n_layers) * (accum - 1)
         return self.move((nbytes + 8) * parameters, (9 * accum + 2) * n_layers)
-
-
-def build_roofline(
-    device: DeviceSpec, job: Job, recomputed: Collection[str] = (), attention_kernel: str = ""
-) -> Roofline:
-    """Return the roofline of `job` on `device` by the constants that hold for it."""
-    return Roofline(device, rates_of(device), job, recomputed, attention_kernel)

@@ -7,10 +7,9 @@ before time, and a band only for what is shown.
 import math
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
-
-import torch
 
 from torchtitan_lite.config import Config, check_config, resolve_batch, resolve_degrees
 from torchtitan_lite.errors import ConfigError
@@ -19,7 +18,6 @@ from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.job import Job, TokenizerValues, build_job
 from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .auto import find_fitting, kept_options, name_kept
@@ -27,7 +25,6 @@ from .checks import check_planned
 from .meta_model import Workload, build_workload, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
-GIB = 2**30
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"  # not searched: the config's
@@ -69,26 +66,20 @@ class Space:
     given: Collection[str] = ()
     attention_kernel: str = ""
 
-    @property
+    @cached_property
+    def tokenizer(self) -> TokenizerValues:
+        """Properties of the tokenizer, the same for all configs."""
+        return tokenizer_values(self.config.model)
+
+    @cached_property
+    def unchanged(self) -> Settings:
+        """The config's own values of all keys that a search can change."""
+        return {name: get_setting(self.config, name) for name in (*SEARCHED, GLOBAL)}
+
+    @cached_property
     def kept(self) -> Settings:
         """Settings that are the same in all configs because they are given."""
-        return {name: get_setting(self.config, name) for name in SEARCHED if name in self.given}
-
-    @property
-    def keeps_float8(self) -> bool:
-        """Whether float8 is given, and not left to "auto"."""
-        float8 = self.config.float8
-        return (
-            FLOAT8 in self.given and float8.enable_float8_linear and AUTO not in float8.filter_fqns
-        )
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences of a step of the config, and so of all."""
-        degrees = resolve_degrees(self.config.parallelism, world_size=self.world_size)
-        return resolve_batch(
-            self.config.training, self.config.parallelism, dp_degree=degrees.dp
-        ).global_batch_size
+        return {name: self.unchanged[name] for name in SEARCHED if name in self.given}
 
     def settings(self) -> Iterator[tuple[Settings, list[int]]]:
         """Yield all settings but the number of replicas, and the numbers to try with them.
@@ -97,18 +88,16 @@ class Space:
         global batch."""
         parallelism, training = self.config.parallelism, self.config.training
         ranks = self.world_size // parallelism.context_parallel_degree
-        unchanged = {name: get_setting(self.config, name) for name in (*SEARCHED, GLOBAL)}
-        total = self.global_batch_size
-        pipelines = list(self._pipelines())
+        degrees = resolve_degrees(parallelism, world_size=self.world_size)
+        total = resolve_batch(training, parallelism, dp_degree=degrees.dp).global_batch_size
         tensor = self._values(TP, math.gcd(ranks, self.device.node_devices))
-        for pipeline, tp in product(pipelines, tensor):
+        for pipeline, tp in product(self._pipelines(), tensor):
             if ranks % (pipeline[PP] * tp):
                 continue
             dp = ranks // pipeline[PP] // tp
             replicas = self._values(REPLICATE, dp)
             overlap = parallelism.enable_async_tensor_parallel and tp > 1
-            layout = unchanged | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
-            layout |= {MODE: AUTO, RESHARD: AUTO} | pipeline
+            layout = self.unchanged | pipeline | {SHARD: -1, TP: tp, ASYNC_TP: overlap}
             microbatches = self._values(LOCAL, max(1, total // dp))
             for local, recipe in product(microbatches, self._recipes()):
                 open_batch = training.global_batch_size == -1 and local * dp == total
@@ -128,8 +117,8 @@ class Space:
                 names = [default]
             for name in names:
                 no_bubble = SCHEDULES[name].zero_bubble and degree > 1
-                kept = {MODE: "none", RESHARD: "never"} if no_bubble else {}
-                yield {PP: degree, SCHEDULE: name} | kept
+                mode, reshard = ("none", "never") if no_bubble else (AUTO, AUTO)
+                yield {PP: degree, SCHEDULE: name, MODE: mode, RESHARD: reshard}
 
     def _values(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""
@@ -161,7 +150,7 @@ class Candidate:
 
     settings: Settings
     work: Workload
-    reserved: float  # bytes
+    reserved_gib: float
     step_s: float  # infinite if the memory does not fit
 
 
@@ -171,29 +160,25 @@ def find_candidates(space: Space) -> list[Candidate]:
     best for it.
 
     Raises ConfigError if it accepts none, with the reason for the first."""
-    tokenizer = tokenizer_values(space.config.model)
-    args = build_job(space.config, world_size=space.world_size, tokenizer=tokenizer).model_args
-    with torch.device("meta"):
-        model = Transformer(args)
-
+    float8 = space.config.float8
+    keeps_float8 = FLOAT8 in space.kept and float8.enable_float8_linear
     found: dict[Hashable, Candidate] = {}
     refused: list[ConfigError] = []
     for settings, replicas in space.settings():
         for replicate in replicas:
             chosen = settings | {REPLICATE: replicate}
             try:
-                candidate = try_config(space, chosen, model, tokenizer)
+                candidate = try_config(space, chosen)
             except ConfigError as error:
                 refused.append(error)
                 continue
 
             # "auto" can choose what another candidate has already, or bf16 where float8 is given.
             work = candidate.work
-            by_auto = chosen[FLOAT8] and AUTO in chosen[FILTERS]
-            if by_auto and not work.converted and space.keeps_float8:
+            if keeps_float8 and AUTO not in float8.filter_fqns and not work.converted:
                 continue
-            float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
-            same = work.job.degrees, chosen[SCHEDULE], work.job.batch, float8
+            in_float8 = (chosen[RECIPE], chosen[GATHER], *work.converted) if work.converted else ()
+            same = work.job.degrees, chosen[SCHEDULE], work.job.batch, in_float8
             if same in found:
                 continue
 
@@ -202,32 +187,29 @@ def find_candidates(space: Space) -> list[Candidate]:
                 break
     if not found:
         raise refused[0]
-    return sorted(found.values(), key=lambda each: (each.step_s, each.reserved))
+    return sorted(found.values(), key=lambda each: (each.step_s, each.reserved_gib))
 
 
-def try_config(
-    space: Space, settings: Settings, model: Transformer, tokenizer: TokenizerValues
-) -> Candidate:
+def try_config(space: Space, settings: Settings) -> Candidate:
     """Return the config of `space` with `settings`, and with the best values in place of "auto".
     Raises ConfigError if training does not accept it."""
     device, kernel = space.device, space.attention_kernel
-    job = _accept(space, settings, tokenizer)
-    best, *_ = kept_options(
-        model, job, device=device, memory_gib=device.memory_gib, attention_kernel=kernel
+    job = _accept(space, settings)
+    (work, *_), *_ = kept_options(
+        job, device=device, memory_gib=device.memory_gib, attention_kernel=kernel
     )
-    work = best.work
     if settings[FLOAT8] and AUTO in settings[FILTERS]:
-        work = build_workload(model, work.job, device=device)
+        work = build_workload(work.job, device=device)
         work = replace(work, job=name_kept(work.job, work.choices))
 
     chosen = {name: get_setting(work.job.config, name) for name in (MODE, OPTION, RESHARD)}
-    reserved = work.reserved_bytes()
-    fits = reserved <= device.memory_gib * GIB
+    reserved_gib = work.reserved_gib()
+    fits = reserved_gib <= device.memory_gib
     step_s = work.time(device, kernel).step_s if fits else math.inf
-    return Candidate(settings | chosen, work, reserved, step_s)
+    return Candidate(settings | chosen, work, reserved_gib, step_s)
 
 
-def _accept(space: Space, settings: Settings, tokenizer: TokenizerValues) -> Job:
+def _accept(space: Space, settings: Settings) -> Job:
     """Return the job of a config with `settings`, or raise ConfigError, as training would."""
     tables: dict[str, Settings] = {}
     for name, value in settings.items():
@@ -241,7 +223,7 @@ def _accept(space: Space, settings: Settings, tokenizer: TokenizerValues) -> Job
     if problems := check_config(config, world_size=space.world_size):
         raise ConfigError("\n".join(problems))
     check_planned(config, space.device, space.attention_kernel)
-    return build_job(config, world_size=space.world_size, tokenizer=tokenizer)
+    return build_job(config, world_size=space.world_size, tokenizer=space.tokenizer)
 
 
 def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
@@ -252,7 +234,7 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
     candidates = find_candidates(space)
     fitting = [each for each in candidates if each.step_s < math.inf]
     if not fitting:
-        raise ConfigError(_nothing_fits(space, min(candidates, key=lambda each: each.reserved)))
+        raise ConfigError(_nothing_fits(space, min(candidates, key=lambda each: each.reserved_gib)))
 
     ranked = list(enumerate(fitting, 1))
     best_bf16 = next(([each] for each in ranked if not each[1].work.converted), [])
@@ -280,11 +262,11 @@ def _nothing_fits(space: Space, closest: Candidate) -> str:
     would_fit = [
         "{world_size} GPUs with tensor_parallel_degree {tensor_parallel_degree} and activation "
         "checkpointing {activation_checkpoint}".format_map(each)
-        for each in find_fitting(closest.work, round(device.memory_gib * GIB))
+        for each in find_fitting(closest.work, device.memory_gib)
     ]
     return (
         f"nothing fits: {job.model_name} on --world-size {space.world_size} reserves at least "
-        f"{closest.reserved / GIB:,.1f} GiB, with tensor_parallel_degree {job.degrees.tp} and "
+        f"{closest.reserved_gib:,.1f} GiB, with tensor_parallel_degree {job.degrees.tp} and "
         f"activation checkpointing {job.config.activation_checkpoint.label}, of the "
         f"{device.memory_gib:g} of the {device.name}; "
         f"would fit: {', or '.join(would_fit) or 'no number of GPUs'}, or a lower [training] "
@@ -319,7 +301,7 @@ def figures_of(candidate: Candidate, space: Space, gpu_hour: float | None) -> di
         "tps_band": [tokens / slow, tokens / fast],
         "step_s": step.step_s,
         "exposed_pct": 100 * sum(step.exposed_s.values()) / step.step_s,
-        "reserved_gib": candidate.reserved / GIB,
+        "reserved_gib": candidate.reserved_gib,
         "days_per_trillion_tokens": gpu_hours / degrees.world_size / 24,
         "gpu_hours_per_trillion_tokens": gpu_hours,
         "cost_per_trillion_tokens": gpu_hour and gpu_hour * gpu_hours,

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import fill, wrap
 from typing import Any
 
@@ -13,6 +13,14 @@ from .search import SHOWN
 
 Layout = Mapping[str, Any]
 """One of the layouts that `make_search` returns."""
+
+
+def format_rows(
+    columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, right: Collection[int]
+) -> str:
+    """Format a table from the template of each column's cells, by its heading."""
+    cells = [[template.format_map(row) for template in columns.values()] for row in rows]
+    return format_columns([list(columns), *cells], right=right)
 
 
 def format_search(search: Mapping[str, Any]) -> str:
@@ -54,18 +62,15 @@ def _settings(layouts: Sequence[Layout]) -> str:
     pipelines = any(layout["pp"] > 1 for layout in layouts)
     axes = "PP x " * pipelines + "replicate x shard x TP"
     sizes = "{pp} x " * pipelines + "{dp_replicate} x {dp_shard} x {tp}"
-    rows = [("", axes, "passes x batch", "recompute", "recipe")]
-    rows += [
-        (
-            str(layout["rank"]),
-            sizes.format_map(layout),
-            "{grad_accum_steps} x {local_batch_size}".format_map(layout),
-            layout["activation_checkpoint"],
-            _recipe(layout),
-        )
-        for layout in layouts
-    ]
-    return format_columns(rows, right=[0])
+    columns = {
+        "": "{rank}",
+        axes: sizes,
+        "passes x batch": "{grad_accum_steps} x {local_batch_size}",
+        "recompute": "{activation_checkpoint}",
+        "recipe": "{recipe}",
+    }
+    rows = [{**layout, "recipe": _recipe(layout)} for layout in layouts]
+    return format_rows(columns, rows, right=[0])
 
 
 def _recipe(layout: Layout) -> str:
@@ -76,24 +81,18 @@ def _recipe(layout: Layout) -> str:
 
 
 def _figures(layouts: Sequence[Layout]) -> str:
-    rows = [("", "tokens/s", "between", "GiB", "waits", "days", "GPU-hours", "cost")]
-    for layout in layouts:
-        slow, fast = layout["tps_band"]
-        cost = layout["cost_per_trillion_tokens"]
-        rows.append(
-            (
-                str(layout["rank"]),
-                f"{layout['tps']:,.0f}",
-                f"{slow:,.0f} to {fast:,.0f}",
-                f"{layout['reserved_gib']:,.1f}",
-                f"{layout['exposed_pct']:.0f} %",
-                f"{layout['days_per_trillion_tokens']:,.1f}",
-                f"{layout['gpu_hours_per_trillion_tokens']:,.0f}",
-                "" if cost is None else f"{cost:,.0f}",
-            )
-        )
-    shown = rows if cost is not None else [row[:-1] for row in rows]
-    return format_columns(shown, right=range(len(rows[0])))
+    columns = {
+        "": "{rank}",
+        "tokens/s": "{tps:,.0f}",
+        "between": "{tps_band[0]:,.0f} to {tps_band[1]:,.0f}",
+        "GiB": "{reserved_gib:,.1f}",
+        "waits": "{exposed_pct:.0f} %",
+        "days": "{days_per_trillion_tokens:,.1f}",
+        "GPU-hours": "{gpu_hours_per_trillion_tokens:,.0f}",
+    }
+    if layouts[0]["cost_per_trillion_tokens"] is not None:
+        columns["cost"] = "{cost_per_trillion_tokens:,.0f}"
+    return format_rows(columns, layouts, right=range(len(columns)))
 
 
 def _notes(request: Mapping[str, Any], last: Layout) -> str:

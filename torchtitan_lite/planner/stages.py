@@ -1,102 +1,97 @@
-"""The section of a plan about its pipeline: a row for each stage, and a better division."""
+"""The pipeline in a plan: a row for each stage, and a better division of the blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from textwrap import fill
 from typing import Any
 
 from torchtitan_lite.config import resolve_stages
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.models.flavors import OUTPUT
 from torchtitan_lite.parallel.schedules import SCHEDULES
+from torchtitan_lite.tables import format_columns
 
 from .meta_model import MetaModel, Workload, peak_bytes
 from .pipeline import time_pipeline
-from .rank import Rank
-from .share import OUTPUT, blocks_of, has, share_of
+from .rank import blocks_of
+from .roofline import Roofline
 from .step import OTHER_STAGES
 
 FASTER = 1.01
 """A division of the blocks is proposed if it is at least as many times as fast."""
-FIRST_LESS, LAST_LESS = "first_stage_less_layers", "last_stage_less_layers"
 MOST_LESS = 4
+GIB = 2**30
+HEADER = ("stage", "rank", "modules", "GFLOPs", "GiB", "F, ms", "B, ms", "idle")
 UNDIVIDED = {"module_fqns_per_model_part": (), "pipeline_parallel_split_points": ()}
 
 
-def plan_pipeline(meta: MetaModel, device: DeviceSpec, kernel: str) -> dict[str, Any] | None:
+def plan_pipeline(meta: MetaModel, roofline: Roofline) -> dict[str, Any] | None:
     """Return the stages and the pauses of a pipeline as plain values; None without one."""
     job, degrees, n = meta.job, meta.job.degrees, meta.job.batch.grad_accum_steps
     if degrees.pp == 1:
         return None
     name = job.config.parallelism.pipeline_parallel_schedule
-    timed = time_pipeline(meta.roofline(device, kernel), meta.choices, meta.converted)
+    timed = time_pipeline(roofline, meta.choices, meta.converted)
+    idle = [step.idle_s[OTHER_STAGES] / step.step_s for step in timed.ranks]
     peaks = [peak_bytes(moments) for moments in meta.rank_moments()]
     block_flops = (meta.ledger.total - meta.ledger.output) / job.model_args.n_layers
 
     stages = []
     for rank, index in sorted((r, i) for r in range(degrees.pp) for i in job.rank_stages(r)):
-        share, step = share_of(job, [index]), timed.ranks[rank]
-        flops = block_flops * len(blocks_of(share)) + meta.ledger.output * has(share, OUTPUT)
+        names = job.stages[index]
+        flops = block_flops * len(blocks_of((names,))) + meta.ledger.output * (OUTPUT in names)
         stages.append(
             {
                 "stage": index,
                 "rank": rank,
-                "modules": list(job.stages[index]),
+                "modules": list(names),
                 "flops_per_token": round(flops),
                 "forward_s": timed.actions_s[index]["F"],
                 "backward_s": timed.actions_s[index]["B"],
                 "rank_reserved": round(meta.reserved_ratio * peaks[rank]),
-                "rank_idle": step.idle_s[OTHER_STAGES] / step.step_s,
+                "rank_idle": idle[rank],
             }
         )
 
     # Equal stages pause for this share, unless passes are split (arXiv 2104.04473, section 2.2).
     passes, pauses = n * len(stages) // degrees.pp, degrees.pp - 1
-    sent = Rank(job, (), on_cpu=False).residual
+    of_equal = None if SCHEDULES[name].zero_bubble else pauses / (passes + pauses)
     return {
         "schedule": name,
         "microbatches": n,
         "stages": stages,
         "largest_rank": peaks.index(max(peaks)),
-        "bubble": timed.bubble,
-        "bubble_of_equal_stages": (
-            None if SCHEDULES[name].zero_bubble else pauses / (passes + pauses)
-        ),
-        "send_bytes": sent,
+        "bubble": sum(idle) / len(idle),
+        "bubble_of_equal_stages": of_equal,
+        "send_bytes": timed.send_bytes,
         "send_s": timed.send_s,
-        "sent_bytes_per_step": 2 * n * sent * len(stages) // degrees.pp,
-        "faster_division": _find_faster(meta, device, kernel),
+        "sent_bytes_per_step": 2 * n * timed.send_bytes * len(stages) // degrees.pp,
+        "faster_division": _find_faster(meta, roofline),
     }
 
 
-def _find_faster(meta: Workload, device: DeviceSpec, kernel: str) -> dict[str, Any] | None:
+def _find_faster(meta: Workload, roofline: Roofline) -> dict[str, Any] | None:
     """Return how to divide the blocks so that a step is clearly faster, if that fits."""
+    device, kernel = roofline.device, roofline.attention_kernel
+    fitting = [
+        (other.time(device, kernel).step_s, sum(less.values()), other.job, less)
+        for other, less in _divisions(meta)
+        if other.reserved_gib() <= device.memory_gib
+    ]
     step_s = meta.time(device, kernel).step_s
-    best = min(
-        (
-            (other.time(device, kernel).step_s, sum(less.values()), other, less)
-            for other, less in _divisions(meta)
-            if other.reserved_bytes() <= device.memory_gib * 2**30
-        ),
-        key=lambda each: each[:2],
-        default=None,
-    )
-    if best is None or step_s < FASTER * best[0]:
+    best_s, _, job, less = min(fitting, key=lambda each: each[:2], default=(step_s, 0, None, {}))
+    if job is None or step_s < FASTER * best_s:
         return None
-    return {
-        **best[3],
-        "blocks": [
-            len(blocks_of(share_of(best[2].job, [i]))) for i in range(len(best[2].job.stages))
-        ],
-        "speedup": step_s / best[0],
-    }
+    blocks = [len(blocks_of((stage,))) for stage in job.stages]
+    return {**less, "blocks": blocks, "speedup": step_s / best_s}
 
 
 def _divisions(meta: Workload) -> Iterator[tuple[Workload, dict[str, int]]]:
     """Yield the other divisions in which the ends have less blocks, and how many less."""
     seen = {meta.job.stages}
     for first, last in product(range(MOST_LESS + 1), repeat=2):
-        less = {FIRST_LESS: first, LAST_LESS: last}
+        less = {"first_stage_less_layers": first, "last_stage_less_layers": last}
         values = {f"pipeline_parallel_{key}": value for key, value in less.items()}
         job = meta.job.choose("parallelism", **UNDIVIDED, **values)
         try:
@@ -106,3 +101,49 @@ def _divisions(meta: Workload) -> Iterator[tuple[Workload, dict[str, int]]]:
         if stages not in seen and len(stages) == len(meta.job.stages):
             seen.add(stages)
             yield replace(meta, job=replace(job, stages=stages)), less
+
+
+def format_stages(pipeline: Mapping[str, Any]) -> str:
+    """Format the result of `plan_pipeline`: a row for each stage, by rank, what holds for all, and
+    a faster division of the blocks, if there is one."""
+    table = format_columns([HEADER, *map(_row, pipeline["stages"])], right=(0, 1, 3, 4, 5, 6, 7))
+
+    # The pauses, with the share that a formula gives for equal stages.
+    equal = pipeline["bubble_of_equal_stages"]
+    formula = (
+        "" if equal is None else f"; {equal:.1%} if stages were equal and sending took no time"
+    )
+    text = (
+        "GFLOPs: per token. GiB: that the rank reserves at most. F and B: forward and backward of "
+        "a microbatch. Idle: part of the step in which the rank waits for others, on average "
+        f"{pipeline['bubble']:.1%} with {pipeline['microbatches']} microbatches in "
+        f"{pipeline['schedule']}{formula}. A rank sends "
+        f"{pipeline['sent_bytes_per_step'] / GIB:,.1f} GiB a step to its neighbours, "
+        f"{1e3 * pipeline['send_s']:.2f} ms for each microbatch and pass. Rank "
+        f"{pipeline['largest_rank']} needs the most memory."
+    )
+
+    parts = [table, fill(text, 80, break_on_hyphens=False)]
+    if faster := pipeline["faster_division"]:
+        keys = " ".join(
+            f"--parallelism.pipeline_parallel_{key} {value}"
+            for key, value in faster.items()
+            if key.endswith("less_layers")
+        )
+        blocks = ", ".join(map(str, faster["blocks"]))
+        proposal = f"{faster['speedup']:.2f}x as fast: {blocks} blocks, by {keys}"
+        parts.append(fill(proposal, 80, break_on_hyphens=False))
+    return "\n".join(parts)
+
+
+def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+    first, last = stage["modules"][0], stage["modules"][-1]
+    return (
+        str(stage["stage"]),
+        str(stage["rank"]),
+        f"{first} to {last}" if first != last else first,
+        f"{stage['flops_per_token'] / 1e9:,.2f}",
+        f"{stage['rank_reserved'] / GIB:,.1f}",
+        *(f"{1e3 * stage[key]:,.1f}" for key in ("forward_s", "backward_s")),
+        f"{stage['rank_idle']:.1%}",
+    )

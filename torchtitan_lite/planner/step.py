@@ -12,7 +12,7 @@ from functools import cached_property
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
-from .communication import Network, Ring, context_ring, replicate_ring, shard_ring, tp_ring
+from .communication import CONTEXT, PIPELINE, REPLICAS, SHARDING, TENSOR, Network, Ring, rings_of
 from .rank import Group, Rank
 from .roofline import Cost, Passes, Roofline
 
@@ -47,48 +47,45 @@ class Step:
         self.linears, self.in_float8 = linears, in_float8
         self.rank = Rank(self.job, {each.kind for each in in_float8}, on_cpu=False)
         self.network = Network(roofline.device, roofline.rates)
+        self.rings = rings_of(self.job.degrees)
 
     def time(self) -> StepTime:
         """Time the step."""
-        accum, degrees = self.job.batch.grad_accum_steps, self.job.degrees
-        rates = self.roofline.rates
+        accum, blocks = self.job.batch.grad_accum_steps, self._blocks
 
         # Computation: all but the optimizer runs once in each microbatch.
-        blocks, head = self._blocks, self._head
-        parameters = self.rank.cumulative_weights[-1] // degrees.fsdp
         parts = {name: part.both * accum for name, part in blocks.items()}
-        parts |= {name: cost * accum for name, cost in head.items()}
-        parts["optimizer"] = self.roofline.optimizer(parameters)
+        parts |= {name: cost * accum for name, cost in self._head.items()}
+        parts["optimizer"] = self.roofline.optimizer(self.rank.weights // self.job.degrees.fsdp)
         device_parts_s = {name: cost.seconds for name, cost in parts.items()}
 
         # Tensor parallelism, and what of it asynchronous collectives hide.
-        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
-        parallel = self._tensor_parallel(asynchronous=asynchronous)
+        parallel, whole = self._tensor_parallel(), self._tensor_parallel(hides=False)
         waited = parallel.both * accum
-        hidden_by_matmuls = self._tensor_parallel().both.seconds * accum - waited.seconds
+        hidden_by_matmuls = whole.both.seconds * accum - waited.seconds
 
         # The blocks and what they wait for hide FSDP. Replicas have what they add to it.
         context = self._context_parallel()
         between, compute = context.both * accum, sum(blocks.values(), parallel + context)
         exposed, hidden = self._sharded(Ring(1, 1), compute)
-        exposed_with, hidden_with = self._sharded(replicate_ring(degrees), compute)
+        exposed_with, hidden_with = self._sharded(self.rings[REPLICAS], compute)
         exposed_s = {
-            "tensor parallelism": waited.seconds,
-            "context parallelism": between.seconds,
-            "sharding": exposed,
-            "replicas": max(0.0, exposed_with - exposed),
-            "pipeline": 0.0,
+            TENSOR: waited.seconds,
+            CONTEXT: between.seconds,
+            SHARDING: exposed,
+            REPLICAS: max(0.0, exposed_with - exposed),
+            PIPELINE: 0.0,
         }
         slowed_s = {
-            "beside communication": hidden_with * rates.overlap_slowdown,
+            "beside communication": hidden_with * self.roofline.rates.overlap_slowdown,
             "by the slowest device": self.late * sum(device_parts_s.values()),
         }
         hidden_s = {
-            "tensor parallelism": hidden_by_matmuls,
-            "context parallelism": 0.0,
-            "sharding": hidden,
-            "replicas": max(0.0, hidden_with - hidden),  # whatever the rounding
-            "pipeline": 0.0,
+            TENSOR: hidden_by_matmuls,
+            CONTEXT: 0.0,
+            SHARDING: hidden,
+            REPLICAS: max(0.0, hidden_with - hidden),  # whatever the rounding
+            PIPELINE: 0.0,
         }
 
         host_s = self._host_s(sum(each.kernels for each in [*parts.values(), waited, between]))
@@ -101,8 +98,7 @@ class Step:
         of the two parts of B: W for gradients of weights, half of its matmuls, and I for others."""
         blocks, loss = self._blocks, sum(self._head.values(), Cost())
         compute = sum(blocks.values(), Passes(loss))
-        asynchronous = self.job.config.parallelism.enable_async_tensor_parallel
-        waits = self._tensor_parallel(asynchronous=asynchronous) + self._context_parallel()
+        waits = self._tensor_parallel() + self._context_parallel()
         slow = 1 + self.late
         backward = compute.backward.seconds * slow + waits.backward.seconds
         weights = blocks["linears"].backward.seconds * slow / 2
@@ -168,8 +164,7 @@ class Step:
         copies = self.roofline.gather_copies
         all_weights = copies(embedding) + copies(block) * len(self.rank.blocks) + copies(head)
         again = copies(block) * blocks + copies(self._last_weights) * heads
-        parameters, reductions = self.rank.cumulative_weights[-1], self.rank.reductions
-        gradients = self.roofline.gradient_copies(parameters, reductions)
+        gradients = self.roofline.gradient_copies(self.rank.weights, self.rank.reductions)
         return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
 
     @cached_property
@@ -184,7 +179,7 @@ class Step:
         """Seconds of FSDP's collectives, and of the sums over `replicas`, in a step: those that the
         device waits for, and those that `compute` of a microbatch hides."""
         rank, network, degrees = self.rank, self.network, self.job.degrees
-        shards, accum = shard_ring(degrees), self.job.batch.grad_accum_steps
+        shards, accum = self.rings[SHARDING], self.job.batch.grad_accum_steps
         (embedding, *_, head), block = rank.groups, rank.block
         n_layers, (forwards, again_blocks, again_heads) = len(rank.blocks), self._gathers
 
@@ -214,15 +209,16 @@ class Step:
         total = forwards * (first + ahead) + accum * again + reducing * reductions
         return total - hidden, hidden
 
-    def _tensor_parallel(self, *, asynchronous: bool = False) -> Passes:
-        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks, or what
-        `asynchronous` ones leave of them. These hide a part behind the matmul beside them, unless
-        a cast or the rescaling of rows stands between."""
+    def _tensor_parallel(self, *, hides: bool = True) -> Passes:
+        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks. If it
+        `hides` what it can, asynchronous ones hide a part behind the matmul beside them, unless a
+        cast or the rescaling of rows stands between."""
         degrees, rank, args = self.job.degrees, self.rank, self.job.model_args
         if degrees.tp == 1:
             return Passes()
-        ring, elements = tp_ring(degrees), rank.tokens * args.dim
-        left = 1 - asynchronous * self.roofline.rates.async_tensor_parallel
+        ring, elements = self.rings[TENSOR], rank.tokens * args.dim
+        hides = hides and self.job.config.parallelism.enable_async_tensor_parallel
+        left = 1 - hides * self.roofline.rates.async_tensor_parallel
 
         def gather(tensor: str) -> Cost:
             in_float8 = rank.gathers_float8(tensor)
@@ -272,7 +268,7 @@ class Step:
         if degrees.cp == 1:
             return Passes()
         whole, chunks = sizes.gathered, 1 + sizes.in_chunks
-        collective = Cost(self.network.gather_s(whole, context_ring(degrees)), 1)
+        collective = Cost(self.network.gather_s(whole, self.rings[CONTEXT]), 1)
 
         # Keys and values are put together, and the gathered ones into the order of the sequence.
         # Gradients take the same way back, those of two chunks added up. So does the output.
