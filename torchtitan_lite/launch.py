@@ -270,26 +270,21 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
             return killed, lost, end.rank
         return f"{status.cause} ({killed})", lost, end.rank if status.rank is None else status.rank
 
-    seen = "" if status is None else status.cause or ""
-    if status is not None and status.exit_code == STOPPED and end.signalled and "SIGTERM" in seen:
-        # Workers only see a SIGTERM.
-        return f"stopped by {signal_name(end.signalled)} after step {status.step}", STOPPED, None
+    stopped_by = "Ctrl-C" if end.signalled == signal.SIGINT else getattr(end.signalled, "name", "")
     if status is not None and status.exit_code is not None:
-        return status.cause or status.state, status.exit_code, status.rank
+        cause = status.cause or status.state
+        if stopped_by:  # workers only see a SIGTERM
+            cause = cause.replace("stopped by SIGTERM", f"stopped by {stopped_by}")
+        return cause, status.exit_code, status.rank
     if end.rank_code > 0:
         return f"rank {end.rank} ended with exit code {end.rank_code}", end.rank_code, end.rank
-    if end.signalled and status is None:
-        return f"stopped by {signal_name(end.signalled)} before the first step", STOPPED, None
+    if stopped_by and status is None:
+        return f"stopped by {stopped_by} before the first step", STOPPED, None
     if end.signalled:
         return "killed before it could stop at a step's end", lost, None
     if end.exit_code < 0:
         return f"the agent was killed by {signal.Signals(-end.exit_code).name}", lost, None
     return "the agent failed", 1, None
-
-
-def signal_name(received: signal.Signals) -> str:
-    """Return what users call a signal."""
-    return "Ctrl-C" if received == signal.SIGINT else received.name
 
 
 def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, since: float) -> int:
