@@ -607,7 +607,8 @@ def test_a_config_error_comes_before_any_process_and_folder(supervised: Supervis
 def test_a_signal_is_passed_on_once_and_the_end_awaited(
     supervised: Supervised, sent: signal.Signals
 ) -> None:
-    agent = "serve(lambda: (print('saved', flush=True), end('stopped', 75, 'stopped by SIGTERM after step 0')))"
+    cause = "stopped by SIGTERM after step 0"
+    agent = f"serve(lambda: (print('saved', flush=True), end('stopped', 75, '{cause}')))"
     process = supervised.started(agent)
     process.send_signal(sent)
     stdout, stderr = process.communicate()
