@@ -148,9 +148,7 @@ def read_worker_env(
 
     # Workers write to files, which the agent shows on the terminal.
     if columns:
-        added["COLUMNS"] = str(columns)
-        if not env.get("NO_COLOR"):
-            added["FORCE_COLOR"] = "1"
+        added |= {"COLUMNS": str(columns), "FORCE_COLOR": "1"}
     return added
 
 

@@ -325,8 +325,7 @@ def test_what_workers_get(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert asked(LOG_RANK="0, 1").worker_env["LOG_RANK"] == "0,1"
     chosen = {"LOG_RANK": "1", "OMP_NUM_THREADS": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}
-    added = asked(**chosen, NO_COLOR="1", NGPU="8").worker_env
-    assert added.items() >= chosen.items() and "FORCE_COLOR" not in added
+    assert asked(**chosen, NGPU="8").worker_env.items() >= chosen.items()
     assert asked(NGPU="8").worker_env["OMP_NUM_THREADS"] == "1"
     assert {"FORCE_COLOR", "COLUMNS"}.isdisjoint(Launch({}, [], columns=0).worker_env)
 

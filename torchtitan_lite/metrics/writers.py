@@ -71,7 +71,7 @@ def build_writers(
     writers: list[Writer] = []
     if rank == 0:
         color = wants_color(disabled=metrics.disable_color_printing)
-        columns = shutil.get_terminal_size((0, 0)).columns or None  # None: not a terminal
+        columns = shutil.get_terminal_size().columns if on_terminal() else None
         writers.append(ConsoleWriter(total_steps=total_steps, color=color, columns=columns))
         # An existing file is cut at the resumed step, even if this run writes nothing into it.
         for content, path in files.items():
@@ -199,11 +199,14 @@ class ConsoleWriter(Writer):
         logger.info("  ".join(painted))
 
 
-def wants_color(*, disabled: bool) -> bool:
-    """Return whether to colour the log: on a terminal or with FORCE_COLOR, not with NO_COLOR."""
-    if disabled or os.environ.get("NO_COLOR"):
-        return False
+def on_terminal() -> bool:
+    """Return whether a terminal shows the log: directly, or as the launcher says by FORCE_COLOR."""
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def wants_color(*, disabled: bool) -> bool:
+    """Return whether to colour the log: on a terminal, not with NO_COLOR."""
+    return on_terminal() and not disabled and not os.environ.get("NO_COLOR")
 
 
 # ----- JSON lines -----
