@@ -35,14 +35,13 @@ def evaluate(*words: str | Path) -> tuple[int, dict[str, Any], str]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "own"),
     [
-        ["--parallelism.tensor_parallel_degree=2", "--float8.recipe_name=rowwise"],
-        ["--parallelism.pipeline_parallel_degree=2", "--float8.enable_float8_linear=false"],
+        (["--parallelism.tensor_parallel_degree=2", "--float8.recipe_name=rowwise"], False),
+        (["--parallelism.pipeline_parallel_degree=2", "--float8.enable_float8_linear=false"], True),
     ],
-    ids=["tensor parallel, float8", "pipeline, bf16"],
+    ids=["tensor parallel, float8, held out", "pipeline, bf16, own text"],
 )
-@pytest.mark.parametrize("own", [False, True], ids=["held out", "own text"])
 def test_the_loss_is_the_runs_last_validation_loss(
     overrides: list[str], own: bool, tmp_path: Path
 ) -> None:

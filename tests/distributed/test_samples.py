@@ -27,7 +27,6 @@ LAYOUTS = {
     "FSDP": ["--compile.enable"],
     "TP": ["--parallelism.tensor_parallel_degree=2"],
     "PP": ["--parallelism.pipeline_parallel_degree=2"],
-    "CP": ["--parallelism.context_parallel_degree=2"],
 }
 
 
