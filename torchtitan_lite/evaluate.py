@@ -27,6 +27,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.job import Job
+from torchtitan_lite.logger import logger
 from torchtitan_lite.models.loss import IGNORED
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel.distributed import build_mesh, init_distributed
@@ -34,6 +35,8 @@ from torchtitan_lite.parallel.distributed import build_mesh, init_distributed
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Variables that torchrun would set."""
+LONGEST_WINDOW = 2048
+"""Of a Hugging Face model's text, in tokens, unless [training] seq_len is given."""
 ONE_PROCESS = {
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.data_parallel_shard_degree": -1,
@@ -65,6 +68,10 @@ class Evaluation:
     """The loss of all tokens over the UTF-8 bytes of their text: comparable across tokenizers."""
     tokens: int
     bytes: int
+    text: str
+    """Names of the stores."""
+    seq_len: int
+    """Tokens of a window of the text, which is what a token sees at most."""
 
 
 def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Evaluation:
@@ -94,8 +101,10 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
 def read_source(source: Path) -> tuple[Path, str, TrainingProgress]:
     """Return the folder of the weights, the config of their run as TOML, and its progress."""
     if (source / "config.json").is_file():
-        settings = model_settings(HfReader(source).args) | {"tokenizer_path": str(source)}
-        return source, tomli_w.dumps({"model": settings}), NEW_RUN
+        args = HfReader(source).args
+        model = model_settings(args) | {"tokenizer_path": str(source)}
+        training = {"seq_len": min(args.max_seq_len, LONGEST_WINDOW)}
+        return source, tomli_w.dumps({"model": model, "training": training}), NEW_RUN
     step_dir = step_folders(source)[-1]
     with naming(step_dir, fix="; name another step."):
         manifest = read_manifest(step_dir)
@@ -121,6 +130,11 @@ def build_batches(
             held_out_before=progress.held_out,
             **shape,
         )
+        if progress.step and not any(map(progress.held_out, range(1, len(corpus.windows) + 1))):
+            logger.warning(
+                "the run held out no text, so it may have trained on this one; --data evaluates on "
+                "another"
+            )
     return ValidationBatches(
         corpus, training.local_batch_size, samples=samples, dp_rank=0, dp_degree=1
     )
@@ -149,9 +163,15 @@ def measure(
     loss = total.item()
     if not math.isfinite(loss):
         raise DataError(f"the loss is {loss}: the weights or the text have values that overflow")
-    bits = loss * tokens / math.log(2)
-    perplexity = math.exp(min(loss, 700.0))
-    return Evaluation(loss, perplexity, bits / max(n_bytes, 1), tokens, n_bytes)
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=loss * tokens / math.log(2) / max(n_bytes, 1),
+        tokens=tokens,
+        bytes=n_bytes,
+        text=", ".join(windows.name for windows in batches.corpus.windows),
+        seq_len=job.config.training.seq_len,
+    )
 
 
 def format_evaluation(found: Evaluation) -> str:
@@ -159,5 +179,5 @@ def format_evaluation(found: Evaluation) -> str:
     figures = asdict(found)
     return (
         "loss {loss:.4f} nat per token, perplexity {perplexity:,.2f}, {bits_per_byte:.4f} bits per "
-        "byte; {tokens:,} tokens, {bytes:,} bytes"
+        "byte; {text}: {tokens:,} tokens in windows of {seq_len:,}, {bytes:,} bytes"
     ).format(**figures)

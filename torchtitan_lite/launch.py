@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_lite.config import find_config, load_config
+from torchtitan_lite.config import did_you_mean, find_config, load_config, shipped_configs
 from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
 from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
 from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
@@ -74,9 +74,8 @@ NEXT = {
 
 
 class Launch:
-    """The checked environment variables and the command line of a launch, on a terminal with
-    `columns`, or 0 if standard output is none. Raises ConfigError.
-    `elastic` has the arguments of torch's LaunchConfig."""
+    """The checked variables and words of a launch, on a terminal of `columns`, 0 without one.
+    `elastic` has the arguments of torch's LaunchConfig. Raises ConfigError."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, columns: int) -> None:
         gpus = count_cuda_devices(env)
@@ -239,7 +238,7 @@ def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> signal
         if first is None:
             first = signal.Signals(received.si_signo)
             duplicates_until = time.monotonic() + DUPLICATE_SECONDS
-            say("stopping and saving; Ctrl-C, or another signal after 3 s, kills the run")
+            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
             agent.terminate()
         elif received.si_signo == signal.SIGINT or time.monotonic() > duplicates_until:
             kill(agent)
@@ -335,7 +334,8 @@ def main(argv: list[str]) -> NoReturn:
     columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
     launch = Launch(os.environ, argv, columns=columns)
     if not find_config(launch.config_file).is_file():  # only one process could read a pipe
-        raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file; name a TOML file.")
+        hint = did_you_mean(Path(launch.config_file).stem, shipped_configs())
+        raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file{hint or '; name one.'}")
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
     check_compiler_cache(os.environ, compiles=config.compile.enable)
     path = Path(config.job.dump_folder)

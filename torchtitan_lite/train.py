@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.build import prepare_job
-from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
+from torchtitan_lite.checkpoint.folders import committed_steps, hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.collectives import on_rank0
@@ -169,6 +169,11 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
         if checkpoint.enable and read_status(folder.path) is not None:
             # If the folder is a link, drafts of a killed save would block the move to previous/.
             remove_drafts(checkpoints)
+        if not checkpoint.enable and (steps := committed_steps(checkpoints)):
+            logger.warning(
+                f"{checkpoints} has checkpoints up to step {steps[-1]}, and [checkpoint] enable = "
+                "false: they move to previous/; --checkpoint.enable would resume the run"
+            )
         resumed_config = resume.manifest.config if resume and resumes else None
         folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 

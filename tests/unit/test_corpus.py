@@ -282,6 +282,6 @@ def test_what_is_said_of_the_data(
     steps = 20 if training.get("epochs") == 0.5 else 40
     assert first == (
         "pystdlib: 3 documents, 161 tokens, 100.00% of the samples; an epoch is 40 windows of 4, "
-        f"0 more are held out for validation; {steps / 40:g} epochs up to step {steps}"
+        f"{steps / 40:g} epochs up to step {steps}"
     )
     assert [other[: len(text)] for other, text in zip(others, said, strict=True)] == said

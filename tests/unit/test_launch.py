@@ -678,8 +678,11 @@ def test_a_config_file_that_is_none_is_refused(
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "missing.toml", tmp_path / "pipe"):
         monkeypatch.setenv("CONFIG_FILE", str(path))
-        with pytest.raises(ConfigError, match=f"^CONFIG_FILE={path} is not a file; name a TOML"):
+        with pytest.raises(ConfigError, match=f"^CONFIG_FILE={path} is not a file; name one"):
             launch.main([])
+    monkeypatch.setenv("CONFIG_FILE", "llama3_8b_fp8")
+    with pytest.raises(ConfigError, match='is not a file; did you mean "llama3_8b_float8"'):
+        launch.main([])
 
 
 def test_a_compilers_cache_that_it_cannot_use_is_refused(

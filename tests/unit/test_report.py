@@ -49,6 +49,12 @@ def test_a_folder_without_checkpoints_is_refused(run, name):
         step_folders(run / name)
 
 
+def test_checkpoints_of_an_earlier_run_are_named(tmp_path):
+    write_checkpoint(tmp_path / "previous/2026/checkpoint", 10)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} holds .*/previous/2026: name one"):
+        step_folders(tmp_path)
+
+
 def test_a_row_is_what_the_manifest_says(run):
     path = step_folder(run / "checkpoint", 10)
     os.utime(path / "manifest.json", (1.5e9, 1.5e9))

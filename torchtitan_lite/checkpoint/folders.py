@@ -263,7 +263,8 @@ def explain(path: Path, reason: str) -> str:
     found: list[Path] = []
     if there == path or there != there.parent:  # not "/" or "." for whatever is missing
         with suppress(OSError):
-            found = _steps_in(there) or sorted({step.parents[1] for step in there.glob(ANY_STEP)})
+            steps = [*there.glob(ANY_STEP), *there.glob(f"previous/{ANY_STEP}")]
+            found = _steps_in(there) or sorted({step.parents[1] for step in steps})
     problem = ("is no checkpoint" if found else reason) if path.exists() else "is missing"
     if not found:
         return f"{path} {problem}"

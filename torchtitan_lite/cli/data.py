@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
-    make.add_argument("source", help="what to tokenize: see above")
+    make.add_argument("source", help="text files, hf:NAME or a dataset: see data --help")
     make.add_argument("store", type=Path, help="folder to make")
     make.add_argument(
         "--text-field",

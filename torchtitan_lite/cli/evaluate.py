@@ -12,6 +12,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_lite.logger import logger
+
 from .parser import Parser
 
 
@@ -28,5 +30,6 @@ def run(args: argparse.Namespace) -> None:
     """Evaluate and print. Raises RunError."""
     from torchtitan_lite.evaluate import evaluate, format_evaluation  # torch takes seconds
 
+    logger.setLevel("WARNING")  # what a run logs at its start is about training
     found = evaluate(args.source, data=args.data, overrides=args.overrides)
     print(json.dumps(asdict(found)) if args.json else format_evaluation(found))

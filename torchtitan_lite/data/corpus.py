@@ -247,11 +247,13 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
     shares = corpus.mixture.shares / corpus.mixture.period
     for windows, share in zip(corpus.windows, shares, strict=True):
         store = windows.store
+        held_out = f"{windows.held_out:,} more are held out for validation; " * (
+            windows.held_out > 0
+        )
         logger.info(
             f"{windows.name}: {store.documents:,} documents, {store.tokens:,} tokens, {share:.2%} "
             f"of the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, "
-            f"{windows.held_out:,} more are held out for validation; {epochs[windows.name]:.4g} "
-            f"epochs up to step {last_step:,}"
+            f"{held_out}{epochs[windows.name]:.4g} epochs up to step {last_step:,}"
         )
     if batches.left_over is not None:
         logger.info(
