@@ -35,9 +35,6 @@ INSTEAD = {
     "torchtitan-lite data make hf:allenai/c4 stores/c4_val --hf-name en --hf-split "
     "validation": "torchtitan-lite data make my_texts/ stores/c4_val",
     # Llama's tokenizers have to be downloaded.
-    "torchtitan-lite data make my_texts/ stores/mine --tokenizer Llama-3-8B/": (
-        "torchtitan-lite data make my_texts/ stores/mine"
-    ),
     "torchtitan-lite data make my_texts/ stores/mine --tokenizer Llama-3.1-8B/": (
         "torchtitan-lite data make my_texts/ stores/mine"
     ),
