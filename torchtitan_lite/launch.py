@@ -15,6 +15,7 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -331,7 +332,7 @@ def say(*lines: str) -> None:
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     # Check everything that can be checked before any process starts.
-    columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
+    columns = shutil.get_terminal_size().columns if os.isatty(1) else 0
     launch = Launch(os.environ, argv, columns=columns)
     if not find_config(launch.config_file).is_file():  # only one process could read a pipe
         hint = did_you_mean(Path(launch.config_file).stem, shipped_configs())
