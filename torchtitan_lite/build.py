@@ -175,7 +175,7 @@ def build_checkpointer(
 
     steps = job.config.training.steps
     if not settings.enable and steps > settings.interval:
-        logger.warning(
+        logger.info(
             f"nothing is saved in {steps:,} steps: if this run stops or fails, it starts again "
             f"from step 1; --checkpoint.enable saves every {settings.interval} steps"
         )
@@ -269,7 +269,7 @@ def build_metrics(
         n_devices=job.degrees.world_size,
         writers=writers,
         start_tokens=progress.tokens,
-        earlier_losses=last_losses(job.folder) if dist.get_rank() == 0 else (),
+        earlier_losses=on_rank0(lambda: last_losses(job.folder)),
         stages=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
     )
     if config.compile.enable:

@@ -59,7 +59,7 @@ class Finding:
 
 
 class Unfit(Exception):
-    """Raised by a check for what works otherwise, but not here."""
+    """Raised by a check that fails for a known reason."""
 
 
 def examine(*, folder: Path, quick: bool) -> list[Finding]:

@@ -6,6 +6,7 @@ linears, in one process and without torch.compile.
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -48,8 +49,10 @@ ONE_PROCESS = {
     "training.global_batch_size": -1,
     "training.enable_cpu_offload": "false",
     "compile.enable": "false",
+    "activation_checkpoint.mode": "none",
     "checkpoint.enable": "true",
     "checkpoint.load_only": "true",
+    "checkpoint.last_save_in_hf": "false",
     "checkpoint.initial_load_in_hf": "false",
     "metrics.enable_wandb": "false",
     "validation.enable": "true",
@@ -85,8 +88,10 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
         file = Path(folder) / "config-of-the-checkpoint.toml"
         file.write_text(text)
         words = ["--job.config_file", str(file)]
-        for key in given_keys([*words, *overrides]) & ONE_PROCESS.keys():
-            raise ConfigError(f"--{key} is {ONE_PROCESS[key]} in an evaluation; leave it out.")
+        for key in given_keys([*words, *overrides]) & forced.keys():
+            raise ConfigError(f"--{key} is {forced[key]} in an evaluation; leave it out.")
+        if any(re.match("--job.config.file", word) for word in overrides):
+            raise ConfigError("--job.config_file is the run's in an evaluation; leave it out.")
         words += [f"--{key}={value}" for key, value in forced.items()]
         config = load_config([*words, *overrides], world_size=1)
 
@@ -94,7 +99,7 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
         os.environ.setdefault(name, value)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
-    batches = build_batches(job, tokenizer, progress=progress)
+    batches = build_validation_batches(job, tokenizer, progress=progress)
     return measure(job, tokenizer, batches, device=device)
 
 
@@ -111,17 +116,17 @@ def read_source(source: Path) -> tuple[Path, str, TrainingProgress]:
     return step_dir, manifest.config, manifest.progress
 
 
-def build_batches(
+def build_validation_batches(
     job: Job, tokenizer: Tokenizer, *, progress: TrainingProgress
 ) -> ValidationBatches:
     """Build the batches that a validation of the run reads."""
     training, validation = job.config.training, job.config.validation
-    shape = {"seq_len": training.seq_len, "vocab_size": job.model_args.vocab_size}
-    shape["seed"] = job.config.debug.seed
+    shape = {"vocab_size": job.model_args.vocab_size, "seed": job.config.debug.seed}
     if has_own_data(validation):
-        corpus, samples = build_validation_corpus(training, validation, tokenizer, **shape)
+        corpus, samples = build_validation_corpus(
+            training, validation, tokenizer, seq_len=training.seq_len, **shape
+        )
     else:
-        del shape["seq_len"]
         _, corpus, samples = build_corpora(
             training,
             validation,

@@ -54,8 +54,8 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
         """Choose the next token of each prompt, [B], by its `logits` [B, V]. `generator` is of the
-        CPU, so that a seed chooses alike on all devices. Raises NumericError for logits that are no
-        numbers."""
+        CPU, so that a seed chooses alike on all devices. Raises NumericError unless all logits are
+        finite."""
         if not logits.isfinite().all():
             raise NumericError(
                 "the model's output is not finite: its weights have NaN, or values that overflow; "
@@ -130,10 +130,10 @@ class Generator:
         max_new_tokens: int,
         sampling: Sampling,
         ignore_eos: bool = False,
-        write: Callable[[str], object] = lambda _: None,
+        write: Callable[[str], object] | None = None,
     ) -> list[Sample]:
-        """Continue each of `prompts`, and return them in order. `write` gets the text of the first
-        one as it comes."""
+        """Continue each of `prompts`, and return them in order. The batch ends where its longest
+        text reaches the context. `write` gets the text of the first one as it comes."""
         context = self._args.max_seq_len
         starts = [encode_prompt(prompt, self._tokenizer, context=context) for prompt in prompts]
         made: list[list[int]] = [[] for _ in starts]
@@ -150,14 +150,15 @@ class Generator:
                     done[index], ended[index] = True, "eos"
                 else:
                     made[index].append(token)
-            text = self._text(starts[0], made[0])
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a part of a character
+            text = self._text(starts[0], made[0]) if write else ""
+            if write and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a part of a character
                 write(text[len(printed) :])
                 printed = text
             if all(done):
                 break
         texts = list(map(self._text, starts, made))
-        write(texts[0][len(printed) :])
+        if write:
+            write(texts[0][len(printed) :])
         return [Sample(*each) for each in zip(prompts, texts, map(len, made), ended, strict=True)]
 
     def _text(self, start: list[int], made: list[int]) -> str:
@@ -184,13 +185,14 @@ class Generator:
             if isinstance(module, Attention):
                 module.attend = KVCache(self._args, **size, like=like)
         for length in range(longest, longest + count):
-            chosen = sampling.choose(self._logits(tokens, length, padding), generator)
+            logits = self._logits(tokens, length, padding)[:, : self._tokenizer.vocab_size]
+            chosen = sampling.choose(logits, generator)
             yield chosen.tolist()
             tokens = chosen.unsqueeze(1)
 
     def _logits(self, tokens: Tensor, length: int, padding: Tensor) -> Tensor:
-        """Return the logits [B, V] after `tokens` [B, S], the last of `length` so far, of which the
-        first `padding` [B] are none."""
+        """Return the logits [B, V] after `tokens` [B, S], the last S of `length` places. The first
+        `padding` [B] places of each prompt are padding."""
         model, places = self._model, torch.arange(length, device=tokens.device)  # [T]
         queries = places[-tokens.shape[1] :]  # [S]
         positions = (queries - padding[:, None]).clamp(min=0)  # [B, S]

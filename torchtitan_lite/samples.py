@@ -34,20 +34,14 @@ class Samples:
         stages: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """`model` has the parameters of this rank's stages, which has others than the other ranks
-        of the group `stages`. A collective call. Raises ConfigError for a prompt that leaves no
-        room in a sequence."""
+        """`model` has the parameters of this rank's stages; the ranks of `stages` have the others.
+        Raises ConfigError for a prompt that leaves no room in a sequence."""
         self._validation, self._args = job.config.validation, job.model_args
         self._tokenizer, self._model = tokenizer, model
         self._stages, self._device = stages, device
         self._dtype = getattr(torch, job.config.training.mixed_precision_param)
         for prompt in self._validation.prompts:
             encode_prompt(prompt, tokenizer, context=self._args.max_seq_len)
-
-        # The rank of `stages` that has each weight.
-        names = on_all_ranks(lambda: list(model_state(model)), group=stages)
-        self._owners = {name: rank for rank, own in enumerate(names) for name in own}
-        self._shapes = weight_shapes(self._args, most_layers=self._args.n_layers)
 
     def make(self) -> list[dict[str, Any]]:
         """Return the fields of a sample for each prompt; none if rank 0 has no memory for the copy.
@@ -56,7 +50,6 @@ class Samples:
             return []
         copies: list[Transformer] = []
         if not on_rank0(lambda: self._allocate(copies)):
-            logger.warning("no samples: the memory of rank 0 has no room for a copy of the model")
             return []
         targets = dict(copies[0].named_parameters()) if copies else {}
         self._gather(lambda name, weight: targets and targets[name].data.copy_(weight))
@@ -66,6 +59,7 @@ class Samples:
         try:
             copies.append(build_empty_model(self._args, device=self._device, dtype=self._dtype))
         except torch.OutOfMemoryError:
+            logger.warning("no samples: the memory of rank 0 has no room for a copy of the model")
             return False
         return True
 
@@ -74,7 +68,11 @@ class Samples:
         state = model_state(self._model)
         dtype = next(iter(state.values())).dtype
         of_rank0 = dist.get_global_rank(self._stages, 0) == 0
-        for name, shape in self._shapes.items():
+
+        # The rank of `stages` that has each weight.
+        names = on_all_ranks(lambda: list(state), group=self._stages)
+        owners = {name: rank for rank, own in enumerate(names) for name in own}
+        for name, shape in weight_shapes(self._args, most_layers=self._args.n_layers).items():
             weight = state.get(name)
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
@@ -82,7 +80,7 @@ class Samples:
                 if weight is None:
                     weight = torch.empty(shape, device=self._device, dtype=dtype)
                 weight = weight.to(self._device)
-                dist.broadcast(weight, group=self._stages, group_src=self._owners[name])
+                dist.broadcast(weight, group=self._stages, group_src=owners[name])
             if weight is not None:
                 take(name.removeprefix(PREFIX), weight)
 
@@ -94,7 +92,7 @@ class Samples:
                 max_new_tokens=self._validation.max_new_tokens,
                 sampling=Sampling(),
             )
-        except NumericError as error:
+        except (NumericError, torch.OutOfMemoryError) as error:
             logger.warning(f"no samples: {error}")
             return []
         return [asdict(sample) for sample in samples]

@@ -16,6 +16,8 @@ from torchtitan_lite.tables import format_columns
 SILENT_SECONDS, SILENT_STEPS = 120.0, 20
 """A running run that reports nothing for this long, and for so many steps, may be dead."""
 LOG_BYTES, LOG_LINES = 8192, 10
+SKEW_SECONDS = 60.0
+"""How far the clocks of hosts and disks may differ."""
 JOB = re.compile(r"process (\d+) on (.+)")
 COLUMNS = ("run", "state", "step", "loss", "tps", "mfu", "time left", "updated")
 
@@ -98,17 +100,19 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
     width = max(map(len, shown))
     lines = [_clean(str(folder)), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]
     if status.state == "failed":
-        lines += [f"  {line}" for line in log_end(folder, rank=status.rank)]
+        lines += [f"  {line}" for line in log_end(folder, status)]
     return "\n".join(lines)
 
 
-def log_end(folder: Path, *, rank: int | None) -> list[str]:
-    """Return the last lines that a rank logged, or if it logged none, any rank, under the name of
-    their file."""
+def log_end(folder: Path, status: Status) -> list[str]:
+    """Return the last lines that the rank at fault logged since the run started, or if it logged
+    none, any rank, under the name of their file."""
     # LAUNCH/RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log; the launcher's own is torchrun.log.
     logs = list((folder / "logs").glob("*/*/attempt_*/*/std*.log"))
-    written = [path for path in logs if path.is_file() and path.stat().st_size]
-    own = [path for path in written if path.parent.name == str(rank)] or written
+    found = [(path, path.stat()) for path in logs if path.is_file()]
+    since = status.started - SKEW_SECONDS
+    written = [path for path, stat in found if stat.st_size and stat.st_mtime > since]
+    own = [path for path in written if path.parent.name == str(status.rank)] or written
     if not own:
         return []
     last = max(own, key=lambda path: path.stat().st_mtime)

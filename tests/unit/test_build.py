@@ -145,11 +145,11 @@ def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(
 
 @pytest.mark.parametrize(("steps", "warned"), [(500, False), (501, True)])
 def test_a_long_run_that_saves_nothing_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, steps: int, warned: bool
+    monkeypatch: pytest.MonkeyPatch, notices: pytest.LogCaptureFixture, steps: int, warned: bool
 ) -> None:
     monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: SimpleNamespace())
     job = job_of(Config(training=TrainingConfig(steps=steps)))
     mesh: Any = MagicMock(mesh_dim_names=("dp_shard",), shape=(1,))
     nothing: Any = None
     build_checkpointer(job, nothing, nothing, mesh=mesh, device=torch.device("cpu"), resume=None)
-    assert ("nothing is saved in 501 steps" in caplog.text) == warned
+    assert ("nothing is saved in 501 steps" in notices.text) == warned

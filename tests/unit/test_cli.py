@@ -97,6 +97,15 @@ def test_keys_of_the_config_are_split_from_a_commands_own_words() -> None:
     own, keys = split_keys(words.split())
     assert own == ["run", "--tps", "5", "text"]
     assert keys == words.replace("run ", "").replace("--tps 5 ", "").replace("text ", "").split()
+    words = "--debug.deterministic run --float8.no_emulate a --compile.enable false b"
+    assert split_keys(words.split())[0] == ["run", "a", "b"]
+
+
+def test_options_may_stand_between_other_words() -> None:
+    args = build_parser("generate").parse(["runs/a", "--temperature", "0.8", "def main("])
+    assert (str(args.source), args.prompts, args.temperature) == ("runs/a", ["def main("], 0.8)
+    args = build_parser("compare").parse(["a", "--last", "5", "b"])
+    assert [*map(str, args.runs)] == ["a", "b"]
 
 
 def test_a_shipped_config_is_found_by_its_name(

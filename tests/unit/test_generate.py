@@ -64,6 +64,13 @@ def test_greedy_decoding_is_transformers(
             assert json.loads(sample.text) == expected[PROMPTS.index(sample.prompt)]
 
 
+def test_ids_that_the_tokenizer_lacks_are_not_generated(tmp_path: Path) -> None:
+    save_hf(FAMILIES["Llama 3.1"], tmp_path)
+    build_hf(replace(FAMILIES["Llama 3.1"], vocab_size=20_000)).save_pretrained(tmp_path)
+    (sample,) = load(tmp_path).run([""], max_new_tokens=20, sampling=Sampling(100.0))
+    assert sample.tokens == 20
+
+
 def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     save_hf(FAMILIES["Llama 3.1"], tmp_path)
     generator, (args, read, _) = load(tmp_path), generate.open_source(tmp_path)

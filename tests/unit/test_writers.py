@@ -146,6 +146,17 @@ def test_a_line_fits_the_terminal(log, columns, left_out):
     assert shown == [name for name in names if name not in left_out]
 
 
+@pytest.mark.parametrize(("variables", "whole"), [({}, True), ({"COLUMNS": "90"}, False)])
+def test_a_line_is_cut_only_if_the_width_is_known(tmp_path, monkeypatch, log, variables, whole):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name, value in {"FORCE_COLOR": "1", **variables}.items():  # as a CI service may set it
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.__stdout__", None)
+    for writer in build_writers(MetricsConfig(), dump_folder=tmp_path, **RUN):
+        writer.write(RECORD)
+    assert ("grad_norm" in log.messages[0]) == whole
+
+
 def test_coloured_console_line_has_the_same_text(log):
     ConsoleWriter(total_steps=30, color=True).write(RECORD)
     (line,) = log.messages

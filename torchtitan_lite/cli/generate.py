@@ -5,7 +5,7 @@ process computes on one device, in bfloat16 or float32, never in float8. The tex
 printed as it comes; several prompts are one batch, printed at its end.
 
 Exit codes: 2 for a wrong option, 3 for a broken tokenizer, 4 for a broken or missing checkpoint, 5
-for weights that give no numbers.
+for weights whose logits are not finite.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
             max_new_tokens=args.max_new_tokens,
             sampling=sampling,
             ignore_eos=args.ignore_eos,
-            write=partial(print, end="", flush=True) if streams else (lambda _: None),
+            write=partial(print, end="", flush=True) if streams else None,
         )
     finally:
         if streams:

@@ -31,7 +31,9 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line; `overrides` has the words that belong to keys of the config."""
         own, overrides = split_keys(argv) if self.takes_keys else (argv, [])
-        args = self.parse_args(own)
+        # Options may stand between positional arguments, but not those of a subcommand.
+        parse = self.parse_args if self._subparsers else self.parse_intermixed_args
+        args = parse(own)
         args.overrides = overrides
         return args
 
@@ -68,10 +70,17 @@ def split_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     keys: list[str] = []
     for index, word in enumerate(argv):
         before = argv[index - 1] if index else ""
-        is_value = _is_key(before) and "=" not in before and not word.startswith("--")
+        is_value = _takes_value(before, word) and not word.startswith("--")
         (keys if _is_key(word) or is_value else own).append(word)
     return own, keys
 
 
 def _is_key(word: str) -> bool:
     return bool(re.match(r"--[\w-]+\.", word))
+
+
+def _takes_value(option: str, word: str) -> bool:
+    """Return whether `word` is the value of a key before it: a bool's is true or false."""
+    key = KEYS.get(option.removeprefix("--").replace("-", "_").replace(".no_", "."))
+    is_bool = key is not None and key.kind == "bool"
+    return _is_key(option) and "=" not in option and (not is_bool or word in ("true", "false"))

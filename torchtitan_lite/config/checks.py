@@ -26,8 +26,8 @@ from .keys import show
 from .pipeline import check_pipeline, check_stages
 from .sections import Config, LRSchedulerConfig
 
-RUN_FILES = {"config.toml", "metrics.jsonl", "numerics.jsonl", "peaks.json", "status.json"}
-RUN_FILES |= {".lock", "logs", "previous", "wandb"}
+RUN_FILES = {"config.toml", "metrics.jsonl", "validation.jsonl", "numerics.jsonl", "samples.jsonl"}
+RUN_FILES |= {"peaks.json", "status.json", ".lock", "logs", "previous", "wandb"}
 """Names in the run folder that every run uses and that no key can choose."""
 
 

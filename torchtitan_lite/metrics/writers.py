@@ -71,7 +71,7 @@ def build_writers(
     writers: list[Writer] = []
     if rank == 0:
         color = wants_color(disabled=metrics.disable_color_printing)
-        columns = shutil.get_terminal_size().columns if on_terminal() else None
+        columns = shutil.get_terminal_size((0, 0)).columns or None if on_terminal() else None
         writers.append(ConsoleWriter(total_steps=total_steps, color=color, columns=columns))
         # An existing file is cut at the resumed step, even if this run writes nothing into it.
         for content, path in files.items():

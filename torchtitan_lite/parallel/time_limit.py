@@ -28,7 +28,7 @@ def find_time_limit(
     """Return the time limit of a run that started at `started`, in Unix seconds.
 
     Without `max_minutes` it is the end of the Slurm job that `env` describes, minus a margin. An
-    end before the start is of an earlier job, whose variables the shell has kept.
+    end before the start is ignored: the shell has kept the variables of an earlier job.
     """
     if max_minutes is not None:
         cause = f"the time limit ([job] max_minutes = {max_minutes:g})"
