@@ -65,7 +65,7 @@ def test_a_failed_run_comes_with_the_end_of_its_ranks_log(tmp_path: Path) -> Non
         folder.mkdir(parents=True)
         (folder / "stdout.log").touch()
         (folder / "stderr.log").write_text(text)
-        os.utime(folder / "stderr.log", [NOW, NOW])
+        os.utime(folder / "stderr.log", (NOW, NOW))
     lines = format_run(run, FAILED, now=NOW).splitlines()
     assert "  cause            rank 1 was  [2Jkilled" in lines
     assert {"  exit code        6", "  rank             1"} <= set(lines)
@@ -84,7 +84,7 @@ def test_a_failed_run_whose_rank_logged_nothing_comes_with_another_ranks_log(
         folder = run / f"logs/2026-host/9f/attempt_0/{rank}"
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_text(text)
-        os.utime(folder / "stdout.log", [NOW, NOW])
+        os.utime(folder / "stdout.log", (NOW, NOW))
     lines = format_run(run, FAILED, now=NOW).splitlines()
     assert lines[-1] == "    step 1"
     assert "\x1b" not in "".join(lines)
@@ -96,7 +96,7 @@ def test_logs_of_an_earlier_start_are_not_shown(tmp_path: Path) -> None:
         folder = run / f"logs/{start}/9f/attempt_0/{rank}"
         folder.mkdir(parents=True)
         (folder / "stderr.log").write_text(text)
-        os.utime(folder / "stderr.log", [FAILED.started + start] * 2)
+        os.utime(folder / "stderr.log", (FAILED.started + start,) * 2)
     assert format_run(run, FAILED, now=NOW).splitlines()[-1] == "    new"
 
 
