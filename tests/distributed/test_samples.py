@@ -24,7 +24,7 @@ SAMPLING = [
     "--checkpoint.enable",
 ]
 LAYOUTS = {
-    "FSDP": ["--compile.enable"],
+    "FSDP": [],
     "TP": ["--parallelism.tensor_parallel_degree=2"],
     "PP": ["--parallelism.pipeline_parallel_degree=2"],
 }
