@@ -122,6 +122,8 @@ def build_validation_batches(
     """Build the batches that a validation of the run reads."""
     training, validation = job.config.training, job.config.validation
     shape = {"vocab_size": job.model_args.vocab_size, "seed": job.config.debug.seed}
+
+    # Data of its own, or the windows that the run held out of its training data.
     if has_own_data(validation):
         corpus, samples = build_validation_corpus(
             training, validation, tokenizer, seq_len=training.seq_len, **shape

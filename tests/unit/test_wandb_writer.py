@@ -32,8 +32,7 @@ def without_wandb(monkeypatch, tmp_path) -> Path:
 def open_writer(folder: Path) -> WandbWriter:
     return WandbWriter(
         folder,
-        name="bf16",
-        group="outputs",
+        "",
         config_toml="[training]\nseq_len = 64\n",
         hparams={"float8": True, "dp_shard": 8},
     )
@@ -60,8 +59,8 @@ def test_a_run_of_records(tmp_path, wandb):
     assert run.finished
     assert run.options == {
         "project": "torchtitan_lite",
-        "name": "bf16",
-        "group": "outputs",
+        "name": tmp_path.name,
+        "group": tmp_path.parent.name,
         "dir": str(tmp_path),
         "id": None,
         "resume": "allow",

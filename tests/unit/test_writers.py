@@ -363,6 +363,8 @@ def test_each_rank_has_curves_of_its_own_where_all_save(tmp_path, monkeypatch, l
     assert [point.step for point in events.Scalars("memory/max_reserved(GiB)")] == [1, 2]
     (run,) = wandb.runs
     assert run.options["dir"] == f"{tmp_path}/wandb/rank_{rank}"
+    assert run.options["name"] == f"{tmp_path.name}/rank_{rank}"
+    assert run.options["group"] == tmp_path.name
     assert Path(f"{tmp_path}/wandb/rank_{rank}/wandb/run_id").read_text() == "new-id"
     assert len(log.messages) == (2 if rank == 0 else 0)
     assert (tmp_path / "metrics.jsonl").exists() is (rank == 0)

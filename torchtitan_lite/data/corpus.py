@@ -245,6 +245,8 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
     corpus, last_step = batches.corpus, batches.last_step
     epochs = corpus.epochs(batches.samples(last_step))
     shares = corpus.mixture.shares / corpus.mixture.period
+
+    # A line for each store, then which of steps and epochs ends the run.
     for windows, share in zip(corpus.windows, shares, strict=True):
         store = windows.store
         held_out = f"{windows.held_out:,} more are held out for validation; " * (

@@ -39,24 +39,27 @@ class WandbWriter(Writer):
     def __init__(
         self,
         dump_folder: Path,
+        own: str,
         *,
-        name: str,
-        group: str,
         config_toml: str,
         hparams: Mapping[str, bool | float | str],
     ) -> None:
-        """Open the run in project $WANDB_PROJECT. $WANDB_NAME and $WANDB_RUN_GROUP take precedence
-        over `name` and `group`. Raises ConfigError without a login or network."""
+        """Open the run in project $WANDB_PROJECT. It is named after the run folder, its group after
+        the folder above; a rank's run after its `own` folder, its group after the run. $WANDB_NAME
+        and $WANDB_RUN_GROUP take precedence. Raises ConfigError without a login or network."""
         import wandb  # slow, and optional
 
-        id_file = dump_folder / "wandb" / "run_id"
+        run = dump_folder.absolute()
+        name, group = (f"{run.name}/{own}", run.name) if own else (run.name, run.parent.name)
+        folder = dump_folder / "wandb" / own if own else dump_folder
+        id_file = folder / "wandb" / "run_id"
         id_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
                 name=os.environ.get("WANDB_NAME", name),
                 group=os.environ.get("WANDB_RUN_GROUP", group),
-                dir=str(dump_folder),
+                dir=str(folder),
                 id=id_file.read_text(errors="replace") if id_file.is_file() else None,
                 resume="allow",
                 config=parse_toml(config_toml.encode()) | {"hparams": dict(hparams)},

@@ -60,13 +60,12 @@ def build_writers(
     runs are compared; each run has the same names. `contents` are those of the files of JSON lines
     that the run writes. Raises ConfigError if wandb cannot start, or if a writer needs a file where
     there is a folder, or the reverse."""
-    tb, wandb = dump_folder / metrics.save_tb_folder, dump_folder / "wandb"
+    tb = dump_folder / metrics.save_tb_folder
     files: dict[Content, Path] = {name: dump_folder / f"{name}.jsonl" for name in get_args(Content)}
-    kinds = dict.fromkeys(files.values(), "file")
-    kinds |= {tb: "folder"} if metrics.enable_tensorboard else {}
-    kinds |= {wandb: "folder"} if metrics.enable_wandb else {}
-    for path, kind in kinds.items():
-        _check_kind(path, kind)
+    for path in files.values():
+        _check_kind(path, "file")
+    for path in [tb] * metrics.enable_tensorboard + [dump_folder / "wandb"] * metrics.enable_wandb:
+        _check_kind(path, "folder")
 
     writers: list[Writer] = []
     if rank == 0:
@@ -93,17 +92,8 @@ def build_writers(
             writers.append(tensorboard)
     if metrics.enable_wandb:
         with _left_out_if_broken(WandbWriter.spare):
-            folder = wandb / own if own else dump_folder
-            run = dump_folder.absolute()
-            writers.append(
-                WandbWriter(
-                    folder,
-                    name=f"{run.name}/{own}" if own else run.name,
-                    group=run.name if own else run.parent.name,
-                    config_toml=config_toml,
-                    hparams=hparams,
-                )
-            )
+            run = WandbWriter(dump_folder, own, config_toml=config_toml, hparams=hparams)
+            writers.append(run)
     return writers
 
 
