@@ -135,7 +135,7 @@ def check_device(device: torch.device) -> str:
     spec = lookup_device(device_name())
     major, minor = torch.cuda.get_device_capability(device)
     known = spec.name if spec else "no data sheet: give [metrics] peak_tflops_bf16 and _fp8"
-    smi = "unknown"
+    smi = ""
     if shutil.which("nvidia-smi"):
         query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
         words = ["nvidia-smi", query, "--format=csv,noheader"]
@@ -143,7 +143,7 @@ def check_device(device: torch.device) -> str:
     return (
         f"{torch.cuda.device_count()} x {device_name()} ({known}), compute capability "
         f"{major}.{minor}, {total_memory_gib(device):.1f} GiB, CUDA {torch.version.cuda}, "
-        f"driver, clock and power limit: {smi}"
+        f"driver, clock and power limit: {smi or 'unknown'}"
     )
 
 

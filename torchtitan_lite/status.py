@@ -96,6 +96,8 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
         "updated": updated,
         "doubt": doubt(status, now=now),
     }
+
+    # Only what is known, and of a failed run the end of its log.
     shown = {name: fact for name, fact in facts.items() if fact and not fact.startswith("-")}
     width = max(map(len, shown))
     lines = [_clean(str(folder)), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]

@@ -73,6 +73,7 @@ def test_the_help_of_train_names_the_variables_and_the_keys() -> None:
         ("plan --devise=L4", "unrecognized arguments: --devise=L4; did you mean --device"),
         ("train --steps 3", "unrecognized arguments: --steps 3; did you mean --training.steps"),
         ("train --training.stps 3", r"\[training\] stps = 3 .* did you mean \[training\] steps"),
+        ("train --compile.enable True", r'enable = "True" .*: must be true or false'),
         ("train --job.config_file llama3_8", "llama3_8: cannot be .* did you mean .llama3_8b."),
         ("train --job.config debug_model", r"\[job\] config = .* did you mean --job.config_file"),
         ("data mak", "invalid choice: 'mak' .*did you mean make"),

@@ -12,6 +12,8 @@ KEYS_HELP = (
     "--table.key value overrides any key of the config; torchtitan-lite train --help lists them."
 )
 
+BOOL = re.compile("true|false|yes|no|on|off|0|1", re.IGNORECASE)
+
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=100)
@@ -80,7 +82,8 @@ def _is_key(word: str) -> bool:
 
 
 def _takes_value(option: str, word: str) -> bool:
-    """Return whether `word` is the value of a key before it: a bool's is true or false."""
+    """Return whether `word` is the value of a key before it. After a bool's name it is if it means
+    true or false, also where the config refuses its spelling."""
     key = KEYS.get(option.removeprefix("--").replace("-", "_").replace(".no_", "."))
     is_bool = key is not None and key.kind == "bool"
-    return _is_key(option) and "=" not in option and (not is_bool or word in ("true", "false"))
+    return _is_key(option) and "=" not in option and (not is_bool or bool(BOOL.fullmatch(word)))
