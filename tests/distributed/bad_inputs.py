@@ -5,6 +5,8 @@ import os
 import re
 import socket
 import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import warm
@@ -150,18 +152,20 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     return result.returncode, message.replace(f"{folder}/", "").replace(str(folder), ".")
 
 
-def row(arguments: str, *, folder: Path) -> str:
-    """Return the arguments' row of the page."""
-    code, message = refuse(arguments, folder=folder)
-    cell = message.replace("|", "\\|").replace("\n", "<br>").replace("<string>", "")
-    return f"| `{arguments}` | {code} | {cell} |"
+def table(rows: Iterable[str], refuse: Callable[[str], tuple[int, str]]) -> str:
+    """Return the page's table of some arguments."""
+    lines = ["| arguments | exit code | message |", "| --- | --- | --- |"]
+    for arguments in rows:
+        code, message = refuse(arguments)
+        cell = message.replace("|", "\\|").replace("\n", "<br>").replace("<string>", "")
+        lines.append(f"| `{arguments}` | {code} | {cell} |")
+    return "\n".join(lines)
 
 
 def page(folder: Path) -> str:
     """Return the whole page."""
-    head = "| arguments | exit code | message |\n| --- | --- | --- |\n"
     before, at_start = (
-        "\n".join(row(each, folder=folder) for each in rows) for rows in (BEFORE_START, AT_START)
+        table(rows, partial(refuse, folder=folder)) for rows in (BEFORE_START, AT_START)
     )
     return f"""# Error messages
 
@@ -171,11 +175,11 @@ one process, with these arguments after `--job.config_file` and a valid file, or
 
 ## Before any process starts
 
-{head}{before}
+{before}
 
 ## Once the processes read data, model and run folder
 
-{head}{at_start}
+{at_start}
 
 ## How a run that failed ends
 

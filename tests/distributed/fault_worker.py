@@ -171,6 +171,12 @@ def drop_out() -> None:
 
 
 @can_be_done
+def seed_by_rank() -> None:
+    """Give each rank random numbers of its own."""
+    torch.manual_seed(RANK)
+
+
+@can_be_done
 def gather_in_high_precision() -> None:
     """Let tensor parallelism recognize no linear as tensorwise float8, as after a renaming in
     torchao."""

@@ -40,6 +40,8 @@ LAYOUTS = {
     "FSDP x TP": {4: (f"{TP}=2", TWO)},
 }
 """Overrides by the number of processes."""
+MORE_LAYOUTS = {"HSDP x TP": {4: (f"{TP}=2", HSDP, TWO)}}
+"""Tested, but not on the page."""
 CONTEXT_LAYOUTS = {
     "CP": {2: (f"{CP}=2", TWO), 4: (f"{CP}=4", TWO)},
     "CP x TP": {4: (f"{CP}=2", f"{TP}=2", TWO)},
@@ -60,6 +62,8 @@ PIPELINE_LAYOUTS = {
     "PP 2 x CP": (4, (f"{PP}=2", f"{CP}=2")),
 }
 """The number of processes, and overrides."""
+MORE_PIPELINE_LAYOUTS = {"PP 2 x HSDP": (4, (f"{PP}=2", HSDP))}
+"""Tested, but not on the page."""
 PIPELINE_MODEL = ("--model.n_layers=8", "--optimizer.lr=5e-4")
 """Two blocks in each of 4 stages, or one in each of 8, which 4 ranks of a looped schedule have; and
 half of LR, as more blocks magnify rounding more."""
@@ -79,7 +83,9 @@ CONTEXT_CHECKPOINTING = {
     **PIPELINE_CHECKPOINTING,
     BUDGET: (f"{AC}=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
 }
-USUAL = dict.fromkeys((*LAYOUTS, *CONTEXT_LAYOUTS), 4) | dict.fromkeys(("FSDP", "TP", "CP"), 2)
+USUAL = dict.fromkeys((*LAYOUTS, *MORE_LAYOUTS, *CONTEXT_LAYOUTS), 4) | dict.fromkeys(
+    ("FSDP", "TP", "CP"), 2
+)
 """The fewest processes on which a layout does all that it does."""
 MODES = {"eager": (), "compile": ("--compile.enable",)}
 LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
@@ -100,6 +106,25 @@ NORM_TOLERANCE = 1e-3
 """The same of a gradient's norm."""
 CHUNK = 20
 """Runs in one start of the processes."""
+
+
+SMOKE = [
+    ("tensorwise", "FSDP", "op", "compile", 2),
+    ("bf16", "CP", BUDGET, "compile", 2),
+    ("rowwise", "TP", "every 2nd", "eager", 2),
+    ("rowwise_with_gw_hp", "HSDP", "op", "eager", 4),
+    ("all_gather", "FSDP x TP", "full", "eager", 4),
+    ("tensorwise", "HSDP x TP", "none", "eager", 4),
+    ("bf16 documents", "CP x TP", "none", "eager", 4),
+    ("all_gather", "FSDP x CP", "op", "eager", 4),
+    ("mxfp8", "HSDP x CP", "none", "eager", 4),
+    ("bf16 documents", "PP 2", "none", "eager", "GPipe", 2),
+    ("all_gather", "PP 2 x FSDP", "op", "eager", "1F1B", 4),
+    ("all_gather", "PP 2 x TP", "op", "eager", "Interleaved1F1B", 4),
+    ("bf16 documents", "PP 2 x CP", "none", "eager", "1F1B", 4),
+    ("bf16 documents", "PP 2 x HSDP", "none", "eager", "Interleaved1F1B", 4),
+]
+"""Recipe, layout, checkpointing, mode, of a pipeline also the schedule, and processes."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +157,9 @@ def context_cells(*, steps: int) -> list[Cell]:
     return combine(recipes, CONTEXT_LAYOUTS, CONTEXT_CHECKPOINTING, steps=steps)
 
 
-def pipeline_cells(*, steps: int) -> list[Cell]:
+def pipeline_cells(
+    layouts: Mapping[str, tuple[int, tuple[str, ...]]] = PIPELINE_LAYOUTS, *, steps: int
+) -> list[Cell]:
     """Return a cell for each combination of some recipes, a pipeline, checkpointing, mode and
     schedule that the config allows. Its reference has the same checkpointing and mode: what the
     compiler rounds otherwise adds up over 8 blocks."""
@@ -144,8 +171,8 @@ def pipeline_cells(*, steps: int) -> list[Cell]:
         common = (*settings, *PIPELINE_MODEL, f"{STEPS}={steps}")
         alone = Cell((recipe, "one process", "8 blocks", ac, mode), 1, common)
         allows_all = "bf16" in recipe and (ac, mode) == ("none", "eager")
-        for layout, schedule in product(PIPELINE_LAYOUTS, SCHEDULES):
-            processes, degrees = PIPELINE_LAYOUTS[layout]
+        for layout, schedule in product(layouts, SCHEDULES):
+            processes, degrees = layouts[layout]
             overrides = (*common, *degrees, *EVENLY, *SCHEDULES[schedule])
             if allows_all or not schedules.SCHEDULES[schedule].zero_bubble:
                 cells.append(
@@ -172,6 +199,20 @@ def combine(
             if (ac, mode) != (BUDGET, "eager"):
                 cells.append(Cell((recipe, layout, ac, mode), processes, overrides, alone))
     return cells
+
+
+def smoke_cells(*, steps: int) -> list[Cell]:
+    """Return a few cells in which every recipe, layout, product of two degrees, checkpointing, mode
+    and kind of schedule occurs."""
+    mxfp8 = (FLOAT8, "--float8.recipe_name=mxfp8")
+    recipes = RECIPES | {"bf16 documents": DOCUMENTS, "mxfp8": mxfp8}
+    layouts = LAYOUTS | MORE_LAYOUTS | CONTEXT_LAYOUTS
+    all_cells = [
+        *combine(recipes, layouts, CHECKPOINTING | CONTEXT_CHECKPOINTING, steps=steps),
+        *pipeline_cells(PIPELINE_LAYOUTS | MORE_PIPELINE_LAYOUTS, steps=steps),
+    ]
+    found = {(*cell.factors, cell.processes): cell for cell in all_cells}
+    return [found[row] for row in SMOKE]
 
 
 def usual_pairs(cells: Iterable[Cell]) -> list[Cell]:

@@ -11,6 +11,9 @@ OVERRIDES = ["--training.global_batch_size=-1", "--training.steps=5"]
 OVERRIDES += ["--float8.enable_float8_linear"]
 
 
+# ----- bare_loop, Trainer -----
+
+
 @pytest.mark.timeout(240)
 def test_the_bare_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None:
     ours = losses(tmp_path, *OVERRIDES, processes=2)

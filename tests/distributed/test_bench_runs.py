@@ -21,6 +21,9 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
     return warm.python(words, cwd=ROOT, env=ENV, timeout=200)
 
 
+# ----- bench -----
+
+
 def test_quick_rows_are_trained_and_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     result = bench(*QUICK, "--out", str(out))

@@ -89,6 +89,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(folder, env | {"NGPU": "1"}, result.stdout)
 
 
+# ----- README.md, run_train.sh -----
+
+
+@pytest.mark.quick
 @pytest.mark.timeout(1000)
 def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None:
     last_step = r"step 30/30  loss ([\d.]+)  grad_norm ([\d.]+)  tps "
@@ -109,6 +113,9 @@ def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None
         )
 
 
+# ----- list_commands: README.md and docs/ -----
+
+
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))])
 def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project) -> None:
@@ -125,6 +132,9 @@ def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project)
         if on_gpus:
             expected = "[debug] seed = -1 (from the command line): must be at least 0\n"
             assert result.stderr == expected
+
+
+# ----- scripts -----
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

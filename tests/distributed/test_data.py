@@ -83,6 +83,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, datasets: str) -> li
     return in_order(folder)
 
 
+# ----- TrainingBatches -----
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("global_batch_size", "runs"),
@@ -104,6 +107,9 @@ def test_samples_are_in_one_order_on_any_processes_through_resumes(
         progress = read_manifest(tmp_path / f"run/checkpoint/step-{steps:08d}").progress
         assert (progress.samples, progress.tokens) == (samples, samples * SEQ_LEN)
         assert in_order(tmp_path / "run") == uninterrupted[:samples]
+
+
+# ----- epochs -----
 
 
 @pytest.mark.timeout(300)
@@ -137,6 +143,9 @@ def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
         f"nothing left to train: resumed at step {last_step}, the last is {last_step}"
         in again.stdout
     )
+
+
+# ----- allow_data_change -----
 
 
 @pytest.mark.timeout(300)

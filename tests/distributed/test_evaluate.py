@@ -23,6 +23,8 @@ ARGS = ModelArgs(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=2256, max_seq_len=64
 )
 SEQ_LEN = 32
+TP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "pipeline"))
+ROWWISE, BF16 = "--float8.recipe_name=rowwise", "--float8.enable_float8_linear=false"
 TEXT = "The text of an evaluation: 語 and 😀, and so on. " * 40
 
 
@@ -33,14 +35,16 @@ def evaluate(*words: str | Path) -> tuple[int, dict[str, Any], str]:
     return result.returncode, json.loads(result.stdout or "{}"), result.stderr
 
 
+# ----- evaluate -----
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("overrides", "own"),
     [
-        (["--parallelism.tensor_parallel_degree=2", "--float8.recipe_name=rowwise"], False),
-        (["--parallelism.pipeline_parallel_degree=2", "--float8.enable_float8_linear=false"], True),
+        pytest.param([TP, ROWWISE], False, id="TP, float8, held out", marks=pytest.mark.quick),
+        pytest.param([PP, BF16], True, id="PP, bf16, own text"),
     ],
-    ids=["tensor parallel, float8, held out", "pipeline, bf16, own text"],
 )
 def test_the_loss_is_the_runs_last_validation_loss(
     overrides: list[str], own: bool, tmp_path: Path

@@ -23,7 +23,7 @@ from faults import (
     status,
 )
 from launching import ENV, ROOT
-from matrix import EVENLY, PP
+from matrix import EVENLY, PP, PRECOMPUTE
 from processes import descendants, is_alive
 
 from torchtitan_lite.checkpoint.compare import compare
@@ -49,6 +49,7 @@ VALIDATION = [
 ]
 NOTE: Fault = {"do": "note_samples", "at": "start"}
 DROP_OUT: Fault = {"do": "drop_out", "at": "start"}
+SEED: Fault = {"do": "seed_by_rank", "at": "forward 1"}
 
 
 def trained(folder: Path, step: int) -> dict[int, tuple[float, ...]]:
@@ -76,14 +77,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# ----- Checkpointer, load_random_state -----
+
+
 @pytest.mark.parametrize(
     ("settings", "resumed_settings", "faults"),
     [
-        ([], [ASYNC, *VALIDATION], [NOTE]),
-        ([], VALIDATION, [NOTE, DROP_OUT]),
-        ([*FLOAT8, "--float8.precompute_float8_dynamic_scale_for_fsdp"], [ASYNC], [NOTE]),
+        pytest.param([], [ASYNC, *VALIDATION], [NOTE], id="bf16", marks=pytest.mark.quick),
+        pytest.param([], VALIDATION, [NOTE, DROP_OUT, SEED], id="dropout"),
+        pytest.param([*FLOAT8, PRECOMPUTE], [ASYNC], [NOTE], id="float8"),
     ],
-    ids=["bf16", "dropout", "float8"],
 )
 def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
     settings: list[str],
@@ -108,6 +111,9 @@ def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
     assert checkpoints(parts) == [f"step-{step:08d}" for step in (4, 8, 10, 12, 16, 20)]
 
 
+# ----- kill_runs, Checkpointer -----
+
+
 @pytest.mark.timeout(600)
 def test_kills_at_any_moment_cost_steps_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +132,9 @@ def test_kills_at_any_moment_cost_steps_and_nothing_else(
     assert max(kill.trained - kill.newest for kill in kills) <= 2
     assert kills[-1].newest > kills[0].newest
     assert same
+
+
+# ----- Watchdog -----
 
 
 def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Path) -> None:
@@ -148,6 +157,9 @@ def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Pat
     assert list(records(folder)) == list(range(1, newest + 2))
 
 
+# ----- Checkpointer, find_resume -----
+
+
 @pytest.mark.timeout(600)
 def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_path: Path) -> None:
     batch = ["--training.global_batch_size=12", f"{INTERVAL}=20"]
@@ -168,6 +180,9 @@ def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_pa
         [values[0] for values in trained(path, 19).values()] for path in (folder, straight)
     )
     assert losses == pytest.approx(expected, rel=5e-4)
+
+
+# ----- Checkpointer: async_mode, on_failure -----
 
 
 def test_saves_that_fail_or_are_slow_in_the_background_leave_whole_checkpoints(
@@ -213,6 +228,10 @@ def test_a_save_that_fails_in_the_background_stops_the_run(tmp_path: Path) -> No
     assert max(records(folder)) < 40  # long before the next save, which would wait for it
 
 
+# ----- Checkpointer: a full disk -----
+
+
+@pytest.mark.quick
 def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
     folder = small_disk / "run"
     code, cause = fail(folder, f"{STEPS}=5", "--checkpoint.on_failure=warn")
@@ -222,6 +241,9 @@ def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
     assert checkpoints(folder) == ["step-00000002"]
     assert verify_checkpoint(checkpoint(folder, 2), hashes=True) == []
     assert status(folder)["last_checkpoint"] == str(checkpoint(folder, 2))
+
+
+# ----- metrics.jsonl, metrics/writers -----
 
 
 def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
@@ -250,12 +272,18 @@ def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
     assert [point.value for point in points] == pytest.approx(losses, rel=1e-6)
 
 
+# ----- save_request_file -----
+
+
 def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     touch = {"do": "touch", "path": f"{folder}/SAVE", "at": "forward 4", "rank": 0}
     finish(folder, f"{STEPS}=8", f"{INTERVAL}=3", "--checkpoint.keep_latest_k=3", faults=[touch])
     assert checkpoints(folder) == [f"step-{step:08d}" for step in (5, 6, 8)]
     assert not (folder / "SAVE").exists()
+
+
+# ----- last_save_model_only, initial_load_path, exclude_from_loading -----
 
 
 def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
@@ -292,6 +320,9 @@ def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     rates = {step: line["lr"] for step, line in records(afresh).items()}
     assert rates == {step + 2: records(straight)[step]["lr"] for step in (1, 2)}
     assert samples(afresh) == {step + 2: samples(straight)[step] for step in (1, 2)}
+
+
+# ----- initial_load_in_hf, last_save_in_hf -----
 
 
 def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path) -> None:

@@ -74,6 +74,9 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+# ----- find_resume, verify_checkpoint -----
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -104,6 +107,9 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(
         CheckpointError, match=rf"load_step = 10: .*step-00000010 is broken: {name}:? {reason}"
     ):
         find_resume(CheckpointConfig(enable=True, load_step=10), folder=folder / "checkpoint")
+
+
+# ----- find_resume, load_step -----
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_unless_load_step_is_set(
@@ -141,6 +147,9 @@ class Evil:
         return Path.touch, (self.path,)
 
 
+# ----- SafeReader -----
+
+
 def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_path: Path) -> None:
     path, marker = checkpoint(folder, 10), tmp_path / "code ran"
     table = pickle.dumps(Evil(marker))
@@ -166,6 +175,9 @@ def store(tmp_path: Path) -> Path:
         tmp_path / "store", open_source(str(FOLDER / "text.txt")), build_tokenizer(""), workers=1
     )
     return tmp_path / "store"
+
+
+# ----- TokenStore -----
 
 
 def test_a_token_store_that_is_cut_off_under_a_run_ends_it_on_all_ranks(
@@ -197,6 +209,9 @@ def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_do
     )
     assert re.search(r"final loss \d\.\d\d nat; mean of", output, re.MULTILINE)
     assert status(tmp_path / "run")["state"] == "done"
+
+
+# ----- Checkpointer -----
 
 
 def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ def curve(folder: Path) -> dict[int, tuple[float, float]]:
     return {step: (line["loss"], line["grad_norm"]) for step, line in records(folder).items()}
 
 
+# ----- pipeline_parallel_degree: faults of stages -----
+
+
 def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> None:
     settings = (*PIPELINE, f"{STEPS}=12", "--float8.enable_float8_linear")
     straight, folder = tmp_path / "straight", tmp_path / "run"

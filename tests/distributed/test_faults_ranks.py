@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.folders import committed_steps
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.run_folder import LOCK_SECONDS
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(150)]
 STEPS = 12
 SECONDS = 70  # for a run, which then fails the test
 SETTINGS = [
@@ -190,6 +190,9 @@ def assert_same_run(folder: Path, straight: Path) -> None:
     assert comparison.equal_tensors > 20
 
 
+# ----- StopSignal, launch: signals -----
+
+
 def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
     launcher: Launcher, straight: Path, folder: Path
 ) -> None:
@@ -344,6 +347,10 @@ def test_a_signal_while_some_ranks_still_start_ends_the_run(
 KILL = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL)}
 
 
+# ----- launch: MAX_RESTARTS -----
+
+
+@pytest.mark.quick
 def test_after_a_rank_was_killed_all_start_again_from_the_last_checkpoint(
     launcher: Launcher, straight: Path, half_done: Path
 ) -> None:
@@ -363,11 +370,15 @@ def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
     assert_same_run(folder, straight)
 
 
+@pytest.mark.quick
 def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path) -> None:
     term = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGTERM)}
     run = launcher.run(half_done, *SETTINGS, faults=[term], restarts=1)
     assert run.exit_code == 75, run.output
     assert (status(half_done)["state"], status(half_done)["step"]) == ("stopped", 8)
+
+
+# ----- max_minutes, find_time_limit -----
 
 
 def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
@@ -394,6 +405,9 @@ def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
     assert run.exit_code == 0, run.output
     assert f"resumed from {saved}" in run.output
     assert_same_run(half_done, straight)
+
+
+# ----- launch, Status: a killed rank -----
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -445,6 +459,10 @@ def seconds_since(step: int, folder: Path) -> float:
     return time.time() - records(folder)[step]["time"]
 
 
+# ----- Watchdog, train_timeout_seconds -----
+
+
+@pytest.mark.quick
 def test_a_rank_that_sleeps_ends_the_run_and_is_named(launcher: Launcher, half_done: Path) -> None:
     asleep = {"do": "sleep", "at": "accumulation 8", "rank": 1, "seconds": 600}
     run = launcher.run(half_done, *SETTINGS, "--comm.train_timeout_seconds=5", faults=[asleep])
@@ -470,6 +488,9 @@ def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
 def seconds_since_start(folder: Path) -> float:
     """Return the seconds since a run opened its folder."""
     return time.time() - status(folder)["started"]
+
+
+# ----- UpdateGuard, loss_spike_factor, max_consecutive_skips -----
 
 
 def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
@@ -536,6 +557,9 @@ def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
     assert all(tensor.isfinite().all() for tensor in tensors)
 
 
+# ----- launch, Status: errors of one rank -----
+
+
 def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_keeps_what_is_known(
     launcher: Launcher, half_done: Path
 ) -> None:
@@ -583,6 +607,9 @@ def test_an_error_that_nobody_expects_on_one_rank_ends_all(
     assert none_lives(half_done)
 
 
+# ----- RunFolder -----
+
+
 def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     launcher: Launcher, folder: Path
 ) -> None:
@@ -613,6 +640,9 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     assert f"resumed from {folder}/checkpoint/step-{saved:08d}" in third.output
 
 
+# ----- check_started_alike -----
+
+
 def test_nodes_that_were_started_differently_train_nothing(
     launcher: Launcher, folder: Path
 ) -> None:
@@ -640,6 +670,9 @@ def test_nodes_that_were_started_differently_train_nothing(
         )
         assert run.output.count(" differs between ranks: ") == 2
     assert not (folder / "metrics.jsonl").exists()
+
+
+# ----- Checkpointer: a full disk -----
 
 
 def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(

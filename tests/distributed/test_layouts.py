@@ -76,11 +76,17 @@ def models(hf_models: tuple[Path, dict[str, dict[str, str]]]) -> Callable[[int],
     return inspect
 
 
+# ----- init_weights -----
+
+
 def test_weights_are_the_same_on_any_mesh(models: Callable[[int], dict[str, Any]]) -> None:
     one = models(1)["FSDP"]["weights"]
     assert len(one) == 2 * 9 + 3
     others = [models(2)["FSDP"], models(4)["FSDP x TP"], models(4)["HSDP, all_gather"]]
     assert [other["weights"] for other in others] == [one] * 3
+
+
+# ----- load_hf -----
 
 
 def test_a_hugging_face_model_is_loaded_into_any_mesh(
@@ -90,6 +96,9 @@ def test_a_hugging_face_model_is_loaded_into_any_mesh(
     assert len(runs) == 8
     for name, run in runs.items():
         assert run["loaded"] == hf_models[1]["tied" if "tied" in name else "untied"], name
+
+
+# ----- apply_fsdp -----
 
 
 @pytest.mark.parametrize(
@@ -110,6 +119,9 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     # embedding's backward takes no weights. Tied, both ends are gathered once.
     ends = [output // 2] if "tied" in name else [embedding // 2, output // 2]
     assert sorted(gathered) == sorted([block] * 4 + ends)
+
+
+# ----- apply_tensor_parallel -----
 
 
 @pytest.mark.parametrize(
@@ -138,6 +150,9 @@ def write_texts(folder: Path) -> Path:
     return texts
 
 
+# ----- document_mask -----
+
+
 def test_masked_documents_train_under_tensor_parallelism_as_on_one_process(tmp_path: Path) -> None:
     # The faster it learns to attend, the more it matters to what.
     data = f"--training.dataset_path={write_texts(tmp_path)}"
@@ -157,6 +172,9 @@ def document_squares(window: list[int], quarters: set[int]) -> int:
     indices `window`."""
     positions = [i - max(b for b in (0, *window) if b <= i) for i in range(SEQ_LEN)]
     return sum(2 * p + 1 for i, p in enumerate(positions) if i * 4 // SEQ_LEN in quarters)
+
+
+# ----- mfu_documents, attention_imbalance -----
 
 
 def test_a_run_counts_the_attention_of_the_documents_that_its_ranks_had(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ MXFP8 = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]
 TP = "--parallelism.tensor_parallel_degree=2"
 OP = "--activation_checkpoint.mode=selective"
 LAYOUTS = {
-    "FSDP": [],
     "FSDP, op, compiled": [OP, "--compile.enable"],
-    "TP": [TP],
     "TP, op": [TP, OP],
 }
 
@@ -35,6 +33,9 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
             processes=processes,
         )
     return {name: read_losses(folder / name) for name in (*alone, *shared)}
+
+
+# ----- MXFP8Linear -----
 
 
 @pytest.mark.timeout(600)

@@ -44,6 +44,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return measured(folder, "--activation_checkpoint.mode=full", processes=1)
 
 
+# ----- log_numerics_freq -----
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("degrees", [TP, PP], ids=["FSDP x TP", "PP"])
 def test_several_processes_lose_what_one_does(

@@ -23,15 +23,20 @@ SAMPLING = [
     "--validation.max_new_tokens=12",
     "--checkpoint.enable",
 ]
-LAYOUTS = {
-    "FSDP": [],
-    "TP": ["--parallelism.tensor_parallel_degree=2"],
-    "PP": ["--parallelism.pipeline_parallel_degree=2"],
-}
+
+
+# ----- Samples, validation.prompts -----
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param([], id="FSDP", marks=pytest.mark.quick),
+        pytest.param(["--parallelism.tensor_parallel_degree=2"], id="TP"),
+        pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="PP"),
+    ],
+)
 def test_the_texts_are_those_of_the_checkpoint_and_move_nothing(
     layout: list[str], tmp_path: Path
 ) -> None:

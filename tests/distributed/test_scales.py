@@ -61,6 +61,9 @@ def scales(run: Path) -> list[Scales]:
     return [json.loads(path.read_text()) for path in sorted(run.glob("scales-*.json"))]
 
 
+# ----- precompute_float8_dynamic_scale_for_fsdp -----
+
+
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
 def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(
     layout: str, runs: Callable[[str], Path]
@@ -71,6 +74,9 @@ def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(
     assert [loss is None for loss, _, _ in dynamic] == [False, False, True, *[False] * 3]
     assert curve(runs(layout) / "precomputed") == dynamic
     assert curve(runs(layout) / "resumed") == dynamic
+
+
+# ----- scale_gathered_weights_over -----
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -73,6 +73,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     return Cluster(tmp_path_factory.mktemp("cluster") / "project")
 
 
+# ----- train.slurm -----
+
+
 def test_two_nodes_train_one_run_and_a_stopped_one_is_requeued(
     cluster: Cluster, tmp_path: Path
 ) -> None:

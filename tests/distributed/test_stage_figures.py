@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from launching import train
 
+# ----- bubble_pct, stage_mfu -----
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

@@ -31,6 +31,9 @@ def parts(folder: Path, settings: Mapping[str, list[str]]) -> dict[str, list[str
     return {f"to {step}": [*run, f"{STEPS}={step}", *more] for step, more in settings.items()}
 
 
+# ----- tie_embeddings -----
+
+
 def test_tied_embeddings_train_and_resume_in_any_layout(tmp_path: Path) -> None:
     steps = f"{STEPS}=10"
     together = {name: [*COMMON, steps, *overrides] for name, overrides in RUNS.items()}

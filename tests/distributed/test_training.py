@@ -28,6 +28,9 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
+# ----- Trainer, log_freq -----
+
+
 @pytest.mark.timeout(300)
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
@@ -42,6 +45,9 @@ def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> No
     assert last == {"tolist": 1 + 5, "numpy": 1}
 
 
+# ----- convert_linears -----
+
+
 @pytest.mark.timeout(300)
 def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
     command = [sys.executable, *launcher(1), *train_arguments(tmp_path, f"{STEPS}=1")]
@@ -53,6 +59,10 @@ def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
         assert ("torchao.float8" in result.stderr) == loads
 
 
+# ----- validation.enable -----
+
+
+@pytest.mark.quick
 @pytest.mark.timeout(300)
 def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
     tmp_path: Path,
@@ -69,6 +79,9 @@ def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
     assert found[1:] == [pytest.approx(found[0], rel=5e-4)] * 2
 
 
+# ----- enable_cpu_offload, deterministic, fsdp_reshard_after_forward -----
+
+
 @pytest.mark.timeout(300)
 def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> None:
     others = [
@@ -81,6 +94,9 @@ def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> No
     assert read_losses(tmp_path / "others") == pytest.approx(
         read_losses(tmp_path / "plain"), rel=1e-5
     )
+
+
+# ----- RunFolder, config.toml, status -----
 
 
 @pytest.mark.timeout(300)
@@ -132,6 +148,9 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     assert "checkpoint has checkpoints up to step 2, and [checkpoint] enable = false" in output
     progress = {name: first[name] for name in ("total_steps", "loss", "eta_s")}
     assert progress == {"total_steps": 2, "loss": before[-1], "eta_s": 0.0} and first["tps"] > 0
+
+
+# ----- gc_freq, profile_freq -----
 
 
 @pytest.mark.timeout(300)

@@ -24,6 +24,9 @@ def said(output: str) -> list[str]:
     ]
 
 
+# ----- observe: what the first step ran -----
+
+
 def test_under_tensorwise_the_run_says_what_it_multiplied_and_gathered(tmp_path: Path) -> None:
     gather = [
         "--float8.enable_fsdp_float8_all_gather",

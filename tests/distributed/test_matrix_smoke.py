@@ -1,0 +1,75 @@
+"""A few runs train as one process does: every recipe, layout and product of two degrees once.
+test_matrix.py has their combinations."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from launching import FOLDER
+from matrix import (
+    BUDGET,
+    CHECKPOINTING,
+    CONTEXT_LAYOUTS,
+    LAYOUTS,
+    MODES,
+    PIPELINE_LAYOUTS,
+    RECIPES,
+    TOLERANCE,
+    Cell,
+    deviation,
+    outcome,
+    smoke_cells,
+    train_cells,
+)
+
+from torchtitan_lite.config import load_config, resolve_degrees
+
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(600)]
+CELLS = smoke_cells(steps=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    return tmp_path_factory.mktemp("smoke")
+
+
+@pytest.fixture(scope="module")
+def failed(folder: Path) -> dict[str, str]:
+    """What the processes printed that did not reach the end of a cell, by its name."""
+    return train_cells(CELLS, folder)
+
+
+# ----- smoke_cells -----
+
+
+def test_degrees_occur_in_every_product_of_two() -> None:
+    found = set()
+    for cell in CELLS:
+        words = ["--job.config_file", str(FOLDER / "matrix.toml"), *cell.overrides]
+        parallelism = load_config(words, world_size=cell.processes).parallelism
+        degrees = resolve_degrees(parallelism, world_size=cell.processes)
+        split = [name for name, degree in vars(degrees).items() if degree > 1]
+        found |= set(combinations(sorted(split), 2))
+    names = ("cp", "dp_replicate", "dp_shard", "pp", "tp")
+    assert found == set(combinations(names, 2))
+
+
+def test_smoke_cells_have_every_value() -> None:
+    values = {factor for cell in CELLS for factor in cell.factors}
+    wanted = {*RECIPES, *LAYOUTS, *CONTEXT_LAYOUTS, *PIPELINE_LAYOUTS, *CHECKPOINTING, *MODES}
+    assert wanted - values == {"PP 4"}  # needs as many processes for one degree
+    assert BUDGET in values
+
+
+# ----- Trainer -----
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_trainer_trains_as_on_one_process(cell: Cell, folder: Path, failed: dict[str, str]) -> None:
+    assert cell.name not in failed, failed[cell.name]
+    if "needs torchao 0.18" in (outcome(cell, folder) or ""):
+        pytest.skip("this torchao has no MXFP8")
+    assert outcome(cell, folder) == ""
+    assert deviation(cell, folder) < TOLERANCE
+    assert deviation(cell, folder, of="grad_norm") < TOLERANCE
