@@ -70,7 +70,8 @@ ORIGINAL_TABLES = [dict(table) for table in PATCHED_TABLES]
 @pytest.fixture(autouse=True)
 def restore_process() -> Iterator[None]:
     """Undo what a test, or the product in it, changes in this process: tests pass in any order."""
-    environment, folder, level = dict(os.environ), Path.cwd(), logger.level
+    environment, folder = dict(os.environ), Path.cwd()
+    level, handlers, propagate = logger.level, logger.handlers[:], logger.propagate
     filters, threads = warnings.filters[:], torch.get_num_threads()
     torch.manual_seed(0)  # as pytest-randomly does for Python and NumPy
     with restored_compiler():
@@ -80,6 +81,7 @@ def restore_process() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
     gc.enable()
+    logger.handlers, logger.propagate = handlers, propagate
     logger.setLevel(level)
     warnings.filters[:] = filters
     os.chdir(folder)

@@ -1,12 +1,16 @@
-"""Small checkpoints for tests, saved by DCP in one process."""
+"""Small checkpoints for tests, saved by DCP in one process, and ways to damage them."""
 
+import os
+import pickle
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torchtitan_lite.checkpoint.folders import step_folder
@@ -29,7 +33,7 @@ recipe_name = "tensorwise"
 """
 
 
-def small_tensors(step: int) -> dict[str, torch.Tensor]:
+def small_tensors(step: int) -> dict[str, Tensor]:
     """Tensors whose values depend on the step, of the kinds that a run saves."""
     return {
         "model.w": torch.arange(12.0).reshape(3, 4) + step,
@@ -45,21 +49,18 @@ def save(path: Path, state: dict[str, Any]) -> None:
         dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
 
 
-def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fields: Any) -> None:
+def add_manifest(path: Path, tensors: dict[str, Tensor], step: int, **fields: Any) -> None:
     """Write the manifest of a saved folder."""
+    files = (file for file in sorted(path.iterdir()) if file.name != MANIFEST)
     values: dict[str, Any] = {
         "save_id": "0" * 32,
-        "progress": TrainingProgress(
-            step=step, samples=8 * step, tokens=512 * step, data={"seed": 0}
-        ),
+        "progress": TrainingProgress(step, 8 * step, 512 * step, data={"seed": 0}),
         "world_size": 2,
         "mesh": {"dp_shard": 2, "tp": 1},
         "versions": {"torch": torch.__version__},
         "model": {"dim": 4, "rope_scaling": None},
         "config": CONFIG,
-        "files": {
-            file.name: hash_file(file) for file in sorted(path.iterdir()) if file.name != MANIFEST
-        },
+        "files": {file.name: hash_file(file) for file in files},
         "tensors": {
             name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in tensors.items()
@@ -69,7 +70,7 @@ def add_manifest(path: Path, tensors: dict[str, torch.Tensor], step: int, **fiel
 
 
 def write_checkpoint(
-    folder: Path, step: int, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
+    folder: Path, step: int, tensors: dict[str, Tensor] | None = None, **fields: Any
 ) -> Path:
     """The checkpoint of a step in `folder`, complete."""
     path = step_folder(folder, step)
@@ -80,9 +81,46 @@ def write_checkpoint(
     return path
 
 
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """The names of tensors that only one has, or that differ in type, shape or any value."""
+    return sorted(one.keys() ^ other.keys()) + [
+        name
+        for name in one.keys() & other.keys()
+        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ]
+
+
+def flip_bit(path: Path, at: int = -200) -> None:
+    """Change one bit of the byte `at`."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def edit_manifest(path: Path, **fields: Any) -> None:
+    """Change fields of a manifest, as one who can write into the folder could."""
+    write_manifest(path, replace(read_manifest(path), **fields))
+
+
 def renew_manifest(path: Path) -> None:
-    """Make the manifest agree with files that a test changed, as one who can write into the folder
-    could."""
-    manifest = read_manifest(path)
-    files = {name: hash_file(path / name) for name in manifest.files}
-    write_manifest(path, replace(manifest, files=files))
+    """Make the manifest agree with files that a test changed."""
+    edit_manifest(path, files={name: hash_file(path / name) for name in read_manifest(path).files})
+
+
+def edit_table(path: Path, edit: Callable[[Any], object]) -> None:
+    """Change DCP's table, and the manifest with it if there is one."""
+    table = pickle.loads((path / ".metadata").read_bytes())
+    edit(table)
+    (path / ".metadata").write_bytes(pickle.dumps(table))
+    if (path / MANIFEST).exists():
+        renew_manifest(path)
+
+
+class Payload:
+    """Makes a folder when it is unpickled: the code of an attacker."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)

@@ -1,7 +1,9 @@
 """Small models of each family of Llama, here and in transformers."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -23,7 +25,13 @@ FAMILIES = {
     "Llama 2": replace(ARGS, dim=48, n_kv_heads=8, rope_theta=10000.0, norm_eps=1e-6),
     "one key-value head": replace(ARGS, n_kv_heads=1, rope_scaling=SCALING),
 }
+EACH_FAMILY = pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
 TOKENS = torch.arange(96).reshape(2, 48) % 50
+
+
+def config_of(args: ModelArgs) -> dict[str, Any]:
+    """The config.json of a model in float32."""
+    return hf_config(args, dtype=torch.float32, bos_id=1, eos_id=2)
 
 
 def build(args: ModelArgs) -> Transformer:
@@ -35,8 +43,7 @@ def build(args: ModelArgs) -> Transformer:
 
 def build_hf(args: ModelArgs) -> transformers.LlamaForCausalLM:
     """The same of transformers."""
-    config = hf_config(args, dtype=torch.float32, bos_id=1, eos_id=2)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_of(args)))
     randomize(model)
     return model
 

@@ -6,18 +6,18 @@ import json
 import platform
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from sample_checkpoints import flip_bit
 from sample_hostile import edits
 
 from torchtitan_lite.checkpoint import manifest
 from torchtitan_lite.checkpoint.folders import format_summaries, summarize
 from torchtitan_lite.checkpoint.manifest import (
+    BLOCK_BYTES,
     MANIFEST,
     NEW_RUN,
     BrokenCheckpoint,
@@ -27,23 +27,19 @@ from torchtitan_lite.checkpoint.manifest import (
     TrainingProgress,
     broken_files,
     hash_file,
+    installed_versions,
     read_manifest,
     write_manifest,
 )
 from torchtitan_lite.documents import MAX_JSON_BYTES, hash_fields
 from torchtitan_lite.errors import CheckpointError, StorageError
 
-FILES = {
-    ".metadata": b"table",
-    "__0_0.distcp": b"a" * 9000,
-    "__1_0.distcp": b"",
-    "rank-00000.json": b"{}",
-}
+SHARD, EMPTY_SHARD, RANDOM = "__0_0.distcp", "__1_0.distcp", "rank-00000.json"
+FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b"", RANDOM: b"{}"}
+DATA = {"seed": 0, "store 1": "abc", "store 1 held out": 7}
 SAMPLE = CheckpointManifest(
     save_id="f" * 32,
-    progress=TrainingProgress(
-        10, 80, 5120, {"seed": 0, "store 1": "abc", "store 1 held out": 7}, 2, 1, 3.25
-    ),
+    progress=TrainingProgress(10, 80, 5120, DATA, 2, 1, 3.25),
     world_size=2,
     mesh={"dp_shard": 2, "tp": 1},
     versions={"torch": "2.13.0"},
@@ -58,7 +54,6 @@ SAMPLE = CheckpointManifest(
         "optimizer.w.step": TensorEntry("float32", ()),
     },
 )
-
 PROGRESS = asdict(SAMPLE.progress)
 
 
@@ -70,23 +65,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def edit(folder, **changes):
-    """Change fields, and the hash with them."""
-    fields = json.loads((folder / MANIFEST).read_text())
-    fields.pop("sha256")
-    fields |= changes
+def write_fields(folder, fields):
+    """Write a manifest of any fields, with their hash."""
     (folder / MANIFEST).write_text(json.dumps(fields | {"sha256": hash_fields(fields)}))
 
 
-def test_what_is_written_is_read(folder):
-    assert read_manifest(folder) == SAMPLE
-    fields = json.loads((folder / MANIFEST).read_text())
-    assert (fields["format"], fields["progress"]["step"], fields["progress"]["loss_mean"]) == (
-        1,
-        10,
-        3.25,
-    )
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, MANIFEST])
+# ----- TrainingProgress -----
+
+NO_DATA = {"samples": 0, "data": {}}
+NO_STEPS = {"step": 0, "tokens": 0, "skipped_steps": 0}
 
 
 @pytest.mark.parametrize(
@@ -94,126 +81,33 @@ def test_what_is_written_is_read(folder):
     [
         ([], {}),
         (["optimizer"], {}),
-        (["dataloader"], {"samples": 0, "data": {}}),
+        (["dataloader"], NO_DATA),
         (["lr_scheduler"], {"schedule_start": 10}),
-        (
-            ["optimizer", "lr_scheduler", "dataloader"],
-            {"samples": 0, "data": {}, "schedule_start": 10},
-        ),
-        (["train_state"], {"step": 0, "tokens": 0, "skipped_steps": 0, "schedule_start": -7}),
-        (
-            ["train_state", "lr_scheduler"],
-            {"step": 0, "tokens": 0, "skipped_steps": 0, "schedule_start": 0},
-        ),
+        (["optimizer", "lr_scheduler", "dataloader"], {**NO_DATA, "schedule_start": 10}),
+        (["train_state"], {**NO_STEPS, "schedule_start": -7}),
+        (["train_state", "lr_scheduler"], {**NO_STEPS, "schedule_start": 0}),
     ],
 )
-def test_what_is_excluded_starts_afresh_and_the_rest_goes_on(excluded, changes):
-    progress = TrainingProgress(
-        10, samples=80, tokens=5120, data={"seed": 0}, skipped_steps=2, schedule_start=3
-    )
+def test_states_without_the_excluded_ones(excluded, changes):
+    progress = TrainingProgress(10, 80, 5120, {"seed": 0}, skipped_steps=2, schedule_start=3)
     assert progress.without(excluded) == replace(progress, **changes)
 
 
-def test_rope_scaling_of_earlier_versions_is_read_by_the_names_of_today(folder):
-    old = {"dim": 4, "rope_scaling": {"factor": 8.0, "original_max_seq_len": 8192}}
-    write_manifest(folder, replace(read_manifest(folder), model=old))
-    scaling = {"factor": 8.0, "original_max_position_embeddings": 8192}
-    assert read_manifest(folder).model == {"dim": 4, "rope_scaling": scaling}
-
-
-def test_windows_held_out_are_by_store():
-    assert (SAMPLE.progress.held_out(1), SAMPLE.progress.held_out(2), NEW_RUN.held_out(1)) == (
-        7,
-        0,
-        0,
-    )
+def test_held_out_windows_are_by_store():
+    assert [SAMPLE.progress.held_out(store) for store in (1, 2)] == [7, 0]
     for no_count in ("7", 2**63):
         assert replace(NEW_RUN, data={"store 1 held out": no_count}).held_out(1) == 0
     assert (NEW_RUN.step, NEW_RUN.samples, NEW_RUN.tokens, NEW_RUN.loss_mean) == (0, 0, 0, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"format": 2}, r"its format is 2, this version reads 1"),
-        ({"surplus": 1}, r"surplus: Unexpected"),
-        ({"world_size": "2"}, r"world_size: Input should be a valid integer"),
-        ({"world_size": 0}, r"world_size: Input should be greater than or equal to 1"),
-        (
-            {"tensors": {"w": {"dtype": "float32", "shape": [-1]}}},
-            r"tensors\.w\.shape\.0: Input should be greater",
-        ),
-        (
-            {"files": {"__0_0.distcp": {"size": -1, "sha256": ""}}},
-            r"files\..*size: Input should be greater",
-        ),
-        (
-            {"files": {"__0_0.distcp": {"size": 2**63, "sha256": ""}}},
-            r"files\..*size: Input should be less",
-        ),
-        ({"world_size": True}, r"world_size: Input should be a valid integer"),
-        (
-            {"tensors": {"w": {"dtype": "float32", "shape": [1.5]}}},
-            r"tensors\.w\.shape\.0: Input should be .* integer",
-        ),
-        ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
-        ({"progress": None}, r"progress: Input should be"),
-        (
-            {"progress": PROGRESS | {"skipped_steps": 10**30}},
-            r"progress\.skipped_steps: Input should be less",
-        ),
-        (
-            {"progress": PROGRESS | {"data": {"store 1 held out": -1}}},
-            r"progress\.data\.store 1 held out.*: Input should be greater",
-        ),
-        ({"config": "not [ toml"}, r"config: Value error, not valid TOML: Expected '='"),
-        ({"config": "a = 1"}, r"config: Value error, has a key outside of a table"),
-        ({"config": "a = " + "[" * 50_000}, r".*(recursion|nest)"),
-    ]
-    + [
-        ({"files": {name: {"size": 1, "sha256": ""}}}, r"files.*: String should match pattern")
-        for name in (
-            "../x",
-            "/etc/passwd",
-            "..",
-            "",
-            "a/__0_0.distcp",
-            "__0_0.distcp\n",
-            ".metadata/../../x",
-            "notes",
-        )
-    ],
-)
-def test_a_manifest_that_is_not_right(folder, changes, reason):
-    edit(folder, **changes)
-    with pytest.raises(BrokenCheckpoint, match=rf"^manifest\.json: {reason}"):
-        read_manifest(folder)
+# ----- read_manifest, write_manifest -----
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (b"{", "not JSON: Expecting property name"),
-        (b"\xff\xfe{}", "not JSON: 'utf-8' codec can't decode|not JSON: Expecting"),
-        (b"[" * 100_000, "not JSON: maximum recursion depth"),
-        (
-            b"9" * 5000,
-            "not JSON: Exceeds the limit" if sys.version_info >= (3, 11) else "not a JSON object",
-        ),
-        (b" " * (MAX_JSON_BYTES + 1), "has 16777217 bytes, and the limit is 16777216"),
-        (b"[]", "not a JSON object"),
-        (b"{}", "its format is None, this version reads 1"),
-        (b'{"format": 1}', "its contents have changed"),
-        (None, "No such file or directory"),
-    ],
-)
-def test_what_is_no_manifest(folder, text, reason):
-    (folder / MANIFEST).unlink()
-    if text is not None:
-        (folder / MANIFEST).write_bytes(text)
-    with pytest.raises(BrokenCheckpoint, match=rf"^manifest\.json:? (?:{reason})") as caught:
-        read_manifest(folder)
-    assert isinstance(caught.value, CheckpointError) and "\n" not in str(caught.value)
+def test_a_manifest_is_read_as_written(folder):
+    assert read_manifest(folder) == SAMPLE
+    fields = json.loads((folder / MANIFEST).read_text())
+    assert (fields["format"], fields["progress"]["step"]) == (1, 10)
+    assert {path.name for path in folder.iterdir()} == {*FILES, MANIFEST}
 
 
 def test_an_edited_manifest_is_refused(folder):
@@ -223,23 +117,95 @@ def test_an_edited_manifest_is_refused(folder):
         read_manifest(folder)
 
 
-@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_any_flipped_bit_of_a_manifest_is_found(tmp_path_factory, at, bit):
-    folder = tmp_path_factory.mktemp("flip")
-    write_manifest(folder, SAMPLE)
-    content = bytearray((folder / MANIFEST).read_bytes())
-    content[at % len(content)] ^= 1 << bit
-    (folder / MANIFEST).write_bytes(content)
-    with suppress(BrokenCheckpoint):
-        assert read_manifest(folder) == SAMPLE  # of white space
+def test_rope_scaling_of_earlier_versions_is_read_by_its_current_names(folder):
+    old = {"dim": 4, "rope_scaling": {"factor": 8.0, "original_max_seq_len": 8192}}
+    write_manifest(folder, replace(SAMPLE, model=old))
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 8192}
+    assert read_manifest(folder).model == {"dim": 4, "rope_scaling": scaling}
+
+
+def size(value):
+    return {"files": {SHARD: {"size": value, "sha256": ""}}}
+
+
+def shape(value):
+    return {"tensors": {"w": {"dtype": "float32", "shape": [value]}}}
+
+
+def progress(**changes):
+    return {"progress": PROGRESS | changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 2}, r"its format is 2, this version reads 1"),
+        ({"surplus": 1}, r"surplus: Unexpected"),
+        ({"world_size": "2"}, r"world_size: .*valid integer"),
+        ({"world_size": True}, r"world_size: .*valid integer"),
+        ({"world_size": 0}, r"world_size: .*greater than or equal to 1"),
+        ({"mesh": {"dp_shard": 0}}, r"mesh\.dp_shard: .*greater than or equal to 1"),
+        ({"mesh": {"tp": 10**40}}, r"mesh\.tp: Input should be"),
+        (shape(-1), r"tensors\.w\.shape\.0: .*greater"),
+        (shape(1.5), r"tensors\.w\.shape\.0: .* integer"),
+        (size(-1), r"files\..*size: .*greater"),
+        (size(2**63), r"files\..*size: .*less"),
+        ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
+        ({"progress": None}, r"progress: Input should be"),
+        (progress(skipped_steps=10**30), r"progress\.skipped_steps: .*less"),
+        (progress(data={"store 1 held out": -1}), r"progress\.data\.store 1 held out.*: .*greater"),
+        ({"config": "not [ toml"}, r"config: .*not valid TOML: Expected '='"),
+        ({"config": "a = 1"}, r"config: .*has a key outside of a table"),
+        ({"config": "a = " + "[" * 50_000}, r".*(recursion|nest)"),
+    ],
+)
+def test_fields_that_are_not_right_are_refused(folder, changes, reason):
+    fields = json.loads((folder / MANIFEST).read_text())
+    del fields["sha256"]
+    write_fields(folder, fields | changes)
+    with pytest.raises(BrokenCheckpoint, match=rf"^manifest\.json: {reason}"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "", "a/__0_0.distcp", "__0_0.distcp\n", ".metadata/../x", "x"]
+)
+def test_files_of_other_names_are_refused(tmp_path, name):
+    write_manifest(tmp_path, replace(SAMPLE, files={name: FileEntry(1, "")}))
+    with pytest.raises(BrokenCheckpoint, match=r"^manifest\.json: files.*: .* match pattern"):
+        read_manifest(tmp_path)
+
+
+DIGITS = "not JSON: Exceeds the limit" if sys.version_info >= (3, 11) else "not a JSON object"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "not JSON: Expecting property name"),
+        (b"\xff\xfe{}", "not JSON: ('utf-8' codec can't decode|Expecting)"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth"),
+        (b"9" * 5000, DIGITS),
+        (b" " * (MAX_JSON_BYTES + 1), "has 16777217 bytes, and the limit is 16777216"),
+        (b"[]", "not a JSON object"),
+        (b"{}", "its format is None, this version reads 1"),
+        (b'{"format": 1}', "its contents have changed"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, text, reason):
+    if text is not None:
+        (tmp_path / MANIFEST).write_bytes(text)
+    with pytest.raises(BrokenCheckpoint, match=rf"^manifest\.json:? {reason}") as caught:
+        read_manifest(tmp_path)
+    assert isinstance(caught.value, CheckpointError) and "\n" not in str(caught.value)
 
 
 @given(fields=edits(json.loads(json.dumps({"format": 1, **asdict(SAMPLE)}))))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_value_in_a_manifest_is_read_or_refused(tmp_path_factory, fields):
     folder = tmp_path_factory.mktemp("hostile")
-    text = json.dumps(fields | {"sha256": hash_fields(fields)})
-    (folder / MANIFEST).write_text(text)
+    write_fields(folder, fields)
     try:
         read_manifest(folder)
     except BrokenCheckpoint as broken:
@@ -247,65 +213,43 @@ def test_any_value_in_a_manifest_is_read_or_refused(tmp_path_factory, fields):
     assert format_summaries([summarize(folder)])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"mesh": {"dp_shard": 0}}, {"mesh": {"dp_shard": -2}}, {"mesh": {"tp": 10**40}}]
-)
-def test_a_degree_that_is_none(folder, changes):
-    edit(folder, **changes)
-    with pytest.raises(BrokenCheckpoint, match=r"^manifest\.json: mesh\.\w+: Input should be"):
-        read_manifest(folder)
+# ----- hash_file, broken_files -----
 
 
-@pytest.mark.parametrize(
-    "size", [0, 1, manifest.BLOCK_BYTES - 1, manifest.BLOCK_BYTES, 2 * manifest.BLOCK_BYTES + 1]
-)
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 1])
 def test_a_hash_is_of_the_whole_file(tmp_path, size):
-    content = bytes(range(251)) * (size // 251 + 1)
-    (tmp_path / "x").write_bytes(content[:size])
-    assert hash_file(tmp_path / "x") == FileEntry(size, hashlib.sha256(content[:size]).hexdigest())
-
-
-def test_sound_files_beside_others(folder):
-    (folder / "notes.txt").write_text("mine")
-    assert broken_files(folder, SAMPLE.files, hashes=True) == []
+    content = (bytes(range(251)) * (size // 251 + 1))[:size]
+    (tmp_path / "x").write_bytes(content)
+    assert hash_file(tmp_path / "x") == FileEntry(size, hashlib.sha256(content).hexdigest())
 
 
 def test_damage_that_changes_sizes(folder):
-    (folder / "__0_0.distcp").write_bytes(b"a" * 8999)
+    (folder / "notes.txt").write_text("mine")
+    assert broken_files(folder, SAMPLE.files, hashes=True) == []
+    (folder / SHARD).write_bytes(b"a" * 8999)
     (folder / ".metadata").unlink()
-    expected = ["__0_0.distcp has 8999 bytes, not 9000", ".metadata: No such file or directory"]
-    assert broken_files(folder, SAMPLE.files, hashes=False) == expected
-    assert (
-        broken_files(folder, SAMPLE.files, hashes=True, share=(1, 2)) == expected
-    )  # whatever the share
+    expected = [f"{SHARD} has 8999 bytes, not 9000", ".metadata: No such file or directory"]
+    for options in ({"hashes": False}, {"hashes": True, "share": (1, 2)}):  # whatever the share
+        assert broken_files(folder, SAMPLE.files, **options) == expected
 
 
-@pytest.mark.parametrize("damage", [b"a" * 8999 + b"b", b"a" * 4000 + b"\0" * 4096 + b"a" * 904])
-def test_damage_that_changes_only_hashes(folder, damage):
-    (folder / "__0_0.distcp").write_bytes(damage)
-    assert broken_files(folder, SAMPLE.files, hashes=False) == []
-    assert broken_files(folder, SAMPLE.files, hashes=True) == [
-        "__0_0.distcp: its contents have changed"
-    ]
+@pytest.mark.parametrize(
+    ("name", "seen_by_hashes_only"), [(SHARD, True), (".metadata", False), (RANDOM, False)]
+)
+def test_damage_that_changes_hashes(folder, name, seen_by_hashes_only):
+    """Of small files it is seen in any case."""
+    flip_bit(folder / name, -1)
+    problems = [f"{name}: its contents have changed"]
+    assert broken_files(folder, SAMPLE.files, hashes=True) == problems
+    quickly = broken_files(folder, SAMPLE.files, hashes=False)
+    assert quickly == ([] if seen_by_hashes_only else problems)
 
 
-def test_a_file_that_cannot_be_read(folder):
-    (folder / "__1_0.distcp").unlink()
-    (folder / "__1_0.distcp").mkdir()
-    size = (folder / "__1_0.distcp").stat().st_size
-    sized = SAMPLE.files | {"__1_0.distcp": FileEntry(size, "")}
-    assert broken_files(folder, sized, hashes=True) == ["__1_0.distcp is not a regular file"]
-
-
-@pytest.mark.parametrize("hashes", [False, True])
-def test_small_files_are_read_in_any_case(folder, hashes):
-    (folder / "rank-00000.json").write_bytes(b"[]")
-    (folder / ".metadata").write_bytes(b"tablE")
-    problems = [
-        ".metadata: its contents have changed",
-        "rank-00000.json: its contents have changed",
-    ]
-    assert broken_files(folder, SAMPLE.files, hashes=hashes) == problems
+def test_a_folder_in_place_of_a_file(folder):
+    (folder / EMPTY_SHARD).unlink()
+    (folder / EMPTY_SHARD).mkdir()
+    files = SAMPLE.files | {EMPTY_SHARD: FileEntry((folder / EMPTY_SHARD).stat().st_size, "")}
+    assert broken_files(folder, files, hashes=True) == [f"{EMPTY_SHARD} is not a regular file"]
 
 
 def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
@@ -313,9 +257,7 @@ def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(manifest, "hash_file", fail)
-    with pytest.raises(
-        StorageError, match=r"__0_0\.distcp cannot be read: Input/output error; fix the disk"
-    ):
+    with pytest.raises(StorageError, match=rf"{SHARD} cannot be read: Input/output error; fix "):
         broken_files(folder, SAMPLE.files, hashes=True)
     monkeypatch.setattr(manifest.Path, "read_bytes", fail)
     with pytest.raises(StorageError, match=r"manifest\.json cannot be read: Input/output error"):
@@ -323,40 +265,34 @@ def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
 
 
 def test_ranks_share_the_hashing(folder, monkeypatch):
-    read = []
+    read, shares = [], []
     monkeypatch.setattr(
         manifest, "hash_file", lambda path: read.append(path.name) or hash_file(path)
     )
-    shares = []
     for rank in range(3):
         assert broken_files(folder, SAMPLE.files, hashes=True, share=(rank, 3)) == []
-        shares.append(tuple(read))
+        shares.append([*read])
         read.clear()
-    assert shares == [
-        ("__0_0.distcp", "__1_0.distcp"),
-        (".metadata",),
-        ("rank-00000.json",),
-    ]  # by size
+    assert shares == [[SHARD, EMPTY_SHARD], [".metadata"], [RANDOM]]  # by size
+
+
+# ----- installed_versions, imports of manifest and folders -----
 
 
 def test_a_package_that_is_run_from_its_folder_has_no_version(monkeypatch):
-    def find(name: str) -> str:
+    def find(name):
         if name == "torchtitan_lite":
             raise PackageNotFoundError(name)
         return "1.0"
 
     monkeypatch.setattr(manifest, "version", find)
-    assert manifest.installed_versions() == {
-        "torch": "1.0",
-        "torchao": "1.0",
-        "python": platform.python_version(),
-    }
+    versions = {"torch": "1.0", "torchao": "1.0", "python": platform.python_version()}
+    assert installed_versions() == versions
 
 
-def test_neither_manifests_nor_folders_import_torch():
-    modules = ", ".join(f"torchtitan_lite.checkpoint.{name}" for name in ("manifest", "folders"))
-    code = f"import sys, {modules}; print('torch' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+def test_neither_manifest_nor_folders_imports_torch():
+    package = "torchtitan_lite.checkpoint"
+    code = f"import sys, {package}.manifest, {package}.folders; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

@@ -1,58 +1,53 @@
-"""The command line of checkpoints, as users call it."""
+"""The commands of checkpoints."""
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from sample_checkpoints import write_checkpoint
+from sample_checkpoints import flip_bit, write_checkpoint
 
-from torchtitan_lite.checkpoint.manifest import FileEntry, read_manifest, write_manifest
+from torchtitan_lite.checkpoint import manifest
+from torchtitan_lite.cli import run_command
+from torchtitan_lite.errors import CheckpointError, run_script
 
-ROOT = Path(__file__).parents[2]
-
-
-def checkpoint(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    """Of three checkpoints two are broken."""
     folder = tmp_path_factory.mktemp("run")
     for step in (10, 20, 30):
         write_checkpoint(folder / "checkpoint", step)
-    file = folder / "checkpoint" / "step-00000020" / "__0_0.distcp"
-    content = file.read_bytes()
-    file.write_bytes(content[:-300] + b"x" + content[-299:])
-    (folder / "checkpoint" / "step-00000030" / "rank-00000.json").unlink()
+    flip_bit(folder / "checkpoint/step-00000020/__0_0.distcp")
+    (folder / "checkpoint/step-00000030/rank-00000.json").unlink()
     return folder
 
 
-def test_ls(run):
-    result = checkpoint("ls", run)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert [line.split("  ")[0] for line in result.stdout.splitlines()] == [
-        "step",
-        "10",
-        "20",
-        "30",
-    ]
-    assert "broken: rank-00000.json: No such file" in result.stdout.splitlines()[3]
-    rows = json.loads(checkpoint("ls", run / "checkpoint", "--json").stdout)
-    assert [(row["step"], row["problems"] == []) for row in rows] == [
-        (10, True),
-        (20, True),
-        (30, False),
-    ]
+@pytest.fixture
+def checkpoint(capsys):
+    """Runs the command; returns the exit code and what it printed."""
+
+    def call(*words):
+        code = run_command(["checkpoint", *map(str, words)])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+# ----- checkpoint ls -----
+
+
+def test_ls(run, checkpoint):
+    code, printed = checkpoint("ls", run)
+    lines = printed.splitlines()
+    assert (code, [line.split()[0] for line in lines]) == (0, ["step", "10", "20", "30"])
+    assert "broken: rank-00000.json: No such file" in lines[3]
+    rows = json.loads(checkpoint("ls", run / "checkpoint", "--json")[1])
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert [len(row["problems"]) for row in rows] == [0, 0, 1]
 
 
 def test_ls_does_not_import_torch(run):
@@ -64,81 +59,49 @@ def test_ls_does_not_import_torch(run):
     assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_verify(run):
-    result = checkpoint("verify", run)
-    folder = run / "checkpoint"
-    assert (result.returncode, result.stderr) == (4, "")
-    assert result.stdout.splitlines() == [
-        f"{folder}/step-00000010: every byte is as written",
-        f"{folder}/step-00000020: __0_0.distcp: its contents have changed",
-        f"{folder}/step-00000030: rank-00000.json: No such file or directory",
-    ]
-    steps = [folder / "step-00000010", folder / "step-00000020"]
-    result = checkpoint("verify", *steps, "--quick")
-    assert result.returncode == 0
-    assert result.stdout.splitlines() == [f"{step}: sizes are as written" for step in steps]
-    result = checkpoint("verify", *steps, "--json")
-    assert result.returncode == 4
-    assert json.loads(result.stdout) == {
-        str(steps[0]): [],
-        str(steps[1]): ["__0_0.distcp: its contents have changed"],
-    }
+def test_script_names_what_is_missing():
+    command = [sys.executable, str(SCRIPT), "ls", "nowhere"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (4, "")
+    assert "nowhere is missing." in result.stderr and "Traceback" not in result.stderr
 
 
-def test_diff(run):
-    folder = run / "checkpoint"
-    old, new = folder / "step-00000010", folder / "step-00000030"
-    same = checkpoint("diff", old, old)
-    assert (same.returncode, same.stdout) == (0, "3 tensors are equal in every bit\n")
-    other = checkpoint("diff", old, new)
-    assert other.returncode == 1
-    assert "  model.w: 12 of 12 elements differ, by 20 at most\n" in other.stdout
-    found = json.loads(checkpoint("diff", old, new, "--json").stdout)
-    assert found["values"][0] == {
-        "name": "model.w",
-        "elements": 12,
-        "different": 12,
-        "largest": 20.0,
-    }
+# ----- checkpoint verify -----
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("ls", "nowhere"), "nowhere is missing."),
-        (("diff", "a", "b"), "a is missing"),
-    ],
-)
-def test_what_is_not_there(arguments, message):
-    result = checkpoint(*arguments)
-    assert result.returncode == 4 and message in result.stderr and "Traceback" not in result.stderr
+def test_verify(run, checkpoint):
+    first, second, third = (run / "checkpoint" / f"step-000000{step}" for step in (10, 20, 30))
+    changed = "__0_0.distcp: its contents have changed"
+    missing = "rank-00000.json: No such file or directory"
+    whole = f"{first}: every byte is as written\n{second}: {changed}\n{third}: {missing}\n"
+    assert checkpoint("verify", run) == (4, whole)
+    quick = f"{first}: sizes are as written\n{second}: sizes are as written\n"
+    assert checkpoint("verify", first, second, "--quick") == (0, quick)
+    code, printed = checkpoint("verify", first, second, "--json")
+    assert (code, json.loads(printed)) == (4, {str(first): [], str(second): [changed]})
 
 
-def test_ctrl_c_ends_a_long_verification(run, tmp_path):
-    step = tmp_path / "step-00000010"
-    shutil.copytree(run / "checkpoint" / step.name, step)
-    manifest = read_manifest(step)
-    files = manifest.files | {"__0_0.distcp": FileEntry(2**43, "0" * 64)}
-    os.truncate(step / "__0_0.distcp", 2**43)  # sparse: hours to hash
-    write_manifest(step, replace(manifest, files=files))
-    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), "verify", str(step)]
-    # The shell of a background job ignores Ctrl-C, and its children would too.
-    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, preexec_fn=default
-    ) as process:
-        try:
-            reads = Path(f"/proc/{process.pid}/fd")
-            hashing = False
-            while not hashing:
-                assert process.poll() is None
-                time.sleep(0.1)
-                with suppress(FileNotFoundError):  # a file that was just closed
-                    hashing = any(
-                        each.readlink().name == "__0_0.distcp" for each in reads.iterdir()
-                    )
-            process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=60)[1] == "interrupted\n"
-        finally:
-            process.kill()
-    assert process.returncode == 130
+def test_verify_is_interrupted_by_ctrl_c(run, monkeypatch, capsys):
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(manifest, "hash_file", interrupt)
+    monkeypatch.setattr(sys, "argv", ["torchtitan-lite", "checkpoint", "verify", str(run)])
+    with pytest.raises(SystemExit) as ended:
+        run_script(run_command)
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+# ----- checkpoint diff -----
+
+
+def test_diff(run, checkpoint):
+    old, new = (run / "checkpoint" / f"step-000000{step}" for step in (10, 30))
+    assert checkpoint("diff", old, old) == (0, "3 tensors are equal in every bit\n")
+    code, printed = checkpoint("diff", old, new)
+    assert code == 1
+    assert "  model.w: 12 of 12 elements differ, by 20 at most\n" in printed
+    values = json.loads(checkpoint("diff", old, new, "--json")[1])["values"]
+    assert values[0] == {"name": "model.w", "elements": 12, "different": 12, "largest": 20.0}
+    with pytest.raises(CheckpointError, match="a is missing"):
+        checkpoint("diff", "a", new)

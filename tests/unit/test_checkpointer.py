@@ -4,17 +4,18 @@ processes."""
 import errno
 import json
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from sample_checkpoints import write_checkpoint
+from sample_checkpoints import differing, flip_bit, write_checkpoint
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
-from torchtitan_layout import save_torchtitan
 
 from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
@@ -36,20 +37,18 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
-from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
 from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
-BOTH_MODES = pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
+PROGRESS = TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})  # of step 2
+BOTH_MODES = pytest.mark.parametrize("async_mode", ["disabled", "async_with_pinned_mem"])
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Run:
@@ -59,11 +58,12 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(width, width), nn.Dropout(), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.step = 0
+        self.folder, self.step = folder, 0
+        config = {"enable": True, "interval": 2, **checkpoint}
         self.checkpointer = Checkpointer(
             self.model,
             self.optimizer,
-            CheckpointConfig(enable=True, interval=2, **checkpoint),
+            CheckpointConfig(**config),
             folder=folder,
             device=CPU,
             manifest=CheckpointManifest(
@@ -86,341 +86,293 @@ class Run:
             self.step += 1
         return losses
 
-    def save(self, *, wait: bool = True, last: bool = False) -> None:
-        progress = TrainingProgress(
-            self.step, samples=8 * self.step, tokens=64 * self.step, data={"seed": 0}
-        )
-        self.checkpointer.save(progress, random_state(CPU), last=last)
+    def save(self, *, wait: bool = True, last: bool = False) -> Path:
+        """Save, and return the checkpoint's path."""
+        samples = {"samples": 8 * self.step, "tokens": 64 * self.step}
+        progress = TrainingProgress(self.step, **samples, data={"seed": 0})
+        self.checkpointer.save(progress, states.random_state(CPU), last=last)
         if wait:
             self.checkpointer.wait()
+        return step_folder(self.folder, self.step)
+
+    def train_and_save(self, *steps: int) -> Path:
+        """Train up to each of `steps` and save it; return the path of the last one."""
+        for step in steps:
+            self.train(step - self.step)
+            path = self.save()
+        return path
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor.clone()
-            for name, tensor in states.training_state(self.model, self.optimizer).items()
-        }
+        state = states.training_state(self.model, self.optimizer)
+        return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def find(folder: Path, **settings: Any) -> Resume | None:
+    return find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
 
 
-def resume(folder: Path, **settings: Any) -> int | None:
-    found = find_resume(CheckpointConfig(enable=True, **settings), folder=folder)
+def resumed_step(folder: Path, **settings: Any) -> int | None:
+    found = find(folder, **settings)
     return None if found is None else found.progress.step
 
 
-def verified(folder: Path, step: int) -> Resume:
-    path = step_folder(folder, step)
+def verified(path: Path) -> Resume:
     return Resume(path, verify(path, hashes=True))
 
 
+# ----- Checkpointer: save, load -----
+
+
 @BOTH_MODES
-def test_a_resumed_run_goes_on_bit_by_bit(async_mode: str, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_bit_by_bit(async_mode, tmp_path):
     first = Run(tmp_path, async_mode=async_mode)
     first.train(2)
-    first.save(wait=False)  # what is trained meanwhile must not get into it
-    later = first.train(3)
+    path = first.save(wait=False)
+    later = first.train(3)  # while it is saved
     first.checkpointer.wait()
+
     second = Run(tmp_path)
     torch.manual_seed(1)
     random.seed(1)
-    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert found is not None
-    assert found.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
+    found = find(tmp_path)
+    assert found is not None and found.progress == PROGRESS
     second.checkpointer.load(found)
     assert second.train(3) == later
-    assert equal(first.state(), second.state())
-    assert (
-        first.checkpointer.last_saved == second.checkpointer.last_saved == step_folder(tmp_path, 2)
-    )
+    assert differing(first.state(), second.state()) == []
+    assert first.checkpointer.last_saved == second.checkpointer.last_saved == path
 
 
-def test_what_the_manifest_says(tmp_path: Path) -> None:
+def test_save_writes_a_manifest(tmp_path):
     run = Run(tmp_path)
-    run.train(2)
-    run.save()
-    manifest = read_manifest(step_folder(tmp_path, 2))
+    manifest = read_manifest(run.train_and_save(2))
     assert set(manifest.files) == {".metadata", "__0_0.distcp", "rank-00000.json"}
     assert manifest.tensors == states.entries(run.state())
     assert (manifest.world_size, manifest.mesh, manifest.model) == (1, {"dp_shard": 1}, {"dim": 4})
-    assert manifest.config == "[training]\nsteps = 4\n"
-    assert (
-        manifest.versions["torch"] == torch.__version__.split("+")[0]
-        or manifest.versions["torch"] == torch.__version__
+    assert (manifest.progress, manifest.config) == (PROGRESS, "[training]\nsteps = 4\n")
+    assert manifest.versions.keys() == {"torchtitan_lite", "torch", "torchao", "python"}
+
+
+@pytest.mark.parametrize(("rank", "saved_ranks", "loaded"), [(0, 2, 0), (1, 2, 1), (6, 4, 2)])
+def test_load_gives_each_rank_its_random_state(rank, saved_ranks, loaded, tmp_path, monkeypatch):
+    run, names = Run(tmp_path), []
+    found = verified(run.train_and_save(2))
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: rank))
+    monkeypatch.setattr(
+        states, "load_random_state", lambda path, *, device: names.append(path.name)
     )
-    assert set(manifest.versions) == {"torchtitan_lite", "torch", "torchao", "python"}
+    run.checkpointer.load(replace(found, manifest=replace(found.manifest, world_size=saved_ranks)))
+    assert names == [f"rank-0000{loaded}.json"]
 
 
-def test_which_checkpoint_is_resumed_from(tmp_path: Path) -> None:
-    assert resume(tmp_path / "none") is None
+def test_save_writes_the_random_state_of_each_rank(tmp_path, monkeypatch):
+    """Of rank 3 here: its own files, without the table, which is rank 0's."""
+    for name in (".metadata", "__0_0.distcp", "__3_0.distcp", "__3_1.distcp"):
+        (tmp_path / name).touch()
     run = Run(tmp_path)
-    for _ in range(2):
-        run.train(2)
-        run.save()
-    assert resume(tmp_path) == 4
-    assert resume(tmp_path, load_step=2) == 2
-    assert resume(tmp_path, load_step=0) is None
-    assert find_resume(CheckpointConfig(), folder=tmp_path) is None
-    with pytest.raises(
-        CheckpointError,
-        match=r"load_step = 3: .* has no checkpoint of that step \(it has: 2, 4\); use",
-    ):
-        resume(tmp_path, load_step=3)
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 3))
+    files = run.checkpointer._hash_files(tmp_path, {"python": 3})
+    assert files.keys() == {"rank-00003.json", "__3_0.distcp", "__3_1.distcp"}
+    assert (tmp_path / "rank-00003.json").read_text() == '{"python": 3}'
 
 
-def break_step(folder: Path, step: int) -> None:
-    """Flip a bit in the tensors of a step."""
-    path = step_folder(folder, step) / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_broken_checkpoint_is_logged_and_the_one_before_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(tmp_path)
-    for _ in range(2):
-        run.train(2)
-        run.save()
-    break_step(tmp_path, 4)
-    with caplog.at_level("INFO"):
-        assert resume(tmp_path) == 2
-    assert "step-00000004 is broken: __0_0.distcp: its contents have changed" in caplog.text
-    assert resume(tmp_path, verify_hashes=False) == 4  # its size is right
-    with pytest.raises(
-        CheckpointError,
-        match=r"load_step = 4: .*step-00000004 is broken: .*contents.* steps 2, 4: name",
-    ):
-        resume(tmp_path, load_step=4)
-
-
-def test_a_run_with_only_broken_checkpoints_does_not_start_again(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train(2)
-    run.save()
-    (step_folder(tmp_path, 2) / "rank-00000.json").unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"rank-00000.json: No such file.* None of the 1 .* verifies.*load_step = 0 for",
-    ):
-        resume(tmp_path)
-
-
-def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train(2)
-    run.save()
+def test_load_refuses_another_model_and_changes_nothing(tmp_path):
+    path = Run(tmp_path).train_and_save(2)
     other = Run(tmp_path, width=6)
     before = other.state()
-    with pytest.raises(
-        CheckpointError,
-        match=r"9 tensors differ .*: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]",
-    ):
-        other.checkpointer.load(verified(tmp_path, 2))
-    assert equal(other.state(), before)
+    message = r"9 tensors differ .*: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]"
+    with pytest.raises(CheckpointError, match=message):
+        other.checkpointer.load(verified(path))
+    assert differing(other.state(), before) == []
 
 
-def test_later_checkpoints_are_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("load_only", "left"), [(False, [2]), (True, [2, 4, 6])])
+def test_load_sets_later_checkpoints_aside(load_only, left, tmp_path):
+    Run(tmp_path).train_and_save(2, 4, 6)
+    checkpointer = Run(tmp_path, load_only=load_only).checkpointer
+    checkpointer.load(verified(step_folder(tmp_path, 2)))
+    assert committed_steps(tmp_path) == left
+    assert len(list(tmp_path.glob("superseded-step-*"))) == 3 - len(left)
+
+
+def test_load_refuses_a_random_state_of_another_kind(tmp_path):
     run = Run(tmp_path)
-    for _ in range(3):
-        run.train(2)
-        run.save()
-    Run(tmp_path).checkpointer.load(verified(tmp_path, 2))
-    assert committed_steps(tmp_path) == [2]
-    assert len(list(tmp_path.glob("superseded-step-*"))) == 2
+    path = run.train_and_save(2)
+    found = verified(path)
+    (path / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
+    with pytest.raises(BrokenCheckpoint, match=r"step-00000002 is broken: rank-00000\.json: "):
+        run.checkpointer.load(found)
 
 
-def test_the_weights_alone_start_a_new_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "a")
-    run.train(2)
-    run.save()
-    new = Run(tmp_path / "b")
-    new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
-    state = new.state()
-    assert all(
-        torch.equal(state[name], tensor)
-        for name, tensor in run.state().items()
-        if name.startswith("model.")
-    )
-    assert all((state[name] == 0).all() for name in state if name.endswith("exp_avg"))
-    other = Run(tmp_path / "c", width=6)
-    with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: dim: 4 -> 6\."):
-        other.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
-    break_step(tmp_path / "a", 2)
-    with pytest.raises(BrokenCheckpoint, match="contents have changed"):
-        new.checkpointer.load_weights(step_folder(tmp_path / "a", 2), ModelArgs())
+# ----- Checkpointer: load_weights -----
 
 
-def test_weights_of_another_data_type_are_converted(tmp_path: Path) -> None:
-    weights = {
-        name: torch.full_like(tensor, 1 / 3).bfloat16()
-        for name, tensor in states.model_state(Run(tmp_path).model).items()
-    }
-    path = write_checkpoint(tmp_path, 5, weights)
+def refuses_weights(run: Run, path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        run.checkpointer.load_weights(path, ModelArgs())
+
+
+def test_weights_alone_start_a_new_run(tmp_path):
+    run, new = Run(tmp_path / "a"), Run(tmp_path / "b")
+    path = run.train_and_save(2)
+    new.checkpointer.load_weights(path, ModelArgs())
+    assert differing(states.model_state(new.model), states.model_state(run.model)) == []
+    moments = [each for name, each in new.state().items() if name.startswith("optimizer.")]
+    assert len(moments) == 12 and not any(map(torch.any, moments))
+
+    other, from_hf = Run(tmp_path / "c", width=6), Run(tmp_path / "d", initial_load_in_hf=True)
+    refuses_weights(other, path, r"step-00000002 is of another model: dim: 4 -> 6\.")
+    refuses_weights(from_hf, path, "initial_load_in_hf = true: .*02 is of torchtitan_lite; set")
+    flip_bit(path / "__0_0.distcp")
+    refuses_weights(new, path, "contents have changed")
+    refuses_weights(new, tmp_path / "nowhere", "nowhere is missing")
+    (tmp_path / "config.json").touch()
+    refuses_weights(new, tmp_path, r"config\.json cannot be imported: not JSON")
+
+
+def test_weights_of_another_data_type_are_converted(tmp_path):
     run = Run(tmp_path / "new")
-    run.checkpointer.load_weights(path, ModelArgs())
-    assert all(
-        (weight == 0.333984375).all() and weight.dtype == torch.float32
-        for weight in run.model.parameters()
-    )
+    weights = states.model_state(run.model)
+    thirds = {name: torch.full_like(each, 1 / 3).bfloat16() for name, each in weights.items()}
+    run.checkpointer.load_weights(write_checkpoint(tmp_path, 5, thirds), ModelArgs())
+    for weight in run.model.parameters():
+        assert (weight == 0.333984375).all() and weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_loaded_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
-    weights = states.model_state(Run(tmp_path).model)
+def test_loaded_weights_that_are_not_finite_are_refused(tmp_path, value):
+    run = Run(tmp_path / "new")
+    weights = states.model_state(run.model)
     weights["model.2.weight"] = torch.tensor([[1.0, value, value, 2.0]])
     path = write_checkpoint(tmp_path, 5, weights)
-    with pytest.raises(
-        CheckpointError,
-        match=r"step-00000005 cannot .*: model\.2\.weight has 2 values that are NaN",
-    ):
-        Run(tmp_path / "new").checkpointer.load_weights(path, ModelArgs())
+    refuses_weights(run, path, r"step-00000005 .*: model\.2\.weight has 2 values ")
 
 
-def test_weights_that_are_no_checkpoint(tmp_path: Path) -> None:
-    checkpointer = Run(tmp_path / "run").checkpointer
-    with pytest.raises(CheckpointError, match=r"nowhere is missing\. It takes the folder of a "):
-        checkpointer.load_weights(tmp_path / "nowhere", ModelArgs())
-    (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be imported: not JSON"):
-        checkpointer.load_weights(tmp_path, ModelArgs())
+# ----- last_save_model_only, export_dtype -----
 
 
-@BOTH_MODES
 @pytest.mark.parametrize("export_dtype", ["float32", "bfloat16", "float16"])
-def test_the_last_save_of_a_run_may_have_weights_alone(
-    export_dtype: str, async_mode: Any, tmp_path: Path
-) -> None:
-    settings = {"async_mode": async_mode, "export_dtype": export_dtype}
+def test_the_last_save_of_a_run_may_have_weights_alone(export_dtype, tmp_path):
+    settings = {"async_mode": "async", "export_dtype": export_dtype}
     run = Run(tmp_path / "a", last_save_model_only=True, **settings)
+    run.train_and_save(2)
     run.train(2)
-    run.save()
-    run.train(2)
-    run.save(last=True)
+    path = run.save(last=True, wait=False)
     dtype = getattr(torch, export_dtype)
     expected = {name: each.to(dtype) for name, each in states.model_state(run.model).items()}
-    path = step_folder(tmp_path / "a", 4)
     assert SafeReader(path).tensors == states.entries(expected)
-    assert equal(SafeReader(path).read_whole(), expected)
+    assert differing(SafeReader(path).read_whole(), expected) == []
     assert verify_checkpoint(path, hashes=True) == []
     table = format_summaries([summarize(each) for each in step_folders(tmp_path / "a")])
     assert [line.endswith("ok, weights only") for line in table.splitlines()[1:]] == [False, True]
 
     new = Run(tmp_path / "b")
     new.checkpointer.load_weights(path, ModelArgs())
-    loaded = states.model_state(new.model)
-    assert equal(loaded, {name: each.float() for name, each in expected.items()})
+    loaded = {name: each.float() for name, each in expected.items()}
+    assert differing(states.model_state(new.model), loaded) == []
 
 
-def test_weights_beyond_the_range_of_float16_are_saved_in_float32(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_beyond_the_range_of_export_dtype_are_saved_in_float32(tmp_path, notices):
     run = Run(tmp_path, last_save_model_only=True, export_dtype="float16")
     with torch.no_grad():
         run.model[2].weight[0, 1] = 1e5
-    run.save(last=True)
-    assert 'export_dtype = "float16" cannot hold all weights' in caplog.text
-    weights = SafeReader(step_folder(tmp_path, 0)).read_whole()
-    assert equal(weights, states.model_state(run.model))
+    weights = SafeReader(run.save(last=True)).read_whole()
+    assert 'export_dtype = "float16" cannot hold all weights' in notices.text
+    assert differing(weights, states.model_state(run.model)) == []
 
 
-def test_a_run_that_ended_with_weights_alone_is_not_resumed_but_its_earlier_steps_are(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_ended_with_weights_alone_resumes_from_earlier_steps_only(tmp_path):
     run = Run(tmp_path, last_save_model_only=True)
-    for last in (False, False, True):
-        run.train(2)
-        run.save(last=last)
+    run.train_and_save(2, 4)
+    run.train(2)
+    path = run.save(last=True)
+    message = (
+        rf"load_step: {path} has only weights, .* load_step to an earlier step \(there are: 2, 4\)"
+        rf', .* initial_load_path = "{path}"\. .*-lite convert export {path} '
+    )
     for load_step in (-1, 6):
-        settings = CheckpointConfig(enable=True, load_step=load_step)
-        found = find_resume(settings, folder=tmp_path)
+        found = find(tmp_path, load_step=load_step)
         assert found is not None and found.progress.step == 6
         found.check_can_train(last_step=6)  # nothing is left to train
-        with pytest.raises(
-            CheckpointError,
-            match=r"load_step: .*step-00000006 has only weights, .* load_step to an "
-            r'earlier step \(there are: 2, 4\), .* initial_load_path = ".*step-00000006"'
-            r"\. .*-lite convert export .*step-00000006 NEW_FOLDER",
-        ):
+        with pytest.raises(CheckpointError, match=message):
             found.check_can_train(last_step=7)
-    assert resume(tmp_path, load_step=4) == 4
-    assert resume(tmp_path, load_step=0) is None
-    break_step(tmp_path, 6)
-    assert resume(tmp_path) == 4
+    assert resumed_step(tmp_path, load_step=4) == 4
+    assert resumed_step(tmp_path, load_step=0) is None
+    flip_bit(path / "__0_0.distcp")
+    assert resumed_step(tmp_path) == 4
 
 
-def test_which_steps_are_saved(tmp_path: Path) -> None:
-    def saved(**settings: Any) -> list[int]:
-        checkpointer = Run(tmp_path, **settings).checkpointer
-        return [step for step in range(1, 6) if checkpointer.due(step, last=step == 5)]
-
-    assert saved() == [2, 4, 5]
-    assert saved(enable_first_step_checkpoint=True) == [1, 2, 4, 5]
-    assert saved(load_only=True) == saved(load_only=True, enable_first_step_checkpoint=True) == []
+# ----- find_resume -----
 
 
-def test_a_run_that_only_loads_renames_no_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for _ in range(2):
-        run.train(2)
-        run.save()
-    Run(tmp_path, load_only=True).checkpointer.load(verified(tmp_path, 2))
-    assert committed_steps(tmp_path) == [2, 4]
+def test_find_resume_takes_the_newest_checkpoint_or_load_step(tmp_path):
+    assert resumed_step(tmp_path / "none") is None
+    Run(tmp_path).train_and_save(2, 4)
+    assert resumed_step(tmp_path) == 4
+    assert resumed_step(tmp_path, load_step=2) == 2
+    assert resumed_step(tmp_path, load_step=0) is None
+    assert find_resume(CheckpointConfig(), folder=tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"load_step = 3: .* no .*\(it has: 2, 4\); use one"):
+        resumed_step(tmp_path, load_step=3)
 
 
-def test_moments_that_are_excluded_start_at_zero_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(tmp_path)
-    run.train(2)
-    run.save()
-    found = find_resume(
-        CheckpointConfig(enable=True, exclude_from_loading=("optimizer",)), folder=tmp_path
-    )
-    assert found is not None and found.excluded == ("optimizer",)
-    assert found.progress == TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})
-    second = Run(tmp_path)
+def test_find_resume_logs_a_broken_checkpoint_and_takes_the_one_before(tmp_path, notices):
+    path = Run(tmp_path).train_and_save(2, 4)
+    flip_bit(path / "__0_0.distcp")
+    assert resumed_step(tmp_path) == 2
+    assert "step-00000004 is broken: __0_0.distcp: its contents have changed" in notices.text
+    assert resumed_step(tmp_path, verify_hashes=False) == 4  # its size is right
+    message = r"load_step = 4: .*step-00000004 is broken: .*contents.* steps 2, 4: name"
+    with pytest.raises(CheckpointError, match=message):
+        resumed_step(tmp_path, load_step=4)
+    for name in (".metadata", "rank-00000.json"):  # small files are read in any case
+        flip_bit(path / name, -1)
+        assert resumed_step(tmp_path, verify_hashes=False) == 2
+        flip_bit(path / name, -1)
+    (path / "manifest.json").unlink()
+    assert resumed_step(tmp_path) == 2
+    assert "step-00000004 is broken: manifest.json: No such file" in notices.text
+
+
+def test_find_resume_starts_no_new_run_beside_broken_checkpoints(tmp_path):
+    (Run(tmp_path).train_and_save(2) / "rank-00000.json").unlink()
+    message = r"rank-00000.json: No such file.* None of the 1 .* verifies.*load_step = 0 for"
+    with pytest.raises(CheckpointError, match=message):
+        resumed_step(tmp_path)
+
+
+def test_exclude_from_loading_starts_the_moments_at_zero_once(tmp_path, notices):
+    run, second = Run(tmp_path), Run(tmp_path)
+    run.train_and_save(2)
+    found = find(tmp_path, exclude_from_loading=("optimizer",))
+    assert found is not None and found.excluded == ("optimizer",) and found.progress == PROGRESS
     second.checkpointer.load(found)
-    weights, state = run.state(), second.state()
-    assert all(
-        torch.equal(each, weights[name]) if name.startswith("model.") else (each == 0).all()
-        for name, each in state.items()
-    )
+    for name, tensor in run.state().items():
+        expected = tensor if name.startswith("model.") else torch.zeros_like(tensor)
+        assert second.state()[name].equal(expected)
 
     # The run that has done so resumes with its own moments.
     config = '[checkpoint]\nexclude_from_loading = ["optimizer"]\n'
     saved = write_checkpoint(tmp_path / "own", 5, config=config)
-    with caplog.at_level("INFO"):
-        found = find_resume(
-            CheckpointConfig(enable=True, exclude_from_loading=("optimizer",)),
-            folder=tmp_path / "own",
-        )
+    found = find(tmp_path / "own", exclude_from_loading=("optimizer",))
     assert found is not None and found.excluded == ()
-    assert f"is ignored: the run that saved {saved} had the same" in caplog.text
+    assert f"is ignored: the run that saved {saved} had the same" in notices.text
 
 
-def test_steps_do_not_begin_again_in_a_folder_with_checkpoints_of_them(tmp_path: Path) -> None:
+def test_steps_do_not_begin_again_in_a_folder_with_checkpoints_of_them(tmp_path):
     write_checkpoint(tmp_path, 5)
-    with pytest.raises(
-        CheckpointError,
-        match=r'exclude_from_loading = \["train_state"\]: .* set another \[job\] dump_folder',
-    ):
-        resume(tmp_path, exclude_from_loading=("train_state",))
+    message = r'exclude_from_loading = \["train_state"\]: .* set another \[job\] dump_folder'
+    with pytest.raises(CheckpointError, match=message):
+        resumed_step(tmp_path, exclude_from_loading=("train_state",))
 
 
-def test_a_new_run_goes_on_from_all_that_another_run_has_saved(tmp_path: Path) -> None:
-    first = Run(tmp_path / "a")
-    first.train(2)
-    first.save()
-    path = step_folder(tmp_path / "a", 2)
+def test_initial_load_model_only_false_continues_another_run(tmp_path):
+    first, second = Run(tmp_path / "a"), Run(tmp_path / "b")
+    path = first.train_and_save(2)
     later = first.train(3)
-    settings: Any = {"initial_load_path": str(path), "initial_load_model_only": False}
-    assert find_resume(CheckpointConfig(enable=True), folder=tmp_path / "b") is None
-    found = find_resume(CheckpointConfig(enable=True, **settings), folder=tmp_path / "b")
+    settings = {"initial_load_path": str(path), "initial_load_model_only": False}
+    assert find(tmp_path / "b") is None
+    found = find(tmp_path / "b", **settings)
     assert found is not None and (found.path, found.progress.step) == (path, 2)
-    second = Run(tmp_path / "b")
     second.checkpointer.load(found)
     assert second.checkpointer.last_saved is None
     assert second.train(3) == later
@@ -428,141 +380,84 @@ def test_a_new_run_goes_on_from_all_that_another_run_has_saved(tmp_path: Path) -
     # Once it has saved, it resumes from its own.
     second.step = 5
     second.save()
-    assert resume(tmp_path / "b", **settings) == 5
-    assert resume(tmp_path / "b", load_step=0, **settings) == 2
+    assert resumed_step(tmp_path / "b", **settings) == 5
+    assert resumed_step(tmp_path / "b", load_step=0, **settings) == 2
     excluded = ("train_state", "dataloader")
-    assert resume(tmp_path / "c", exclude_from_loading=excluded, **settings) == 0
+    assert resumed_step(tmp_path / "c", exclude_from_loading=excluded, **settings) == 0
 
 
-@pytest.mark.parametrize("kind", ["torchtitan_lite", "torchtitan", "Hugging Face"])
-def test_a_new_run_cannot_go_on_from_weights_alone(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    if kind == "torchtitan_lite":
-        path = write_checkpoint(tmp_path, 5, {"model.w": torch.ones(2)})
-    elif kind == "torchtitan":
-        save_torchtitan(path, {"w": torch.ones(2)})
-    else:
-        path.mkdir()
+@pytest.mark.parametrize("kind", ["torchtitan_lite", "Hugging Face"])
+def test_a_new_run_cannot_continue_from_weights_alone(kind, tmp_path):
+    path = write_checkpoint(tmp_path, 5, {"model.w": torch.ones(2)})
+    if kind == "Hugging Face":
+        path = tmp_path
         (path / "model.safetensors").touch()
-    with pytest.raises(
-        CheckpointError,
-        match=rf"initial_load_model_only = false: {path}, of {kind}, has nothing but weights",
-    ):
-        resume(tmp_path / "run", initial_load_path=str(path), initial_load_model_only=False)
+    message = rf"initial_load_model_only = false: {path}, of {kind}, has nothing but weights"
+    with pytest.raises(CheckpointError, match=message):
+        find(tmp_path / "run", initial_load_path=str(path), initial_load_model_only=False)
 
 
-def test_any_but_a_hugging_face_model_can_be_refused(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, 5, states.model_state(Run(tmp_path).model))
-    checkpointer = Run(tmp_path / "new", initial_load_in_hf=True).checkpointer
-    with pytest.raises(
-        CheckpointError, match=r"initial_load_in_hf = true: .*05 is of torchtitan_lite; set it to"
-    ):
-        checkpointer.load_weights(path, ModelArgs())
+# ----- Checkpointer: due, keep_latest_k -----
 
 
-def test_a_run_without_checkpoints_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = CheckpointManifest(world_size=1, model={}, config="")
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with caplog.at_level("INFO"):
-        Checkpointer(
-            model,
-            optimizer,
-            CheckpointConfig(),
-            folder=tmp_path,
-            device=CPU,
-            manifest=manifest,
-            stages=None,
-        )
-    assert "checkpoints are off: [checkpoint] enable = false" in caplog.text
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [2, 4, 5]),
+        ({"enable_first_step_checkpoint": True}, [1, 2, 4, 5]),
+        ({"load_only": True, "enable_first_step_checkpoint": True}, []),
+        ({"enable": False}, []),
+    ],
+)
+def test_steps_that_are_saved(settings, steps, tmp_path, notices):
+    checkpointer = Run(tmp_path, **settings).checkpointer
+    assert [step for step in range(1, 6) if checkpointer.due(step, last=step == 5)] == steps
+    off = settings.get("enable") is False
+    assert ("checkpoints are off: [checkpoint] enable = false" in notices.text) == off
 
 
-def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, keep_latest_k=2)
-    for _ in range(4):
-        run.train(1)
-        run.save()
+def test_keep_latest_k(tmp_path):
+    Run(tmp_path, keep_latest_k=2).train_and_save(1, 2, 3, 4)
     assert committed_steps(tmp_path) == [3, 4]
 
 
-def test_a_step_that_is_there_already_is_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train(2)
-    run.save()
-    before = read_manifest(step_folder(tmp_path, 2)).save_id
-    run.save()
-    assert read_manifest(step_folder(tmp_path, 2)).save_id == before
-    break_step(tmp_path, 2)
-    run.save()
-    assert read_manifest(step_folder(tmp_path, 2)).save_id != before
-    assert resume(tmp_path) == 2
-
-
-def test_what_killed_saves_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
-    draft = tmp_path / ".tmp-step-00000007"
-    draft.mkdir()
-    (draft / "__0_0.distcp").write_bytes(b"x")
-    Run(tmp_path).save()
-    assert list(tmp_path.iterdir()) == [step_folder(tmp_path, 0)]
+# ----- Checkpointer: save that fails, on_failure -----
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(FileSystemWriter, "write_data", Mock(side_effect=error))
 
 
 @BOTH_MODES
-def test_a_failed_save_stops_the_run_and_leaves_what_was_there(
-    async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_stops_the_run_and_leaves_earlier_ones(async_mode, tmp_path, monkeypatch):
     run = Run(tmp_path, async_mode=async_mode)
-    run.train(2)
-    run.save()
-    run.train(2)
+    path = run.train_and_save(2)
     fill_disk(monkeypatch)
-    with pytest.raises(
-        StorageError,
-        match=r"\.tmp-step-00000004 cannot be written: .*No space left.*GiB are free there",
-    ):
-        run.save()
+    message = r"\.tmp-step-00000004 cannot be written: .*No space left.*GiB are free there"
+    with pytest.raises(StorageError, match=message):
+        run.train_and_save(4)
     assert run.checkpointer.last_failure is not None
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-    assert resume(tmp_path) == 2
+    assert list(tmp_path.iterdir()) == [path]
+    assert resumed_step(tmp_path) == 2
 
 
 @BOTH_MODES
-def test_a_failed_save_only_warns_where_asked_for(
-    async_mode: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_on_failure_warn(async_mode, tmp_path, monkeypatch, notices):
     run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
-    run.train(2)
-    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+    with monkeypatch.context() as patch:
         fill_disk(patch)
-        run.save()
-    assert (
-        "No space left" in caplog.text
-        and 'Training goes on, as [checkpoint] on_failure = "warn"' in caplog.text
-    )
+        run.train_and_save(2)
+    assert "No space left" in notices.text and 'on_failure = "warn"' in notices.text
     assert run.checkpointer.last_failure is not None and run.checkpointer.last_saved is None
-    run.save()
-    assert run.checkpointer.last_failure is None and run.checkpointer.last_saved == step_folder(
-        tmp_path, 2
-    )
+    path = run.save()
+    assert run.checkpointer.last_failure is None and run.checkpointer.last_saved == path
 
 
-def test_a_failed_save_in_the_background_is_known_without_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, async_mode="async")
+@pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
+def test_failure_of_a_save_in_the_background(async_mode, tmp_path, monkeypatch):
+    run = Run(tmp_path, async_mode=async_mode)
     assert run.checkpointer.failure() is None
-    run.train(2)
     fill_disk(monkeypatch)
     run.save(wait=False)
     assert run.checkpointer._saving is not None
@@ -573,105 +468,48 @@ def test_a_failed_save_in_the_background_is_known_without_waiting(
     run.checkpointer.wait()
 
 
-@pytest.mark.parametrize("operation", ["write_manifest", "commit", "replace_file", "hash_file"])
-def test_a_disk_that_fails_later_in_a_save_leaves_no_trace_either(
-    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise (
-            OSError(errno.EIO, "Input/output error")
-            if operation != "commit"
-            else StorageError("no")
-        )
-
-    run = Run(tmp_path)
-    run.train(2)
-    monkeypatch.setattr(folders if operation == "commit" else module, operation, fail)
+@pytest.mark.parametrize(
+    ("owner", "operation", "error"),
+    [
+        (module, "write_manifest", OSError(errno.EIO, "Input/output error")),
+        (module, "replace_file", OSError(errno.EIO, "Input/output error")),
+        (module, "hash_file", OSError(errno.EIO, "Input/output error")),
+        (folders, "commit", StorageError("no")),
+    ],
+)
+def test_a_disk_that_fails_later_leaves_no_trace(owner, operation, error, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, operation, Mock(side_effect=error))
     with pytest.raises(StorageError):
-        run.save()
+        Run(tmp_path).save()
     assert list(tmp_path.iterdir()) == []
 
 
 @BOTH_MODES
-def test_weights_that_are_not_finite_are_not_saved(async_mode: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(async_mode, tmp_path):
     run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
-    run.train(2)
     with torch.no_grad():
         run.model[2].weight[0, 1] = torch.nan
-    with pytest.raises(
-        NumericError,
-        match=r"model\.2\.weight is no longer finite after step 2, so that step is not saved",
-    ):
+    with pytest.raises(NumericError, match=r"model\.2\.weight is no longer finite after step 0, "):
         run.save()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_other_ranks_wrote_elsewhere_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_other_ranks_wrote_elsewhere_make_no_checkpoint(tmp_path, monkeypatch):
     """On disks that are not shared, rank 0 has its own files only."""
-    run = Run(tmp_path)
-    run.train(2)
     hash_files = Checkpointer._hash_files
 
-    def with_another_rank(
-        self: Checkpointer, draft: Path, state: dict[str, Any]
-    ) -> dict[str, FileEntry]:
-        return hash_files(self, draft, state) | {"__1_0.distcp": FileEntry(10, "0" * 64)}
+    def with_another_rank(*arguments):
+        return hash_files(*arguments) | {"__1_0.distcp": FileEntry(10, "0" * 64)}
 
     monkeypatch.setattr(Checkpointer, "_hash_files", with_another_rank)
-    with pytest.raises(
-        StorageError, match=r"on rank 0 .*: __1_0.distcp: No such file.*; \[job\] dump_folder"
-    ):
-        run.save()
+    message = r"on rank 0 .*: __1_0.distcp: No such file.*; \[job\] dump_folder"
+    with pytest.raises(StorageError, match=message):
+        Run(tmp_path).save()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_prune_that_fails_does_not_undo_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*arguments: Any) -> None:
-        raise StorageError("old files cannot be deleted.")
-
-    monkeypatch.setattr(folders, "prune", fail)
-    run = Run(tmp_path)
-    run.train(2)
-    with caplog.at_level("WARNING"):
-        run.save()
-    assert "old files cannot be deleted. The new checkpoint is complete." in caplog.text
-    assert resume(tmp_path) == 2
-
-
-def test_a_checkpoint_without_its_manifest_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(tmp_path)
-    for _ in range(2):
-        run.train(2)
-        run.save()
-    (step_folder(tmp_path, 4) / "manifest.json").unlink()
-    with caplog.at_level("INFO"):
-        assert resume(tmp_path) == 2
-    assert "step-00000004 is broken: manifest.json: No such file" in caplog.text
-
-
-@pytest.mark.parametrize("file", [".metadata", "rank-00000.json"])
-def test_damage_in_a_small_file_is_seen_without_verify_hashes(file: str, tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for _ in range(2):
-        run.train(2)
-        run.save()
-    path = step_folder(tmp_path, 4) / file
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert resume(tmp_path, verify_hashes=False) == 2
-
-
-def test_a_random_state_of_another_kind_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train(2)
-    run.save()
-    found = find_resume(CheckpointConfig(enable=True), folder=tmp_path)
-    assert found is not None
-    (step_folder(tmp_path, 2) / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
-    with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: "):
-        run.checkpointer.load(found)
+def test_a_prune_that_fails_does_not_undo_the_save(tmp_path, monkeypatch, notices):
+    monkeypatch.setattr(folders, "prune", Mock(side_effect=StorageError("no deletion.")))
+    Run(tmp_path).train_and_save(2)
+    assert "no deletion. The new checkpoint is complete." in notices.text
+    assert resumed_step(tmp_path) == 2

@@ -1,7 +1,6 @@
 """Weights read from a folder of Hugging Face into a model, by one process. tests/distributed reads
 them into shards."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sample_llamas import ARGS, FAMILIES, build_hf, logit_difference
+from sample_llamas import ARGS, EACH_FAMILY, FAMILIES, build_hf, logit_difference
 
 from torchtitan_lite.checkpoint.hf_folder import load_hf, model_settings
 from torchtitan_lite.checkpoint.state import model_state
@@ -22,10 +21,8 @@ TIED = FAMILIES["Llama 3.2"]
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def loaded(folder: Path, args: ModelArgs) -> Transformer:
@@ -34,17 +31,21 @@ def loaded(folder: Path, args: ModelArgs) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("args", FAMILIES.values(), ids=FAMILIES)
-def test_a_loaded_model_computes_transformers_logits(tmp_path: Path, args: ModelArgs) -> None:
+# ----- load_hf -----
+
+
+@EACH_FAMILY
+def test_a_loaded_model_computes_transformers_logits(tmp_path, args, notices):
     llama = build_hf(args)
     llama.save_pretrained(tmp_path, max_shard_size="50KB")
     # The run's sequence length is none of a model's dimensions.
     model = loaded(tmp_path, replace(args, max_seq_len=64))
     assert logit_difference(model, llama) < 1e-5
     assert (model.output.weight is model.tok_embeddings.weight) is args.tie_embeddings
+    assert f"{tmp_path} is a Hugging Face model, which has no hashes" in notices.text
 
 
-def test_weights_are_converted_to_the_type_of_the_model(tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_type_of_the_model(tmp_path):
     llama = build_hf(ARGS).bfloat16()
     llama.save_pretrained(tmp_path)
     model = loaded(tmp_path, ARGS)
@@ -52,17 +53,8 @@ def test_weights_are_converted_to_the_type_of_the_model(tmp_path: Path) -> None:
     assert model.norm.weight.equal(llama.model.norm.weight.float())
 
 
-def test_a_folder_is_said_to_be_unverified(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    build_hf(ARGS).save_pretrained(tmp_path)
-    with caplog.at_level("INFO"):
-        loaded(tmp_path, ARGS)
-    assert f"{tmp_path} is a Hugging Face model, which has no hashes" in caplog.text
-
-
-def test_what_a_folder_may_have_too(tmp_path: Path) -> None:
-    """Llama 2's rotary frequencies, and a tied model's embedding a second time."""
+def test_rotary_frequencies_and_a_tied_output_may_be_saved_too(tmp_path):
+    """As Llama 2's files have the former, and some tied models the latter."""
     llama = build_hf(TIED)
     llama.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -74,53 +66,39 @@ def test_what_a_folder_may_have_too(tmp_path: Path) -> None:
 
     weights["lm_head.weight"][3, 3] += 1
     safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight -> another"
-    ):
+    message = r"lm_head\.weight: tied to model\.embed_tokens\.weight -> another"
+    with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path, TIED)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "difference"),
     [
-        (
-            {"n_kv_heads": 4},
-            r"is of another model: n_kv_heads: 2 -> 4\. Set \[model\] flavor = \"\", dim = 64, .*"
-            r"n_kv_heads = 2, .*rope_scaling = \{ factor = 32\.0, .*tie_embeddings = true, or name",
-        ),
-        (
-            {"tie_embeddings": False},
-            r"another model: tie_embeddings: true -> false\. Set \[model\]",
-        ),
-        ({"rope_scaling": None}, r"another model: rope_scaling: \{ factor = 32\.0, .* -> unset\."),
+        ({"n_kv_heads": 4}, "n_kv_heads: 2 -> 4"),
+        ({"tie_embeddings": False}, "tie_embeddings: true -> false"),
+        ({"rope_scaling": None}, r"rope_scaling: \{ factor = 32\.0, .* -> unset"),
     ],
 )
-def test_another_model_is_refused_with_the_keys_to_set(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
+def test_another_model_is_refused_with_the_keys_to_set(tmp_path, changes, difference):
     build_hf(TIED).save_pretrained(tmp_path)
+    keys = r"dim = 64, .*n_kv_heads = 2, .*rope_scaling = \{ factor = 32\.0, .*_embeddings = true"
+    message = rf'another model: {difference}\. Set \[model\] flavor = "", {keys}, or name'
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path, replace(TIED, **changes))  # type: ignore[arg-type]
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    build_hf(ARGS).save_pretrained(tmp_path)
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be imported: "):
-        loaded(tmp_path, ARGS)
-
+# ----- model_settings -----
 
 KNOWN = {name: replace(args, vocab_size=args.vocab_size or 777) for name, args in FLAVORS.items()}
 
 
 @pytest.mark.parametrize("args", [*FAMILIES.values(), *KNOWN.values()], ids=[*FAMILIES, *KNOWN])
-def test_the_keys_of_a_model_give_it_its_dimensions(args: ModelArgs) -> None:
+def test_the_keys_of_a_model_give_it_its_dimensions(args):
     settings = model_settings(replace(args, max_seq_len=7))
     assert replace(resolve_model(ModelConfig(**settings)), max_seq_len=args.max_seq_len) == args
 
 
-def test_a_flavor_is_enough_for_its_dimensions() -> None:
+def test_a_flavor_is_enough_for_its_dimensions():
     assert model_settings(FLAVORS["8B"]) == {"flavor": "8B"}
     assert model_settings(KNOWN["150M"]) == {"flavor": "150M", "vocab_size": 777}
     others = asdict(ARGS)

@@ -3,9 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,10 +34,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def sharded():
+    """Ones of [4, 2], on the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    return distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
 
 
 def build() -> tuple[nn.Module, torch.optim.AdamW]:
@@ -48,44 +46,46 @@ def build() -> tuple[nn.Module, torch.optim.AdamW]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
 
-def test_names_shapes_and_types() -> None:
+# ----- model_state, training_state, entries -----
+
+
+def test_names_shapes_and_types():
     model, optimizer = build()
-    assert entries(model_state(model)) == {
+    weights = {
         "model.0.weight": TensorEntry("float32", (2, 3)),
         "model.0.bias": TensorEntry("float32", (2,)),
         "model.1.weight": TensorEntry("float32", (1, 2)),
     }
-    state = entries(training_state(model, optimizer))
-    assert len(state) == 3 + 3 * 3
-    assert (
-        state["optimizer.0.weight.exp_avg"]
-        == state["optimizer.0.weight.exp_avg_sq"]
-        == state["model.0.weight"]
-    )
-    assert state["optimizer.0.weight.step"] == TensorEntry("float32", ())
+    assert entries(model_state(model)) == weights
+    moments = {
+        f"{name.replace('model', 'optimizer')}.{kind}": entry
+        for name, entry in weights.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    steps = {f"optimizer.{name}.step" for name in ("0.weight", "0.bias", "1.weight")}
+    expected = weights | moments | dict.fromkeys(steps, TensorEntry("float32", ()))
+    assert entries(training_state(model, optimizer)) == expected
 
 
-def test_asking_for_the_state_changes_nothing() -> None:
+def test_reading_the_state_changes_nothing():
     model, optimizer = build()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     state = training_state(model, optimizer)
-    assert all(
-        (tensor == 0).all() for name, tensor in state.items() if name.startswith("optimizer.")
-    )
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any(state[name].any() for name in state if name.startswith("optimizer."))
+    assert all(map(torch.equal, model.parameters(), before))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_loading_into_the_state_is_loading_into_the_run() -> None:
+def test_the_state_shares_memory_with_the_run():
     model, optimizer = build()
     for tensor in training_state(model, optimizer).values():
         tensor.fill_(7.0)
-    assert all((parameter == 7).all() for parameter in model.parameters())
-    assert all((tensor == 7).all() for kept in optimizer.state.values() for tensor in kept.values())
+    kept = [tensor for each in optimizer.state.values() for tensor in each.values()]
+    assert all((tensor == 7).all() for tensor in (*model.parameters(), *kept))
 
 
-def test_a_tied_weight_has_one_name_and_one_optimizer_state() -> None:
+def test_a_tied_weight_has_one_name_and_one_optimizer_state():
     args = ModelArgs(dim=8, n_layers=1, n_heads=1, n_kv_heads=1, ffn_dim=8, vocab_size=4)
     model = Transformer(replace(args, tie_embeddings=True))
     state = training_state(model, torch.optim.AdamW(model.parameters(), fused=True))
@@ -97,56 +97,46 @@ def test_a_tied_weight_has_one_name_and_one_optimizer_state() -> None:
     assert (model.output.weight == 7).all()
 
 
-def test_a_wrapped_weight_is_saved_plain_and_shared(one_rank: None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    inner = torch.ones(4, 2)
-    config = LinearMMConfig()
-    wrapped = WeightWithDynamicFloat8CastTensor(
-        inner, config, Float8LinearConfig().cast_config_weight.target_dtype
-    )
-    sharded = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+def test_a_wrapped_weight_is_saved_plain_and_shared(sharded):
+    inner, dtype = torch.ones(4, 2), Float8LinearConfig().cast_config_weight.target_dtype
+    wrapped = WeightWithDynamicFloat8CastTensor(inner, LinearMMConfig(), dtype)
     model = nn.Module()
     model.weight = nn.Parameter(DTensor(wrapped, sharded._spec, requires_grad=False))
     state = model_state(model)["model.weight"]
-    assert (
-        isinstance(state, DTensor)
-        and type(state.to_local()) is torch.Tensor
-        and state.shape == (4, 2)
-    )
+    assert isinstance(state, DTensor) and state.shape == (4, 2)
+    assert type(state.to_local()) is torch.Tensor
     state.to_local().fill_(3.0)
     assert (inner == 3).all()
 
 
-def test_a_snapshot_is_of_the_moment_and_reuses_its_memory(one_rank: None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    state = {
-        "a": torch.arange(3.0),
-        "b": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]),
-        "c": torch.tensor(1.0),
-    }
+# ----- Snapshot -----
+
+
+def test_a_snapshot_keeps_its_values_and_reuses_its_memory(sharded):
+    def locals_of(copy):
+        return [each.to_local() if isinstance(each, DTensor) else each for each in copy.values()]
+
+    state = {"a": torch.arange(3.0), "b": sharded, "c": torch.tensor(1.0)}
     snapshot = Snapshot(pinned=False)
     first = snapshot.take(state)
-    expected = [torch.arange(3.0), torch.ones(4, 2), torch.tensor(1.0)]
     for tensor in state.values():
         tensor.fill_(7)
-    assert all(
-        torch.equal(_whole(copy), was) for copy, was in zip(first.values(), expected, strict=True)
-    )
-    assert isinstance(first["b"], DTensor) and first["b"]._spec == state["b"]._spec
-    memory = [_whole(copy).data_ptr() for copy in first.values()]
+    expected = [torch.arange(3.0), torch.ones(4, 2), torch.tensor(1.0)]
+    assert all(map(torch.equal, locals_of(first), expected))
+    assert isinstance(first["b"], DTensor) and first["b"]._spec == sharded._spec
+
+    memory = [each.data_ptr() for each in locals_of(first)]
     second = snapshot.take(state)
-    assert second.keys() == state.keys() and all(
-        (_whole(copy) == 7).all() for copy in second.values()
-    )
-    assert [_whole(copy).data_ptr() for copy in second.values()] == memory
+    assert second.keys() == state.keys()
+    assert all((each == 7).all() for each in locals_of(second))
+    assert [each.data_ptr() for each in locals_of(second)] == memory
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+# ----- check_finite -----
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_is_found(bad: float) -> None:
+def test_a_value_that_is_not_finite_is_found(bad):
     state = {"a": torch.full((1000,), 3e38), "b": torch.zeros(2, 3), "empty": torch.zeros(0)}
     check_finite(state, step=3)  # though the sum of a is past float32
     state["b"][1, 2] = bad
@@ -154,15 +144,13 @@ def test_a_value_that_is_not_finite_is_found(bad: float) -> None:
         check_finite(state, step=3)
 
 
-def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    def draw() -> list[float]:
-        return [
-            random.random(),
-            random.gauss(0, 1),
-            float(np.random.rand()),
-            float(np.random.randn()),
-            torch.rand(1).item(),
-        ]
+# ----- random_state, load_random_state -----
+
+
+def test_random_generators_continue_where_they_were(tmp_path):
+    def draw():
+        pythons, numpys = [random.random(), random.gauss(0, 1)], [np.random.rand()]
+        return [*pythons, *numpys, np.random.randn(), torch.rand(1).item()]
 
     draw()  # an odd number of Gaussian values, so that the other of each pair is kept
     path = tmp_path / "rank-00000.json"
@@ -173,20 +161,12 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() == drawn
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"python": [3, [1], null], "numpy": {"state": {"key": [1]}}, "torch": "AAAA"}',
-    ],
-)
-def test_a_file_of_another_kind_is_broken(text: str, tmp_path: Path) -> None:
+NUMBERS = '{"python": [3, [1], null], "numpy": {"state": {"key": [1]}}, "torch": "AAAA"}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", NUMBERS])
+def test_a_random_state_of_another_kind_is_broken(text, tmp_path):
     path = tmp_path / "rank-00000.json"
     path.write_text(text)
-    before = random.getstate()
     with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: \w+Error: "):
         load_random_state(path, device=CPU)
-    random.setstate(before)
