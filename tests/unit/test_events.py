@@ -6,8 +6,10 @@ import torch
 
 from torchtitan_lite.metrics.clock import HostEvent, record_cuda_event
 
+# ----- HostEvent, record_cuda_event -----
 
-def test_a_cpu_is_never_behind(monkeypatch):
+
+def test_host_event_is_never_behind(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", iter([3.0, 5.5]).__next__)
     began, ended = HostEvent(), HostEvent()
     ended.synchronize()
@@ -15,7 +17,7 @@ def test_a_cpu_is_never_behind(monkeypatch):
     assert began.elapsed_time(ended) == 2500.0  # ms, as CUDA's
 
 
-def test_a_cuda_event_is_recorded_in_the_stream_with_its_time(monkeypatch):
+def test_cuda_event_is_recorded_in_the_stream_with_its_time(monkeypatch):
     class Event:
         def __init__(self, enable_timing):
             self.enable_timing, self.calls = enable_timing, []

@@ -4,13 +4,12 @@ from torchtitan_lite.tables import format_columns
 
 ROWS = [["name", "n", "note"], ["a", "10", ""], ["bcdef", "9", "x"]]
 
+# ----- format_columns -----
+
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:
-    assert format_columns(ROWS, right=[1]).splitlines() == [
-        "name    n  note",
-        "a      10",
-        "bcdef   9  x",
-    ]
+    lines = ["name    n  note", "a      10", "bcdef   9  x"]
+    assert format_columns(ROWS, right=[1]).splitlines() == lines
 
 
 def test_a_markdown_table_has_bars_and_a_rule() -> None:

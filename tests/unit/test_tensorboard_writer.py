@@ -1,3 +1,5 @@
+"""What TensorBoard reads from the files of a run."""
+
 import math
 import re
 from collections import Counter
@@ -15,6 +17,9 @@ from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
 CHANGES_TOML = "[training]\nseq_len = 64\n"
+HPARAMS = {"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64}
+SECONDS = {"validation": 2.0, "checkpoint": 3.0, "compile": 4.0, "gc": 5.0, "profiling": 6.0}
+OUTSIDE = {"validation_loss": 5.5} | {f"{name}_s": each for name, each in SECONDS.items()}
 CURVES = {
     "n_tokens_seen": 49152,
     "data/epochs/pystdlib": 0.75,
@@ -33,43 +38,21 @@ CURVES = {
     "time_metrics/data_loading(s)": 0.0025,
     "time_metrics/data_loading(%)": 0.2,
     "memory/max_reserved(GiB)": 0.93,
+    # Known of some runs only.
+    "memory/max_reserved(%)": 10.0,
+    "mfu_documents(%)": 30.5,
+    "attention_imbalance": 1.25,
     "validation_metrics/global_avg_loss": 5.5,
-    "time_metrics/validation_s": 2.0,
-    "time_metrics/checkpoint_s": 3.0,
-    "time_metrics/gc_s": 5.0,
-    "time_metrics/profiling_s": 6.0,
-    "time_metrics/compile_s": 4.0,
+    **{f"time_metrics/{name}_s": each for name, each in SECONDS.items()},
 }
-FINAL = {
-    "final/loss": 5.25,
-    "final/validation_loss": 5.75,
-    "final/median_tps": 2340.5,
-    "final/median_mfu": 41.0,
-}
-OUTSIDE = {
-    "validation_loss": 5.5,
-    "validation_s": 2.0,
-    "checkpoint_s": 3.0,
-    "compile_s": 4.0,
-    "gc_s": 5.0,
-    "profiling_s": 6.0,
-}
+FINAL = {"loss": 5.25, "validation_loss": 5.75, "median_tps": 2340.5, "median_mfu": 41.0}
 
 
-def open_writer(
-    folder: Path,
-    *,
-    resume_step: int = 0,
-    numerics: bool = False,
-) -> TensorBoardWriter:
-    return TensorBoardWriter(
-        folder,
-        resume_step=resume_step,
-        config_toml=CONFIG_TOML,
-        changes_toml=CHANGES_TOML,
-        hparams={"float8": True, "flavor": "8B", "lr": 8e-4, "seq_len": 64},
-        numerics=numerics,
-    )
+def open_writer(folder: Path, **options) -> TensorBoardWriter:
+    """Open the writer of a new run, unless `options` say otherwise."""
+    texts = {"config_toml": CONFIG_TOML, "changes_toml": CHANGES_TOML}
+    defaults = {"resume_step": 0, "numerics": False, "hparams": HPARAMS, **texts}
+    return TensorBoardWriter(folder, **(defaults | options))
 
 
 def write_steps(writer: TensorBoardWriter, steps: range) -> None:
@@ -77,8 +60,12 @@ def write_steps(writer: TensorBoardWriter, steps: range) -> None:
         writer.write(replace(RECORD, step=step, loss=float(step)))
 
 
+def read_events(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder)).Reload()
+
+
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder)).Reload()
+    events = read_events(folder)
     return {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
@@ -103,23 +90,35 @@ def read_hparams(events: EventAccumulator) -> dict[str, plugin_data_pb2.HParamsP
     }
 
 
+def drawn(events: EventAccumulator, pattern: str) -> list[str]:
+    """Tags that a curve of a chart shows."""
+    return [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
+
+
+# ----- TensorBoardWriter -----
+
+
 def test_tags(tmp_path):
     writer = open_writer(tmp_path)
-    writer.write(RECORD)
+    optional = {"memory_pct": 10.0, "mfu_documents": 30.5, "attention_imbalance": 1.25}
+    writer.write(replace(RECORD, **optional))
     writer.write_scalars(12, OUTSIDE)
-    writer.close(None)
-    curves = {
-        tag: points
-        for tag, points in read_curves(tmp_path).items()
-        if not re.match("Overview/|z_pages/", tag)
-    }
-    assert curves == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
+    curves = read_curves(tmp_path)
+    own = {tag: points for tag, points in curves.items() if not re.match("Overview|z_pages", tag)}
+    assert own == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
+    for name, tag in {
+        "Overview/loss": "loss_metrics/global_avg_loss",
+        "Overview/tps": "throughput(tps)",
+        "Overview/mfu": "mfu(%)",
+        "z_pages/hfu": "hfu(%)",
+        "z_pages/mfu_documents": "mfu_documents(%)",
+        "z_pages/step_time_s": "time_metrics/end_to_end(s)",
+    }.items():
+        assert curves[name] == curves[tag]
 
 
-def test_what_casts_lost(tmp_path):
-    writer = open_writer(tmp_path)
-    writer.write_numerics(12, NUMERICS)
-    writer.close(None)
+def test_tags_of_casts(tmp_path):
+    open_writer(tmp_path).write_numerics(12, NUMERICS)
     curves = read_curves(tmp_path)
     assert set(curves) == {
         f"z_float8/{figure}/{cast}"
@@ -130,182 +129,94 @@ def test_what_casts_lost(tmp_path):
     assert curves["z_float8/sqnr_db/grad_output/feed_forward.w2"] == [(12, -math.inf)]
 
 
-def test_share_of_a_gpus_memory(tmp_path):
-    open_writer(tmp_path).write(replace(RECORD, memory_pct=10.0))
-    assert read_curves(tmp_path)["memory/max_reserved(%)"] == [(12, pytest.approx(10.0))]
-
-
-def test_figures_of_documents(tmp_path):
-    figures = {"mfu_documents": 30.5, "attention_imbalance": 1.25}
-    open_writer(tmp_path).write(replace(RECORD, **figures))
-    curves = read_curves(tmp_path)
-    assert curves["mfu_documents(%)"] == curves["z_pages/mfu_documents"] == [(12, 30.5)]
-    assert curves["attention_imbalance"] == [(12, 1.25)]
-
-
-def test_curves_are_on_disk_before_they_are_closed(tmp_path):
-    writer = open_writer(tmp_path)
-    write_steps(writer, range(1, 4))
-    assert [step for step, _ in read_curves(tmp_path)["lr"]] == [1, 2, 3]
-    writer.close(None)
-
-
 def test_samples_are_on_the_text_page(tmp_path):
     writer = open_writer(tmp_path)
     for step in (2, 4):
         writer.write_samples(step, [{"prompt": "def", "text": f" main{step}\n"}])
-    writer.close(None)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    written = events.Tensors("samples/text_summary")
+    written = read_events(tmp_path).Tensors("samples/text_summary")
     assert [each.step for each in written] == [2, 4]
     assert b"**def**\n\n```text\n main4" in written[1].tensor_proto.string_val[0]
 
 
-def test_every_curve_of_a_page_can_be_drawn(tmp_path):
+def test_layout_draws_every_curve_of_a_page(tmp_path):
     writer = open_writer(tmp_path, numerics=True)
     writer.write(replace(RECORD, mfu_fp8_peak=7.0, mfu_documents=30.5))
     writer.write_scalars(12, OUTSIDE)
     casts = dict.fromkeys(("input", "weight", "grad_output"), WEIGHT)
     writer.write_numerics(12, {"attention.wo": casts, "feed_forward.w2": casts})
-    writer.close(None)
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = read_events(tmp_path)
     pages = read_layout(events)
     assert list(pages) == ["loss", "throughput", "MFU", "memory", "times", "float8"]
-    drawn_together = {
-        title: [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
-        for title, (pattern,) in pages.pop("float8").items()
-    }
-    assert drawn_together == {
-        title: [f"z_float8/{cast}/attention.wo", f"z_float8/{cast}/feed_forward.w2"]
-        for title, cast in {
-            "SQNR of inputs, dB": "sqnr_db/input",
-            "SQNR of weights, dB": "sqnr_db/weight",
-            "SQNR of grad_outputs, dB": "sqnr_db/grad_output",
-            "share of inputs that became 0": "underflow/input",
-            "share of weights that became 0": "underflow/weight",
-            "share of grad_outputs that became 0": "underflow/grad_output",
-        }.items()
-    }
-    found = {
-        pattern: [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
-        for charts in pages.values()
-        for patterns in charts.values()
-        for pattern in patterns
-    }
-    assert {len(tags) for tags in found.values()} == {1}
-    tags = {tag for (tag,) in found.values()}
-    assert not [tag for tag in tags if "(" in tag]
-    assert tags == {
-        "Overview/loss",
-        "loss_metrics/global_max_loss",
-        "Overview/validation_loss",
-        "Overview/tps",
-        "Overview/mfu",
-        "tflops",
-        *(
-            f"z_pages/{name}"
-            for name in (
-                "mfu_documents",
-                "mfu_bf16_peak",
-                "mfu_fp8_peak",
-                "mfu_achievable",
-                "hfu",
-            )  # fmt: skip
-        ),
-        "z_pages/memory_gib",
-        "z_pages/step_time_s",
-        "z_pages/data_time_s",
-        "time_metrics/compile_s",
-        "time_metrics/checkpoint_s",
-        "time_metrics/validation_s",
-        "time_metrics/gc_s",
-        "time_metrics/profiling_s",
+
+    kinds = ("attention.wo", "feed_forward.w2")
+    assert [drawn(events, pattern) for (pattern,) in pages.pop("float8").values()] == [
+        [f"z_float8/{figure}/{role}/{kind}" for kind in kinds]
+        for figure in ("sqnr_db", "underflow")
+        for role in ("input", "weight", "grad_output")
+    ]
+
+    charts = [chart for page in pages.values() for chart in page.values()]
+    found = [drawn(events, pattern) for patterns in charts for pattern in patterns]
+    assert {len(tags) for tags in found} == {1}
+    mfu = ("mfu_documents", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")
+    assert {tag for (tag,) in found} == {
+        *("Overview/loss", "loss_metrics/global_max_loss", "Overview/validation_loss"),
+        *("Overview/tps", "Overview/mfu", "tflops"),
+        *(f"z_pages/{name}" for name in (*mfu, "memory_gib", "step_time_s", "data_time_s")),
+        *(f"time_metrics/{name}_s" for name in SECONDS),
     }
 
 
-def test_a_figure_on_a_page_is_the_one_under_its_tag(tmp_path):
-    write_steps(open_writer(tmp_path), range(1, 3))
-    curves = read_curves(tmp_path)
-    for name, tag in {
-        "Overview/loss": "loss_metrics/global_avg_loss",
-        "Overview/tps": "throughput(tps)",
-        "Overview/mfu": "mfu(%)",
-        "z_pages/hfu": "hfu(%)",
-        "z_pages/step_time_s": "time_metrics/end_to_end(s)",
-    }.items():
-        assert curves[name] == curves[tag]
-
-
-def test_runs_can_be_compared(tmp_path):
+def test_outcome_and_hparams_of_runs_can_be_compared(tmp_path):
     writer = open_writer(tmp_path)
-    hparams = read_hparams(EventAccumulator(str(tmp_path)).Reload())
-    assert hparams.keys() == {
-        "experiment",
-        "session_start_info",
-    }  # also of a run that goes on, or crashed
+    # Also a run that goes on, or crashed, has these two.
+    hparams = read_hparams(read_events(tmp_path))
+    assert hparams.keys() == {"experiment", "session_start_info"}
     metrics = hparams["experiment"].experiment.metric_infos
-    assert [metric.name.tag for metric in metrics] == [f"z_{name}" for name in FINAL]
-    assert [metric.display_name for metric in metrics] == list(FINAL)
+    assert [metric.name.tag for metric in metrics] == [f"z_final/{name}" for name in FINAL]
+    assert [metric.display_name for metric in metrics] == [f"final/{name}" for name in FINAL]
     start = hparams["session_start_info"].session_start_info.hparams
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
-    assert values == {"float8": "true", "flavor": "8B", "lr": 8e-4, "seq_len": 64}
+    assert values == HPARAMS | {"float8": "true"}
     writer.close(SUMMARY)
-    assert read_hparams(EventAccumulator(str(tmp_path)).Reload()).keys() == {
-        "experiment",
-        "session_start_info",
-        "session_end_info",
-    }
-    assert read_curves(tmp_path) == {f"z_{name}": [(12, value)] for name, value in FINAL.items()}
+    assert "session_end_info" in read_hparams(read_events(tmp_path))
+    final = {f"z_final/{name}": [(12, value)] for name, value in FINAL.items()}
+    assert read_curves(tmp_path) == final
+    single = tmp_path / "single"
+    open_writer(single).close(replace(SUMMARY, tps=None, mfu=None, validation_loss=None))
+    assert read_curves(single) == {"z_final/loss": [(12, 5.25)]}
 
 
-def test_five_hparams_are_shown_first(tmp_path):
+def test_shown_hparams_are_the_first_five(tmp_path):
     names = ["float8", "lr", "parallelism", "seq_len", "world_size", "compile", "flavor"]
-    TensorBoardWriter(
-        tmp_path,
-        resume_step=0,
-        config_toml="",
-        changes_toml="",
-        hparams=dict.fromkeys(names, 1.0),
-        numerics=False,
-    )
-    experiment = read_hparams(EventAccumulator(str(tmp_path)).Reload())["experiment"].experiment
+    open_writer(tmp_path, hparams=dict.fromkeys(names, 1.0))
+    experiment = read_hparams(read_events(tmp_path))["experiment"].experiment
     _sort_and_reduce_to_hparams_limit(experiment)  # as TensorBoard does before it shows them
     assert [each.name for each in experiment.hparam_infos] == names
-
-
-def test_a_single_record_has_no_median(tmp_path):
-    unknown = {"tps": None, "mfu": None, "validation_loss": None}
-    open_writer(tmp_path).close(replace(SUMMARY, **unknown))
-    assert read_curves(tmp_path) == {"z_final/loss": [(12, 5.25)]}
 
 
 @pytest.mark.parametrize(
     "summary", [None, replace(SUMMARY, last=replace(RECORD, step=10))], ids=["crashed", "stopped"]
 )
-def test_each_step_stands_once_after_a_resume(tmp_path, summary):
+def test_each_step_and_text_is_there_once_after_a_resume(tmp_path, summary):
     writer = open_writer(tmp_path)
     write_steps(writer, range(1, 11))
     writer.write_scalars(10, {"checkpoint_s": 3.0})
+    assert [step for step, _ in read_curves(tmp_path)["lr"]] == [*range(1, 11)]  # before it closes
     if summary is not None:
         writer.close(summary)
-    (events_file,) = (
-        tmp_path.iterdir()
-    )  # files are read in the order of the second, in their name, of their start
+    # TensorBoard reads files in the order of their names, which hold the second of their start.
+    (events_file,) = tmp_path.iterdir()
     events_file.rename(events_file.with_name("events.out.tfevents.1700000000.earlier"))
     resumed = open_writer(tmp_path, resume_step=6)
     write_steps(resumed, range(7, 9))
     resumed.close(replace(SUMMARY, last=replace(RECORD, step=8)))
 
-    events = EventAccumulator(str(tmp_path)).Reload()
-    curves = read_curves(tmp_path)
+    events, curves = read_events(tmp_path), read_curves(tmp_path)
     assert curves["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
     assert curves["z_final/loss"] == [(8, 5.25)]
-    repeated = {
-        tag: Counter(step for step, _ in points).most_common(1)
-        for tag, points in curves.items()
-        if points
-    }
-    assert {count for ((_, count),) in repeated.values()} == {1}
+    counts = [Counter(step for step, _ in points) for points in curves.values()]
+    assert {count for each in counts for count in each.values()} == {1}
     assert list(read_layout(events)) == ["loss", "throughput", "MFU", "memory", "times"]
     (text,) = events.Tensors("config/text_summary")
     changes, all_keys = text.tensor_proto.string_val[0].decode().split("All keys:")

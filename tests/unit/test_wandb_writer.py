@@ -1,5 +1,8 @@
+"""What a run writes to Weights & Biases, and what it does without it."""
+
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,6 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.wandb_writer import WandbWriter, check_wandb_installed
 
-WANTED = MetricsConfig(enable_wandb=True)
-
 
 @pytest.fixture
 def wandb(monkeypatch) -> FakeWandb:
@@ -20,35 +21,23 @@ def wandb(monkeypatch) -> FakeWandb:
     return FakeWandb(monkeypatch)
 
 
-@pytest.fixture
-def without_wandb(monkeypatch, tmp_path) -> Path:
-    """An empty folder, the only one that modules are looked for in."""
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    importlib.invalidate_caches()
-    return tmp_path
-
-
 def open_writer(folder: Path) -> WandbWriter:
-    return WandbWriter(
-        folder,
-        "",
-        config_toml="[training]\nseq_len = 64\n",
-        hparams={"float8": True, "dp_shard": 8},
-    )
+    hparams = {"float8": True, "dp_shard": 8}
+    return WandbWriter(folder, "", config_toml="[training]\nseq_len = 64\n", hparams=hparams)
 
 
-def test_a_run_of_records(tmp_path, wandb):
+# ----- WandbWriter -----
+
+
+def test_rows_options_and_summary_of_a_run(tmp_path, wandb):
     writer = open_writer(tmp_path)
     writer.write(RECORD)
     writer.write_scalars(12, {"validation_loss": 5.5})
     writer.close(SUMMARY)
     (run,) = wandb.runs
-    record = RECORD.to_json()
-    known = {
-        name: record[name] for name in record if name not in {"step", "mfu_fp8_peak", "epochs"}
-    }
-    known["epochs/pystdlib"] = 0.75
+    known = RECORD.to_json() | {"epochs/pystdlib": 0.75}
+    for name in ("step", "mfu_fp8_peak", "epochs"):
+        del known[name]
     assert run.rows == [(12, known), (12, {"validation_loss": 5.5})]
     assert run.summary == {
         "final/loss": 5.25,
@@ -69,61 +58,55 @@ def test_a_run_of_records(tmp_path, wandb):
     }
 
 
-def test_what_casts_lost(tmp_path, wandb):
+def test_write_numerics_has_figures_of_casts_without_layers(tmp_path, wandb):
     open_writer(tmp_path).write_numerics(12, NUMERICS)
     ((step, figures),) = wandb.runs[0].rows
-    assert (
-        step,
-        figures["underflow/grad_output/feed_forward.w2"],
-        figures["sqnr_db/weight/output"],
-    ) == (
-        12,
-        0.125,
-        31.5,
-    )
-    assert len(figures) == 3 * 4  # and no number of a layer
+    assert (step, len(figures)) == (12, 3 * 4)
+    assert figures["underflow/grad_output/feed_forward.w2"] == 0.125
+    assert figures["sqnr_db/weight/output"] == 31.5
 
 
-def test_the_users_project_name_and_group(tmp_path, wandb, monkeypatch):
-    chosen = {"project": "fp8", "name": "first", "group": "sweep"}
-    for option, name in zip(
-        chosen, ("WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_GROUP"), strict=True
-    ):
-        monkeypatch.setenv(name, chosen[option])
+def test_project_name_and_group_are_the_users(tmp_path, wandb, monkeypatch):
+    for name in ("project", "name", "run_group"):
+        monkeypatch.setenv(f"WANDB_{name.upper()}", f"own {name}")
     open_writer(tmp_path)
+    chosen = {"project": "own project", "name": "own name", "group": "own run_group"}
     assert wandb.runs[0].options.items() >= chosen.items()
 
 
-def test_a_resumed_run_is_the_same_one(tmp_path, wandb):
+def test_run_id_of_a_resumed_run_is_the_same(tmp_path, wandb):
     for _ in range(3):
         open_writer(tmp_path).close(None)
     assert [run.options["id"] for run in wandb.runs] == [None, "new-id", "new-id"]
     assert [run.summary for run in wandb.runs] == [{}, {}, {}]
+    open_writer(tmp_path).close(replace(SUMMARY, tps=None, mfu=None, validation_loss=None))
+    assert wandb.runs[3].summary == {"final/loss": 5.25}
 
 
-def test_a_run_that_cannot_start(tmp_path, wandb):
-    wandb.refusal = Error("No API key configured.\nConsider something else.")
-    with pytest.raises(
-        ConfigError, match=r"enable_wandb = true: wandb cannot start \(No API key .*\.\); .*offline"
-    ):
+def test_a_run_that_cannot_start(tmp_path, wandb, monkeypatch):
+    def refuse(**_):
+        raise Error("No API key configured.\nConsider something else.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"enable_wandb = true: .*\(No API key .*\.\); .*offline"):
         open_writer(tmp_path)
 
 
-def test_wandb_is_needed_only_where_it_is_asked_for(without_wandb):
+def test_check_wandb_installed(monkeypatch, tmp_path):
+    # Modules are looked for in one folder only.
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    wanted = MetricsConfig(enable_wandb=True)
     check_wandb_installed(MetricsConfig())
-    with pytest.raises(
-        ConfigError, match=r'enable_wandb = true .* pip install "torchtitan-lite\[wandb\]"'
-    ):
-        check_wandb_installed(WANTED)
+    with pytest.raises(ConfigError, match=r'enable_wandb = true .* install ".*\[wandb\]"'):
+        check_wandb_installed(wanted)
 
-
-def test_a_folder_that_wandb_left_is_not_wandb(without_wandb):
-    (without_wandb / "wandb").mkdir()
+    # wandb itself leaves a folder of its name.
+    (tmp_path / "wandb").mkdir()
+    importlib.invalidate_caches()
     with pytest.raises(ConfigError, match="is not installed"):
-        check_wandb_installed(WANTED)
-
-
-def test_wandb_is_found(without_wandb):
-    (without_wandb / "wandb").mkdir()
-    (without_wandb / "wandb" / "__init__.py").touch()
-    check_wandb_installed(WANTED)
+        check_wandb_installed(wanted)
+    (tmp_path / "wandb/__init__.py").touch()
+    importlib.invalidate_caches()
+    check_wandb_installed(wanted)
