@@ -1,10 +1,13 @@
-"""Small token stores for tests, with given numbers as the ids of their documents."""
+"""Small token stores for tests: real ones, with given numbers as the ids of their documents, and
+one without files."""
 
 import hashlib
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from torchtitan_lite.data.token_store import (
     MANIFEST_FILE,
@@ -38,9 +41,10 @@ def write_store(
     recipe: StoreRecipe = RECIPE,
     *,
     shard_tokens: int = 10,
+    sizes: list[int] | None = None,
     starts: list[int] | None = None,
 ) -> Path:
-    """Write a store of `documents`, framed by BOS and EOS, in shards of `shard_tokens` ids.
+    """Write a store of `documents`, framed by BOS and EOS, in shards of `shard_tokens` or `sizes`.
 
     `starts` are the places of documents where they are not those of BOS.
     """
@@ -48,8 +52,9 @@ def write_store(
     ids = np.array(stream(documents), recipe.dtype)
     places = np.array(np.flatnonzero(ids == recipe.bos_id) if starts is None else starts)
     shards = []
-    for number, begin in enumerate(range(0, len(ids), shard_tokens)):
-        part = ids[begin : begin + shard_tokens]
+    sizes = sizes or [shard_tokens] * -(-len(ids) // shard_tokens)
+    for number, (begin, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
+        part = ids[begin : begin + size]
         here = places[(places >= begin) & (places < begin + len(part))] - begin
         files = {
             folder / tokens_file(number): part.tobytes(),
@@ -71,3 +76,25 @@ def write_store(
 def stream(documents: list[list[int]]) -> list[int]:
     """Return the ids of a store of `documents`."""
     return [i for ids in documents for i in (RECIPE.bos_id, *ids, RECIPE.eos_id)]
+
+
+SEQ_LEN = 4
+"""Tokens of a window of a `FakeStore`."""
+
+
+class FakeStore:
+    """The ids from `first` on, enough for `windows` windows and a `rest`."""
+
+    def __init__(self, windows: int, *, first: int = 0, rest: int = 0) -> None:
+        self.folder, self.fingerprint = Path("stores/fake"), f"{first:<064}"
+        self.first, self.tokens = first, windows * SEQ_LEN + 1 + rest
+        self.documents = 3
+        self.max_token_id = first + self.tokens - 1
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return self.first + starts[:, None] + np.arange(length)
+
+
+def windows_of(tokens: torch.Tensor) -> list[int]:
+    """Return the number of each window; those of a store whose first id is f begin at f / 4."""
+    return (tokens[:, 0] // SEQ_LEN).tolist()

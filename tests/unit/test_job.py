@@ -1,15 +1,15 @@
 """The facts of a run, derived from its config."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
+from sample_jobs import TOKENIZER
 
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.job import Job, TokenizerValues, build_job
+from torchtitan_lite.job import Job, build_job
 
-TOKENIZER = TokenizerValues(path="some.model", vocab_size=2256, bos_id=1, fingerprint="f" * 64)
+# ----- build_job -----
 
 
 def job_of(*, world_size: int = 1, vocab_size: int = 2256, **tables: dict[str, object]) -> Job:
@@ -21,26 +21,24 @@ def job_of(*, world_size: int = 1, vocab_size: int = 2256, **tables: dict[str, o
 @pytest.mark.parametrize(
     ("flavor", "vocab_size"), [("debugmodel", 2256), ("8B", 128256), ("405B", 128256)]
 )
-def test_the_vocabulary_is_the_flavors_or_for_the_debug_model_the_tokenizers(
-    flavor: str, vocab_size: int
-) -> None:
-    job = job_of(model={"flavor": flavor}, training={"seq_len": 4096})
-    assert (job.model_args.vocab_size, job.model_args.max_seq_len) == (vocab_size, 4096)
+def test_vocabulary_is_the_flavors_or_else_the_tokenizers(flavor, vocab_size):
+    args = job_of(model={"flavor": flavor}, training={"seq_len": 4096}).model_args
+    assert (args.vocab_size, args.max_seq_len) == (vocab_size, 4096)
 
 
-def test_with_a_document_mask_documents_begin_at_the_tokenizers_bos() -> None:
+def test_with_a_document_mask_documents_begin_at_the_tokenizers_bos():
     assert job_of().model_args.document_bos_id is None
     assert job_of(training={"document_mask": True}).model_args.document_bos_id == 1
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused():
     assert job_of(vocab_size=128256, model={"flavor": "8B"}).model_args.vocab_size == 128256
     message = r"\[model\] tokenizer_path = 'some.model' has 128257 ids, more than .* 128256"
     with pytest.raises(ConfigError, match=message):
         job_of(vocab_size=128257, model={"flavor": "8B"})
 
 
-def test_degrees_batches_and_shares_follow_from_the_config() -> None:
+def test_degrees_batches_and_shares_follow_from_the_config():
     job = job_of(
         world_size=24,
         training={
@@ -65,7 +63,10 @@ def test_degrees_batches_and_shares_follow_from_the_config() -> None:
     assert hparams["float8"] == "off"
 
 
-def test_chosen_values_are_written_with_a_comment_and_load_again(tmp_path: Path) -> None:
+# ----- choose, to_toml, hparams -----
+
+
+def test_chosen_values_are_written_with_a_comment_and_load_again(tmp_path):
     job = job_of(activation_checkpoint={"mode": "auto"})
     assert not job.to_toml().startswith("#")
     chosen = job.choose("activation_checkpoint", mode="selective", selective_ac_option="2")

@@ -23,7 +23,10 @@ def corpus(tmp_path):
     return path
 
 
-def test_from_text_to_a_window(tmp_path, corpus):
+# ----- prepare_data -----
+
+
+def test_from_text_to_a_window_and_to_damage(tmp_path, corpus):
     store = tmp_path / "store"
     made = prepare_data("make", corpus, store, "--text-field", "body")
     assert made.returncode == 0, made.stderr
@@ -37,10 +40,7 @@ def test_from_text_to_a_window(tmp_path, corpus):
     assert "in 100 documents" in inspected.stdout
     assert "'text number 0'\n'text number 1'" in inspected.stdout
 
-
-def test_damage(tmp_path, corpus):
-    store = tmp_path / "store"
-    prepare_data("make", corpus, store, "--text-field", "body")
+    # A damaged store is named.
     os.truncate(store / "tokens-00000.bin", 10)
     for command in ("verify", "inspect"):
         result = prepare_data(command, store)
@@ -49,34 +49,20 @@ def test_damage(tmp_path, corpus):
         assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "message"),
-    [
-        (["make", "nowhere", "store"], 3, "nowhere: does not exist"),
-        (["make", "corpus.jsonl", "store"], 3, 'corpus.jsonl, line 1: no field "text" among'),
-        (["make", "corpus.jsonl", "store", "--skip-bad", "99"], 3, "line 100: "),
-        (
-            ["make", "corpus.jsonl", "store", "--skip-bad", "100"],
-            3,
-            "corpus.jsonl holds 0 documents",
-        ),
-        (["make", "corpus.jsonl", "corpus.jsonl"], 3, "corpus.jsonl exists and is no token store"),
-        (["make", "corpus.jsonl", "corpus.jsonl/store"], 7, "corpus.jsonl/store"),
-        (["make", "corpus.jsonl", "store", "--tokenizer", "nowhere"], 3, "nowhere"),
-        (
-            ["make", "corpus.jsonl", "store", "--workers", "0"],
-            2,
-            "'0' is not a whole number of 1 or more",
-        ),
-        (["verify", "nowhere"], 3, "nowhere is missing; name the folder of a store"),
-        (["inspect", "nowhere"], 3, "nowhere is missing; name the folder of a store"),
-        ([], 2, "the following arguments are required"),
-    ],
-)
-def test_bad_inputs(corpus, monkeypatch, arguments, exit_code, message):
+@pytest.mark.parametrize(("words", "exit_code", "message"), [
+    ("make nowhere store", 3, "nowhere: does not exist"),
+    ("make corpus.jsonl store --skip-bad 99", 3, "line 100: "),
+    ("make corpus.jsonl corpus.jsonl/store", 7, "corpus.jsonl/store"),
+    ("make corpus.jsonl store --tokenizer nowhere", 3, "nowhere"),
+    ("make corpus.jsonl store --workers 0", 2, "'0' is not a whole number of 1 or more"),
+    ("verify nowhere", 3, "nowhere is missing; name the folder of a store"),
+    ("inspect nowhere", 3, "nowhere is missing; name the folder of a store"),
+    ("", 2, "the following arguments are required"),
+])  # fmt: skip
+def test_bad_inputs(corpus, monkeypatch, words, exit_code, message):
     monkeypatch.chdir(corpus.parent)
     before = sorted(corpus.parent.rglob("*"))
-    result = prepare_data(*arguments)
+    result = prepare_data(*words.split())
     assert result.returncode == exit_code, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -85,31 +71,17 @@ def test_bad_inputs(corpus, monkeypatch, arguments, exit_code, message):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
-def test_paths_that_are_not_text_and_letters_that_the_terminal_lacks(
-    tmp_path, monkeypatch, encoding
-):
+def test_paths_and_letters_that_the_terminal_lacks(tmp_path, monkeypatch, encoding):
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     texts, store = tmp_path / os.fsdecode(b"t\xff"), tmp_path / os.fsdecode(b"s\xff")
     texts.mkdir()
     (texts / os.fsdecode(b"\xe9.txt")).write_text("Größe\n")
     (texts / "b.jsonl").write_text("{")
-    results = [
-        prepare_data("make", texts, store, "--skip-bad", 1),
-        prepare_data("make", texts, store, "--skip-bad", 1),
-        prepare_data("verify", store),
-        prepare_data("inspect", store),
-    ]
+    make = ("make", texts, store, "--skip-bad", 1)
+    commands = (make, make, ("verify", store), ("inspect", store))
+    results = [prepare_data(*command) for command in commands]
     assert [result.returncode for result in results] == [0] * 4, results
     assert not any("Error" in result.stderr for result in results)
     assert "'Gr" in results[3].stdout
     missing = prepare_data("make", texts / os.fsdecode(b"\xfe"), store)
     assert missing.returncode == 3 and "does not exist" in missing.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["make", "--help"], ["verify", "--help"], ["inspect", "--help"]]
-)
-def test_help(arguments):
-    result = prepare_data(*arguments)
-    assert result.returncode == 0
-    assert result.stdout.startswith("usage: torchtitan-lite data")

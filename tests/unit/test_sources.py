@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data import sources
-from torchtitan_lite.data.datasets import DATASETS
+from torchtitan_lite.data.datasets import DATASETS, NamedDataset
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.errors import DataError
 
@@ -30,6 +30,9 @@ def documents(path: str, **options: str) -> list[str]:
     return list(open_source(path, **options).documents())
 
 
+# ----- open_source, documents, DATASETS -----
+
+
 def test_pystdlib_is_the_running_library():
     source = open_source("pystdlib")
     texts = list(source.documents())
@@ -41,42 +44,34 @@ def test_pystdlib_is_the_running_library():
 
 
 def test_pystdlib_without_packages_and_tests(tmp_path, monkeypatch):
-    write(
-        tmp_path,
-        {
-            "b.py": "b",
-            "a/z.py": "az",
-            "a/empty.py": "",
-            "odd.py": b"caf\xe9",
-            "LICENSE.txt": "no module",
-            "site-packages/x.py": "no",
-            "dist-packages/x.py": "no",
-            "test/x.py": "no",
-            "a/tests/x.py": "no",
-            "a/idle_test/x.py": "no",
-        },
-    )
+    skipped = ("site-packages", "dist-packages", "test", "a/tests", "a/idle_test")
+    files = {"b.py": "b", "a/z.py": "az", "a/empty.py": "", "odd.py": b"caf\xe9", "NO.txt": "no"}
+    write(tmp_path, files | {f"{folder}/x.py": "no" for folder in skipped})
     monkeypatch.setitem(DATASETS, "pystdlib", replace(DATASETS["pystdlib"], path=str(tmp_path)))
-    assert list(open_source("pystdlib").documents()) == ["az", "b", "caf"]
+    assert documents("pystdlib") == ["az", "b", "caf"]
+
+
+def test_a_dataset_is_a_row_of_the_table(tmp_path, monkeypatch):
+    write(tmp_path, {"a.jsonl": '{"body": "x"}', "b.txt": "y", "old/c.jsonl": "z"})
+    row = NamedDataset(str(tmp_path), (".jsonl",), frozenset({"old"}), text_field="body")
+    monkeypatch.setitem(DATASETS, "mine", row)
+    assert documents("mine") == ["x"]
+    assert open_source("mine").name == "mine"
 
 
 def test_all_readable_kinds(tmp_path):
-    write(
-        tmp_path,
-        {
-            "a.txt": "1",
-            "b.MD": "2",
-            "c.rst.gz": gzip.compress(b"3"),
-            "d.py.ZST": zstandard.compress(b"4"),
-            "e.jsonl": '{"text": "5"}',
-            "f.jsonl.gz": gzip.compress(b'{"text": "6"}'),
-            "g.jsonl.zst": zstandard.compress(b'{"text": "7"}'),
-            "h.bin": b"\xff",
-            "i.gz": b"\xff",
-            "j.txt.bz2": b"\xff",
-            "k.parquet.gz": b"\xff",
-        },
-    )
+    files = {
+        "a.txt": "1",
+        "b.MD": "2",
+        "c.rst.gz": gzip.compress(b"3"),
+        "d.py.ZST": zstandard.compress(b"4"),
+        "e.jsonl": '{"text": "5"}',
+        "f.jsonl.gz": gzip.compress(b'{"text": "6"}'),
+        "g.jsonl.zst": zstandard.compress(b'{"text": "7"}'),
+    }
+    others = dict.fromkeys(("h.bin", "i.gz", "j.txt.bz2", "k.parquet.gz"), b"\xff")
+    empty = {"0.txt": "", "dd.jsonl": "\n"}
+    write(tmp_path, files | others | empty)
     assert documents(str(tmp_path)) == list("1234567")
     assert documents(str(tmp_path / "d.py.ZST")) == ["4"]
 
@@ -102,26 +97,9 @@ def test_files_come_in_the_order_of_their_paths(tmp_path_factory, names):
     assert documents(str(folder)) == sorted(paths)
 
 
-def test_files_keep_every_character_but_the_byte_order_mark(tmp_path):
-    write(
-        tmp_path,
-        {
-            "a.txt": b"\xef\xbb\xbfone\r\n\ttwo \n\n",
-            "b.jsonl": b'\xef\xbb\xbf{"text": " three\\n"}\r\n',
-        },
-    )
-    assert documents(str(tmp_path)) == ["one\r\n\ttwo \n\n", " three\n"]
-
-
-def test_empty_files_and_lines_do_not_affect_the_next(tmp_path):
-    rows = ['{"text": "a"}', "", "  ", '{"text": "b"}', "", '{"text": "c"}']
-    write(tmp_path, {"a.jsonl": "\n".join(rows), "b.txt": "", "c.txt": "d", "d.jsonl": ""})
-    assert documents(str(tmp_path)) == ["a", "b", "c", "d"]
-
-
-def test_text_field(tmp_path):
-    write(tmp_path, {"a.jsonl": '{"body": "x", "text": 1}\n'})
-    assert documents(str(tmp_path / "a.jsonl"), text_field="body") == ["x"]
+def test_text_field_and_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", write(tmp_path, {"a.jsonl": '{"body": "x", "text": 1}\n'}))
+    assert documents("~/a.jsonl", text_field="body") == ["x"]
 
 
 def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
@@ -130,6 +108,9 @@ def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
     assert [next(texts), next(texts)] == ["good", "good"]
     with pytest.raises(DataError, match=rf"^{tmp_path}/b\.jsonl, line 3: empty text; fix it$"):
         next(texts)
+
+
+# ----- chunks, CHUNK_BYTES -----
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 40, 100, 10_000])
@@ -156,23 +137,12 @@ def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chun
     assert read() == whole
     assert (len(list(source.chunks())) > 1) == (chunk_bytes < 10_000)
     # Chunks can be read in any order, and again.
-    chunks = list(source.chunks())
-    backwards = [[(row.file, row.data, row.problem) for row in chunk()] for chunk in chunks[::-1]]
-    assert [row for chunk in backwards[::-1] for row in chunk] == whole
+    backwards = [list(chunk()) for chunk in [*source.chunks()][::-1]]
+    again = [row for chunk in backwards[::-1] for row in chunk]
+    assert [(row.file, row.data, row.problem) for row in again] == whole
 
 
-def test_a_dataset_is_a_row_of_the_table(tmp_path, monkeypatch):
-    write(tmp_path, {"a.jsonl": '{"body": "x"}', "b.txt": "y", "old/c.jsonl": "z"})
-    row = replace(
-        DATASETS["pystdlib"],
-        path=str(tmp_path),
-        endings=(".jsonl",),
-        text_field="body",
-        skipped_folders=frozenset({"old"}),
-    )
-    monkeypatch.setitem(DATASETS, "mine", row)
-    assert list(open_source("mine").documents()) == ["x"]
-    assert open_source("mine").name == "mine"
+# ----- open_source: links, other files, DataError -----
 
 
 def test_linked_files_and_folders_are_read(tmp_path):
@@ -184,86 +154,59 @@ def test_linked_files_and_folders_are_read(tmp_path):
     assert documents(str(corpus)) == ["a", "d", "b", "b", "d"]
 
 
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        documents(str(path))
+
+
 def test_a_link_that_leads_nowhere_is_refused(tmp_path):
     corpus = tmp_path / "corpus"
     write(corpus, {"a.txt": "a"})
     (corpus / "passed over.bin").symlink_to("nowhere")
     assert documents(str(corpus)) == ["a"]
     (corpus / "b.txt").symlink_to("nowhere")
-    with pytest.raises(
-        DataError, match=r"corpus/b\.txt: is a broken link, or no regular file; remove it"
-    ):
-        open_source(str(corpus))
+    refused(corpus, r"corpus/b\.txt: is a broken link, or no regular file; remove it")
     (corpus / "b.txt").unlink()
     (corpus / "b.txt").symlink_to("b.txt")
-    with pytest.raises(
-        DataError, match=r"corpus/b\.txt: cannot be read: Too many levels of symbolic links"
-    ):
-        open_source(str(corpus))
+    refused(corpus, r"corpus/b\.txt: cannot be read: Too many levels of symbolic links")
 
 
 def test_a_link_back_is_refused(tmp_path):
     write(tmp_path, {"a/b/c.txt": "c"})
     (tmp_path / "a" / "b" / "loop").symlink_to(tmp_path / "a")
-    with pytest.raises(
-        DataError, match="a/b/loop: is a link back to a folder that it is in; remove it"
-    ):
-        open_source(str(tmp_path))
+    refused(tmp_path, "a/b/loop: is a link back to a folder that it is in; remove it")
 
 
 @pytest.mark.timeout(20)
 def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"a\.txt: is a broken link, or no regular file"):
-        open_source(str(tmp_path))
-    with pytest.raises(DataError, match=r"a\.txt: is no file of"):
-        open_source(str(tmp_path / "a.txt"))
+    refused(tmp_path, r"a\.txt: is a broken link, or no regular file")
+    refused(tmp_path / "a.txt", r"a\.txt: is no file of")
 
 
-def test_stray_files_are_bad_rows_and_other_endings_are_counted(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(sources.logger, "propagate", True)
+def test_stray_files_are_bad_rows_and_other_endings_are_counted(tmp_path, notices):
     names = ("a.txt.gz", "b.md.ZST", "c.parquet")
     write(tmp_path, dict.fromkeys(names, b"no such format"))
     write(tmp_path, {"d.json.gz": b"", "x/e.json.gz": b"", "f.tar.bz2": b"", "README": b""})
     rows = [row for chunk in open_source(str(tmp_path)).chunks() for row in chunk()]
-    assert [(row.file, row.problem) for row in rows] == [
-        (f"{tmp_path}/a.txt.gz", "not a .gz file"),
-        (f"{tmp_path}/b.md.ZST", "not a .ZST file"),
-        (f"{tmp_path}/c.parquet", "not a .parquet file"),
-    ]
-    assert caplog.messages == [
-        f"{tmp_path}: 4 files with other endings are not read: 2 .json.gz, 1 .tar.bz2, "
-        "1 without one"
-    ]
+    problems = ("not a .gz file", "not a .ZST file", "not a .parquet file")
+    expected = [(f"{tmp_path}/{name}", text) for name, text in zip(names, problems, strict=True)]
+    assert [(row.file, row.problem) for row in rows] == expected
+    (message,) = notices.messages
+    assert message.startswith(f"{tmp_path}: 4 files with other endings ")
+    assert message.endswith(": 2 .json.gz, 1 .tar.bz2, 1 without one")
 
 
-def test_missing_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    message = rf"^{tmp_path}/none: does not exist; name a folder, or a file of \.txt \.md \.rst"
-    with pytest.raises(DataError, match=message):
-        open_source("none")
-
-
-@pytest.mark.parametrize("files", [{}, {"data.bin": "x", "README": "y"}])
-def test_folder_without_text(tmp_path, files):
-    with pytest.raises(
-        DataError,
-        match=rf"^{tmp_path}: holds 0 files of \.txt .* or \.parquet; name a file, or a folder",
-    ):
-        open_source(write(tmp_path, files))
-
-
-def test_file_of_another_kind(tmp_path):
-    with pytest.raises(
-        DataError, match=r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a folder"
-    ):
-        open_source(write(tmp_path, {"a.csv": "x"}) + "/a.csv")
-
-
-def test_only_empty_files(tmp_path):
-    source = open_source(write(tmp_path, {"a.txt": "", "b.jsonl": "\n"}))
-    with pytest.raises(DataError, match=f"^{tmp_path}: holds no text$"):
-        list(source.documents())
+@pytest.mark.parametrize(("files", "name", "message"), [
+    ({}, "none", r"/none: does not exist; name a folder, or a file of \.txt \.md \.rst"),
+    ({}, ".", r"^\.: holds 0 files of \.txt .* or \.parquet; name a file, or a folder"),
+    ({"data.bin": "x", "README": "y"}, ".", r"^\.: holds 0 files of "),
+    ({"a.csv": "x"}, "a.csv", r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a fol"),
+    ({"a.txt": "", "b.jsonl": "\n"}, ".", r"^\.: holds no text$"),
+])  # fmt: skip
+def test_what_holds_no_text_is_refused(tmp_path, monkeypatch, files, name, message):
+    monkeypatch.chdir(write(tmp_path, files))
+    refused(name, message)
 
 
 def test_file_that_vanishes(tmp_path):
@@ -283,13 +226,10 @@ def test_folder_that_cannot_be_listed(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", denying)
-    with pytest.raises(DataError, match="locked: cannot be read: Permission denied"):
-        open_source(str(tmp_path))
+    refused(tmp_path, "locked: cannot be read: Permission denied")
 
 
-def test_home_is_known(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", write(tmp_path, {"a.txt": "a"}))
-    assert documents("~/a.txt") == ["a"]
+# ----- fingerprint_now -----
 
 
 def test_fingerprint_follows_names_sizes_times_and_field(tmp_path):
