@@ -95,7 +95,7 @@ def read_tests(folder: Path) -> Results:
 def run_rows(folder: Path, seconds: float) -> list[str]:
     """Command of the benchmark's 8B rows."""
     words = ["--only", "8B", "--budget", f"{seconds:.0f}", "--out", str(folder / "bench.json")]
-    return [sys.executable, str(ROOT / "torchtitan-lite bench"), *words]
+    return [sys.executable, "-m", "torchtitan_lite", "bench", *words]
 
 
 def read_rows(folder: Path) -> Results:
