@@ -1,6 +1,5 @@
 """What is asked of a step, by which data sheet it is predicted, and which weights begin a run."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,81 +21,47 @@ from torchtitan_lite.config import (
     TrainingConfig,
 )
 from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.planner.meta_model import MetaModel, build_meta_model, planned_device
+from torchtitan_lite.planner.meta_model import build_meta_model, planned_device
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
+FLOAT8 = {"enable_float8_linear": True}
+ROWWISE = FLOAT8 | {"recipe_name": "rowwise"}
+ROWWISE_HP = FLOAT8 | {"recipe_name": "rowwise_with_gw_hp"}
+GATHER = FLOAT8 | {"enable_fsdp_float8_all_gather": True}
+SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 8, "ffn_dim": 128, "vocab_size": 64}
 
-def converted_names(meta: MetaModel) -> list[str]:
-    return [name for choice in meta.converted for name in choice.names]
+# ----- asked_of_step -----
 
 
 @pytest.mark.parametrize(
-    ("float8", "degrees", "expected"),
+    ("float8", "tied", "degrees", "expected"),
     [
-        ({}, (1, 2, 2), (0, 0, 0, 0)),
-        ({"enable_float8_linear": True}, (1, 2, 2), (14, 168, 0, 32)),
-        ({"enable_float8_linear": True, "recipe_name": "rowwise"}, (1, 2, 2), (14, 168, 0, 0)),
-        (
-            {"enable_float8_linear": True, "recipe_name": "rowwise_with_gw_hp"},
-            (1, 4, 1),
-            (14, 56, 0, 0),
-        ),
-        (
-            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True},
-            (2, 2, 1),
-            (14, 84, 2, 0),
-        ),
-        (
-            {"enable_float8_linear": True, "enable_fsdp_float8_all_gather": True},
-            (4, 1, 1),
-            (14, 84, 0, 0),
-        ),
-        (
-            {"enable_float8_linear": True, "filter_fqns": ("wk", "layers.1")},
-            (1, 2, 2),
-            (6, 72, 0, 12),
-        ),
-        (
-            {
-                "enable_float8_linear": True,
-                "enable_fsdp_float8_all_gather": True,
-                "convert_output": True,
-            },
-            (1, 2, 2),
-            (15, 180, 3, 36),
-        ),
+        ({}, False, (1, 2, 2), (0, 0, 0, 0)),
+        (FLOAT8, False, (1, 2, 2), (14, 168, 0, 32)),
+        (ROWWISE, False, (1, 2, 2), (14, 168, 0, 0)),
+        (ROWWISE_HP, False, (1, 4, 1), (14, 56, 0, 0)),
+        (GATHER, False, (2, 2, 1), (14, 84, 2, 0)),
+        (GATHER, False, (4, 1, 1), (14, 84, 0, 0)),
+        (FLOAT8 | {"filter_fqns": ("wk", "layers.1")}, False, (1, 2, 2), (6, 72, 0, 12)),
+        (GATHER | {"convert_output": True}, False, (1, 2, 2), (15, 180, 3, 36)),
+        (GATHER | {"convert_output": True}, True, (1, 4, 1), (15, 90, 2, 0)),  # not the output
     ],
 )
-def test_what_is_asked_of_a_step_follows_from_recipe_filters_and_degrees(
-    float8: dict[str, Any], degrees: tuple[int, int, int], expected: tuple[int, ...]
-) -> None:
-    args = ModelArgs(
-        dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=64, max_seq_len=32
-    )
+def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
+    float8, tied, degrees, expected
+):
     training = TrainingConfig(seq_len=32, local_batch_size=1, global_batch_size=8)
-    asking = Config(training=training, float8=Float8Config(**float8))
-    job = job_of(asking, args, degrees=degrees)
+    config = Config(training=training, float8=Float8Config(**float8))
+    job = job_of(config, ModelArgs(**SIZES, tie_embeddings=tied), degrees=degrees)
     meta = build_meta_model(job, emulate=True)
-    asked = asked_of_step(job, converted_names(meta), ledger=meta.ledger)
+    converted = [name for choice in meta.converted for name in choice.names]
+    asked = asked_of_step(job, converted, ledger=meta.ledger)
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
-
-
-def test_tied_embeddings_are_gathered_in_high_precision_also_for_a_float8_output() -> None:
-    float8 = Float8Config(
-        enable_float8_linear=True, enable_fsdp_float8_all_gather=True, convert_output=True
-    )
-    job = job_of(
-        Config(training=TrainingConfig(seq_len=32), float8=float8),
-        ModelArgs(dim=64, n_layers=2, n_heads=8, ffn_dim=128, vocab_size=64, tie_embeddings=True),
-        degrees=(1, 2, 1),
-    )
-    meta = build_meta_model(job, emulate=True)
-    assert type(meta.model.output) is Float8Linear
-    assert meta.model.output.weight is meta.model.tok_embeddings.weight
-    assert [is_gathered_in_float8(weight) for weight in meta.model.parameters()].count(True) == 14
-    asked = asked_of_step(job, converted_names(meta), ledger=meta.ledger)
-    assert (asked.linears, asked.fsdp_gathers) == (15, 2)  # of the blocks
+    if tied:
+        assert type(meta.model.output) is Float8Linear
+        assert meta.model.output.weight is meta.model.tok_embeddings.weight
+        assert sum(map(is_gathered_in_float8, meta.model.parameters())) == 14
 
 
 @pytest.mark.parametrize(
@@ -108,17 +73,28 @@ def test_tied_embeddings_are_gathered_in_high_precision_also_for_a_float8_output
         ("Some GPU", False, None),
     ],
 )
-def test_rates_are_not_guessed(
-    name: str, float8: bool, planned: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_device_guesses_no_rates(name, float8, planned, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    config = Config(
-        metrics=MetricsConfig(peak_tflops_bf16=800.0),
-        float8=Float8Config(enable_float8_linear=float8),
-    )
+    metrics = MetricsConfig(peak_tflops_bf16=800.0)
+    config = Config(metrics=metrics, float8=Float8Config(enable_float8_linear=float8))
     spec = planned_device(torch.device("cuda", 0), config)
     assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
     assert planned_device(torch.device("cpu"), config) is None
+
+
+# ----- build_checkpointer -----
+
+
+def loaded_weights(monkeypatch: pytest.MonkeyPatch, config: Config) -> list[str]:
+    """Build the checkpointer of a new run, and return what it loads weights from."""
+    loads: list[str] = []
+    checkpointer = SimpleNamespace(load_weights=lambda path, _: loads.append(str(path)))
+    monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: checkpointer)
+    mesh: Any = MagicMock(mesh_dim_names=("dp_shard",), shape=(1,))
+    parts: Any = (None, None)
+    cpu = torch.device("cpu")
+    build_checkpointer(job_of(config), *parts, mesh=mesh, device=cpu, resume=None)
+    return loads
 
 
 @pytest.mark.parametrize(
@@ -129,27 +105,13 @@ def test_rates_are_not_guessed(
         ({}, []),
     ],
 )
-def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(
-    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], loaded: list[str]
-) -> None:
-    loads: list[Path] = []
-    checkpointer = SimpleNamespace(load_weights=lambda path, _: loads.append(path))
-    monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: checkpointer)
+def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(monkeypatch, keys, loaded):
     checkpoint = CheckpointConfig(enable=True, **keys)
-    job = job_of(Config(model=ModelConfig(tokenizer_path="/llama"), checkpoint=checkpoint))
-    mesh: Any = MagicMock(mesh_dim_names=("dp_shard",), shape=(1,))
-    nothing: Any = None
-    build_checkpointer(job, nothing, nothing, mesh=mesh, device=torch.device("cpu"), resume=None)
-    assert loads == list(map(Path, loaded))
+    config = Config(model=ModelConfig(tokenizer_path="/llama"), checkpoint=checkpoint)
+    assert loaded_weights(monkeypatch, config) == loaded
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(500, False), (501, True)])
-def test_a_long_run_that_saves_nothing_says_so(
-    monkeypatch: pytest.MonkeyPatch, notices: pytest.LogCaptureFixture, steps: int, warned: bool
-) -> None:
-    monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: SimpleNamespace())
-    job = job_of(Config(training=TrainingConfig(steps=steps)))
-    mesh: Any = MagicMock(mesh_dim_names=("dp_shard",), shape=(1,))
-    nothing: Any = None
-    build_checkpointer(job, nothing, nothing, mesh=mesh, device=torch.device("cpu"), resume=None)
-    assert ("nothing is saved in 501 steps" in notices.text) == warned
+def test_a_long_run_that_saves_nothing_logs_so(monkeypatch, notices, steps, warned):
+    loaded_weights(monkeypatch, Config(training=TrainingConfig(steps=steps)))
+    assert (f"nothing is saved in {steps} steps" in notices.text) == warned

@@ -22,42 +22,29 @@ ROOT = Path(__file__).parents[2]
 MAIN = [sys.executable, "-m", "torchtitan_lite"]
 
 
-def run(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MAIN, *words],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([*MAIN, *words], cwd=cwd, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_help_has_one_form(name: str) -> None:
-    page = build_parser(name).format_help()
-    assert page.startswith("usage: ") and f"torchtitan-lite {name}" in page.split("\n")[0]
-    assert "\noptions:\n  -h, --help" in page
-    too_long = [line for line in page.splitlines() if len(line) > 100]
-    assert too_long == []
+# ----- build_parser, format_commands, run_command -----
 
 
-def test_the_help_of_the_program_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_help_has_one_form():
+    for name in COMMANDS:
+        page = build_parser(name).format_help()
+        assert page.startswith("usage: ") and f"torchtitan-lite {name}" in page.split("\n")[0]
+        assert "\noptions:\n  -h, --help" in page
+        assert [line for line in page.splitlines() if len(line) > 100] == []
+
+
+def test_the_help_of_the_program_lists_the_commands(capsys):
     assert run_command([]) is None
     assert capsys.readouterr().out == f"{format_commands()}\n"
     assert all(f"\n  {name}" in format_commands() for name in COMMANDS)
 
 
-def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys\nfrom torchtitan_lite.cli import *\n"
-        "format_commands(); [build_parser(name).format_help() for name in COMMANDS]\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
-
-
-def test_the_help_of_train_names_the_variables_and_the_keys() -> None:
+def test_the_help_of_train_names_the_variables_and_the_keys():
     page = build_parser("train").format_help()
     assert all(name in page for name in ("NGPU", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"))
     assert "--training.steps int (default: 1000)" in page
@@ -66,10 +53,8 @@ def test_the_help_of_train_names_the_variables_and_the_keys() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("plna", "plna is not a command of torchtitan-lite; did you mean plan"),
-        ("--verison", "--verison is not a command of torchtitan-lite; did you mean --version"),
+        ("--verison", "--verison is not a command of .* did you mean --version"),
         ("zzz", "zzz is not a command of torchtitan-lite; torchtitan-lite --help lists them"),
-        ("plan --serch", "plan: unrecognized arguments: --serch; did you mean --search"),
         ("plan --devise=L4", "unrecognized arguments: --devise=L4; did you mean --device"),
         ("train --steps 3", "unrecognized arguments: --steps 3; did you mean --training.steps"),
         ("train --training.stps 3", r"\[training\] stps = 3 .* did you mean \[training\] steps"),
@@ -79,21 +64,32 @@ def test_the_help_of_train_names_the_variables_and_the_keys() -> None:
         ("data mak", "invalid choice: 'mak' .*did you mean make"),
         ("data make a b --worker 2", "unrecognized arguments: --worker 2; did you mean --workers"),
         ("tokenizer", "tokenizer: the following arguments are required: --output; --help shows"),
-        ("completion fish", "invalid choice: 'fish'"),
     ],
 )
-def test_a_mistyped_word_gets_a_hint(line: str, message: str) -> None:
+def test_a_mistyped_word_gets_a_hint(line, message):
     with pytest.raises(ConfigError, match=message):
         run_command(shlex.split(line))
 
 
-def test_an_error_is_one_line_and_exit_code_2() -> None:
-    result = run("plan", "--serch")
+def test_an_error_is_one_line_and_exit_code_2(tmp_path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "random.py").write_text("raise SystemExit('shadowed')")
+    result = run("train", "--job.config_file", "debug_model", "--training.steps=-1", cwd=folder)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
+    assert re.fullmatch(r"\[training\] steps = -1 .* at least 1\S*\n", result.stderr)
 
 
-def test_keys_of_the_config_are_split_from_a_commands_own_words() -> None:
+def test_a_script_is_the_same_as_its_command():
+    script = [sys.executable, str(ROOT / "scripts/plan.py"), "--help"]
+    result = subprocess.run(script, cwd="/", capture_output=True, text=True)
+    assert result.stdout == build_parser("plan").format_help()
+
+
+# ----- split_keys, Parser, find_config -----
+
+
+def test_keys_of_the_config_are_split_from_a_commands_own_words():
     words = "run --checkpoint.enable --tps 5 --training.steps 3 --model.flavor=8B text --a.b -1"
     own, keys = split_keys(words.split())
     assert own == ["run", "--tps", "5", "text"]
@@ -102,16 +98,14 @@ def test_keys_of_the_config_are_split_from_a_commands_own_words() -> None:
     assert split_keys(words.split())[0] == ["run", "a", "b"]
 
 
-def test_options_may_stand_between_other_words() -> None:
+def test_options_may_stand_between_other_words():
     args = build_parser("generate").parse(["runs/a", "--temperature", "0.8", "def main("])
     assert (str(args.source), args.prompts, args.temperature) == ("runs/a", ["def main("], 0.8)
     args = build_parser("compare").parse(["a", "--last", "5", "b"])
     assert [*map(str, args.runs)] == ["a", "b"]
 
 
-def test_a_shipped_config_is_found_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_config_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in shipped_configs():
         assert find_config(name).is_file() and find_config(f"{name}.toml") == find_config(name)
@@ -125,20 +119,7 @@ def test_a_shipped_config_is_found_by_its_name(
     assert find_config("elsewhere/llama3_8b") == Path("elsewhere/llama3_8b")
 
 
-@pytest.mark.timeout(200)
-def test_a_folder_with_spaces_and_a_module_named_random(tmp_path: Path) -> None:
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    (folder / "random.py").write_text("raise SystemExit('shadowed')")
-    result = run("train", "--job.config_file", "debug_model", "--training.steps=-1", cwd=folder)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "[training] steps = -1 (from the command line): must be at least 1" in result.stderr
-
-
-def test_a_script_is_the_same_as_its_command() -> None:
-    script = [sys.executable, str(ROOT / "scripts/plan.py"), "--help"]
-    result = subprocess.run(script, cwd="/", capture_output=True, text=True, timeout=60)
-    assert result.stdout == build_parser("plan").format_help()
+# ----- completion -----
 
 
 def expect(terminal: int, text: str) -> None:
@@ -159,7 +140,7 @@ SHELLS = {
 
 
 @pytest.mark.parametrize("name", SHELLS)
-def test_completion_in_a_real_shell(name: str, tmp_path: Path) -> None:
+def test_completion_in_a_real_shell(name, tmp_path):
     script = run("completion", name)
     assert (script.returncode, script.stderr) == (0, "")
     if not shutil.which(name):

@@ -1,5 +1,5 @@
-"""JSON documents with a hash of their fields. Those of checkpoints and token stores have more tests
-of their own."""
+"""JSON documents with a hash of their fields. Checkpoints and token stores have more tests of
+theirs."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -31,51 +31,40 @@ SAMPLE = Sample((1, 2), {"a": 3})
 SCHEMA = TypeAdapter(Sample)
 
 
-def test_a_document_is_read_as_it_was_written(tmp_path):
+def test_write_document_and_validate_document(tmp_path):
     path = tmp_path / "sample.json"
     write_document(path, {"format": 7, **asdict(SAMPLE)})
     fields = read_json_object(path)
     assert fields["format"] == 7
     assert validate_document(fields, SCHEMA, drop={"format"}) == SAMPLE
-
-
-def test_a_byte_order_mark_is_passed_over():
-    assert parse_toml(b"\xef\xbb\xbf[job]\nsteps = 2") == {"job": {"steps": 2}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sizes": [1, 3]}, "^its contents have changed$"),
-        ({"sha256": None}, "^its contents have changed$"),
-        ({"extra": 1}, "^its contents have changed$"),
-    ],
-)
-def test_a_changed_document_is_refused(changes, message):
-    fields = asdict(SAMPLE)
-    with pytest.raises(ValueError, match=message):
-        validate_document(fields | {"sha256": hash_fields(fields)} | changes, SCHEMA, drop=set())
+    for change in ({"sizes": [1, 3]}, {"sha256": None}):
+        with pytest.raises(ValueError, match="^its contents have changed$"):
+            validate_document(fields | change, SCHEMA, drop={"format"})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sizes": [-1]}, r"^sizes\.0: Input should be greater than or equal to 0$"),
-        ({"sizes": ["1"]}, r"^sizes\.0: Input should be a valid integer$"),
-        ({"extra": 1}, "^extra: Unexpected keyword argument$"),
-        ({"by_name": {"x\ny": None}}, r"^by_name\.x y: Input should be a valid integer$"),
+        ({"sizes": [-1]}, r"^sizes\.0: .* greater than or equal to 0$"),
+        ({"sizes": ["1"]}, r"^sizes\.0: .* valid integer$"),
+        ({"extra": 1}, "^extra: Unexpected"),
+        ({"by_name": {"x\ny": None}}, r"^by_name\.x y: .* valid integer$"),
     ],
 )
-def test_a_document_of_other_fields_is_refused_on_one_line(changes, message):
+def test_validate_document_refuses_other_fields_on_one_line(changes, message):
     fields = asdict(SAMPLE) | changes
     with pytest.raises(ValueError, match=message):
         validate_document(fields | {"sha256": hash_fields(fields)}, SCHEMA, drop=set())
 
 
-def test_only_small_regular_files_are_read(tmp_path):
+def test_parse_toml_passes_over_a_byte_order_mark():
+    assert parse_toml(b"\xef\xbb\xbf[job]\nsteps = 2") == {"job": {"steps": 2}}
+
+
+def test_read_regular_reads_only_small_regular_files(tmp_path):
     (tmp_path / "x").write_bytes(b"12345")
     assert read_regular(tmp_path / "x", max_bytes=5) == b"12345"
-    with pytest.raises(ValueError, match="^has 5 bytes, and the limit is 4$"):
+    with pytest.raises(ValueError, match="5 bytes, .* 4$"):
         read_regular(tmp_path / "x", max_bytes=4)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="^is not a regular file$"):
@@ -83,7 +72,7 @@ def test_only_small_regular_files_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [("[]", "^not a JSON object$"), ("{", "^not JSON: ")])
-def test_only_json_objects_are_read(tmp_path, text, message):
+def test_read_json_object_refuses_other_values(tmp_path, text, message):
     (tmp_path / "x").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_json_object(tmp_path / "x")

@@ -12,30 +12,37 @@ class Killed(BaseException):
     """The end of the process."""
 
 
+@pytest.fixture
+def old(tmp_path):
+    """A file that says "old", alone in its folder."""
+    path = tmp_path / "x.json"
+    path.write_text("old")
+    return path
+
+
 @pytest.mark.parametrize("content", ["neü", b"new"])
-def test_a_file_is_replaced(tmp_path, content):
-    path = tmp_path / "x.json"
-    path.write_text("old")
-    replace_file(path, content)
-    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
-    assert list(tmp_path.iterdir()) == [path]
+def test_replace_file(old, content):
+    replace_file(old, content)
+    assert old.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert list(old.parent.iterdir()) == [old]
 
 
-def test_a_disk_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    path.write_text("old")
+@pytest.mark.parametrize(
+    ("error", "files"),
+    [(OSError(28, "No space left on device"), 1), (Killed(), 2)],  # a kill leaves the draft
+)
+def test_replace_file_leaves_the_old_file_if_it_fails(old, monkeypatch, error, files):
+    def fail(descriptor):
+        raise error
 
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        replace_file(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(type(error)):
+        replace_file(old, "new")
+    assert old.read_text() == "old"
+    assert len(list(old.parent.iterdir())) == files
 
 
-def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(
+def test_replace_file_syncs_the_content_before_the_rename_and_then_the_folder(
     tmp_path, monkeypatch
 ):
     path = tmp_path / "x.json"
@@ -52,48 +59,30 @@ def test_the_content_is_on_disk_before_the_name_and_the_name_before_the_return(
     assert (replaced, last) == (False, (str(tmp_path), True))
 
 
-def test_a_kill_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    path.write_text("old")
-
-    def killed(descriptor):
-        raise Killed
-
-    monkeypatch.setattr(os, "fsync", killed)
-    with pytest.raises(Killed):
-        replace_file(path, "new")
-    assert path.read_text() == "old"
-
-
-def test_only_folders_are_synced_as_folders(tmp_path):
-    fsync_folder(tmp_path)
-    (tmp_path / "x").touch()
+def test_fsync_folder_refuses_a_file(old):
+    fsync_folder(old.parent)
     with pytest.raises(NotADirectoryError):
-        fsync_folder(tmp_path / "x")
+        fsync_folder(old)
 
 
-def test_a_hash_of_sources_changes_with_names_and_contents_of_python_files_only(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner/a.py").write_text("x = 1")
+def test_hash_sources_changes_with_names_and_contents_of_python_files_only(tmp_path):
+    file = tmp_path / "inner/a.py"
+    file.parent.mkdir()
+    file.write_text("x = 1")
     first = hash_sources(tmp_path)
     (tmp_path / "inner/notes.txt").write_text("x = 2")
-    (tmp_path / "inner/__pycache__").mkdir()
     assert hash_sources(tmp_path) == first
-    (tmp_path / "inner/a.py").rename(tmp_path / "inner/b.py")
+    file = file.rename(tmp_path / "inner/b.py")
     assert hash_sources(tmp_path) != first
-    (tmp_path / "inner/b.py").rename(tmp_path / "inner/a.py")
-    (tmp_path / "inner/a.py").write_text("x = 3")
+    file.rename(tmp_path / "inner/a.py").write_text("x = 3")
     assert hash_sources(tmp_path) != first
 
 
-def test_a_folder_is_removed_and_of_a_link_the_link_alone(tmp_path):
+def test_remove_folder_removes_only_the_link_of_a_link(tmp_path):
     folder, link = tmp_path / "folder", tmp_path / "link"
-    folder.mkdir()
-    (folder / "mine").touch()
+    (folder / "inner").mkdir(parents=True)
     link.symlink_to(folder)
     remove_folder(link)
-    assert not link.is_symlink() and (folder / "mine").exists()
+    assert not link.is_symlink() and (folder / "inner").exists()
     remove_folder(folder)
     assert list(tmp_path.iterdir()) == []

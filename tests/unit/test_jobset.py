@@ -1,7 +1,6 @@
 """docs/jobset.yaml starts the launchers of one run, and restarts a run that has stopped."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,30 +13,18 @@ FILE = Path(__file__).parents[2] / "docs/jobset.yaml"
 
 
 @pytest.fixture(scope="module")
-def jobset() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text())
-
-
-@pytest.fixture(scope="module")
-def job(jobset: dict[str, Any]) -> dict[str, Any]:
-    """The only kind of job."""
-    ((template, replicas),) = [
-        (each["template"], each["replicas"]) for each in jobset["spec"]["replicatedJobs"]
-    ]
-    assert replicas == 1
-    return template["spec"]
-
-
-@pytest.fixture(scope="module")
-def container(job: dict[str, Any]) -> dict[str, Any]:
-    """The only container of a pod."""
+def jobset():
+    """The page, its only kind of job, and the only container of its pods."""
+    page = yaml.safe_load(FILE.read_text())
+    (jobs,) = page["spec"]["replicatedJobs"]
+    assert jobs["replicas"] == 1
+    job = jobs["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    return container
+    return page, job, container
 
 
-def test_each_pod_is_a_node_of_one_run(
-    jobset: dict[str, Any], job: dict[str, Any], container: dict[str, Any]
-) -> None:
+def test_jobset_makes_each_pod_a_node_of_one_run(jobset):
+    page, job, container = jobset
     assert (job["completionMode"], job["parallelism"]) == ("Indexed", job["completions"])
     env = {each["name"]: each.get("value") for each in container["env"]}
     assert all(f"  {name} " in VARIABLES for name in env.keys() - {"TORCHINDUCTOR_CACHE_DIR"})
@@ -47,7 +34,7 @@ def test_each_pod_is_a_node_of_one_run(
 
     words = [*container["command"], *container["args"]]
     assert words[:2] == ["torchtitan-lite", "train"]
-    name, (nodes,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    name, (nodes,) = page["metadata"]["name"], page["spec"]["replicatedJobs"]
     for node_rank in range(job["completions"]):
         run = Launch(env | {"NODE_RANK": str(node_rank)}, words[2:], columns=0)
         assert (run.nnodes, run.node_rank) == (job["completions"], node_rank)
@@ -59,19 +46,15 @@ def test_each_pod_is_a_node_of_one_run(
     assert config.checkpoint.enable
 
     # What outlives a pod is on the volume that all pods share.
-    (shared,) = [
-        each["name"]
-        for each in job["template"]["spec"]["volumes"]
-        if "persistentVolumeClaim" in each
-    ]
+    volumes = job["template"]["spec"]["volumes"]
+    (shared,) = [each["name"] for each in volumes if "persistentVolumeClaim" in each]
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     for path in (config.job.dump_folder, env["TORCHINDUCTOR_CACHE_DIR"]):
         assert path and path.startswith(mounts[shared] + "/")
 
 
-def test_a_stopped_run_has_time_to_save_and_restarts_without_limit(
-    jobset: dict[str, Any], job: dict[str, Any], container: dict[str, Any]
-) -> None:
+def test_jobset_gives_a_stopped_run_time_to_save_and_restarts_it_without_limit(jobset):
+    page, job, container = jobset
     pod = job["template"]["spec"]
     run = Launch({"CUDA_VISIBLE_DEVICES": ""}, [], columns=0)
     timeout = run.worker_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
@@ -81,6 +64,6 @@ def test_a_stopped_run_has_time_to_save_and_restarts_without_limit(
     assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
     codes = {"containerName": container["name"], "operator": "In", "values": [STOPPED_EXIT_CODE]}
     assert job["podFailurePolicy"] == {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
-    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    (rule,) = page["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]

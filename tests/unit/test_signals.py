@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,12 @@ class Blocked:
         )
         assert self.read() == 0
 
+    def send(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            self.process.send_signal(number)
+
     def read(self) -> int:
         """Return the next number that it prints."""
-        assert self.process.stdout is not None
         return int(self.process.stdout.readline())
 
     def lives(self) -> bool:
@@ -58,42 +60,38 @@ class Blocked:
         return self.process.poll() is None
 
 
+# ----- StopSignal -----
+
+
 @pytest.fixture
-def patient() -> Iterator[Blocked]:
-    """A process for which a second SIGTERM only repeats the request."""
-    blocked = Blocked(1000)
+def blocked(request):
+    """The process; for it, a second SIGTERM only repeats the request, unless a test says so."""
+    blocked = Blocked(getattr(request, "param", 1000))
     yield blocked
     blocked.process.kill()
+    blocked.process.wait()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_a_request_and_a_second_sigint_kills(
-    patient: Blocked, sent: signal.Signals
-) -> None:
-    patient.process.send_signal(sent)
-    assert patient.read() == sent
-    assert patient.lives()
-    patient.process.send_signal(signal.SIGINT)
-    assert patient.process.wait() == -signal.SIGKILL
-
-
-def test_a_sigterm_that_comes_again_at_once_repeats_the_request(patient: Blocked) -> None:
-    patient.process.send_signal(signal.SIGINT)
-    assert patient.read() == signal.SIGINT
-    patient.process.send_signal(signal.SIGTERM)
-    assert patient.lives()
-
-
-def test_a_later_sigterm_kills() -> None:
-    blocked = Blocked(0)
-    blocked.process.send_signal(signal.SIGTERM)
-    assert blocked.read() == signal.SIGTERM
-    blocked.process.send_signal(signal.SIGTERM)
+def test_the_first_signal_is_a_request_and_a_second_sigint_kills(blocked, sent):
+    blocked.send(sent)
+    assert blocked.read() == sent
+    assert blocked.lives()
+    blocked.send(signal.SIGTERM)
+    assert blocked.lives()  # it came again at once
+    blocked.send(signal.SIGINT)
     assert blocked.process.wait() == -signal.SIGKILL
 
 
-def test_other_signals_that_python_handles_are_no_request(patient: Blocked) -> None:
-    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
-        patient.process.send_signal(number)
-    assert patient.read() == signal.SIGTERM
-    assert patient.lives()
+@pytest.mark.parametrize("blocked", [0], indirect=True)
+def test_a_later_sigterm_kills(blocked):
+    blocked.send(signal.SIGTERM)
+    assert blocked.read() == signal.SIGTERM
+    blocked.send(signal.SIGTERM)
+    assert blocked.process.wait() == -signal.SIGKILL
+
+
+def test_other_signals_that_python_handles_are_no_request(blocked):
+    blocked.send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM)
+    assert blocked.read() == signal.SIGTERM
+    assert blocked.lives()

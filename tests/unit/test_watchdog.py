@@ -1,5 +1,4 @@
-"""Ranks lost in every way, as small jobs of real processes. This process serves the store in
-torchrun's place."""
+"""The watchdog of a rank, in this process; tests/distributed has ranks that are really lost."""
 
 import json
 import os
@@ -7,8 +6,8 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -20,220 +19,112 @@ import torch.distributed as dist
 from torchtitan_lite.errors import RankLostError
 from torchtitan_lite.parallel import watchdog
 from torchtitan_lite.parallel.distributed import connect_store
-from torchtitan_lite.parallel.watchdog import Heartbeat, Watchdog, describe_place, is_rank_loss
-
-pytestmark = pytest.mark.timeout(40)
-WORKER = Path(__file__).with_name("watchdog_worker.py")
-ENV = os.environ | {
-    "MASTER_ADDR": "127.0.0.1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parents[2]),
-    "TORCHELASTIC_RESTART_COUNT": "1",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-HOST = socket.gethostname()
-WAITED = rf"rank 0 waited at step 7, agreement, in all_reduce \(process \d+ on {HOST}\)"
-
-
-class Job:
-    """Ranks that each run a command of the worker, and the store where they meet."""
-
-    def __init__(self, *commands: str) -> None:
-        self.store: dist.TCPStore | None = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
-        self.store.set("attempt-0/watchdog/failure", "rank 1: of an earlier attempt")
-        env = ENV | {"MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(len(commands))}
-        self.ranks = [
-            start(command, env=env | {"RANK": str(rank)}) for rank, command in enumerate(commands)
-        ]
-
-    def wait_ready(self) -> None:
-        for rank in self.ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n"
-
-    def end(self, *, kill: int | None = None) -> tuple[list[int], list[str]]:
-        """Return the exit code and the output of each rank. Rank `kill` is killed after rank 0 has
-        ended."""
-        if kill is not None:
-            self.ranks[0].wait()
-            self.ranks[kill].kill()
-        outputs = [rank.communicate()[0] for rank in self.ranks]
-        return [rank.returncode for rank in self.ranks], outputs
-
-
-def start(*commands: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, WORKER, *commands]
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-
-
-def explained(output: str) -> str:
-    (line,) = re.findall(r"^explained: (.*)$", output, re.MULTILINE)
-    return line
-
-
-def test_a_rank_asleep_is_named_and_ended() -> None:
-    (waiting, asleep), outputs = Job("join", "sleep").end()
-    cause = explained(outputs[0])
-    place = rf"at step 7, forward, at watchdog_worker.py:\d+ in work \(process \d+ on {HOST}\)"
-    assert re.fullmatch(rf"rank 1 is in no collective, but {place}; {WAITED}", cause)
-    assert (waiting, asleep) == (6, 6)
-    assert "rank: 1\n" in outputs[0]
-    assert re.search(
-        rf"^report: rank 0 \(process \d+ on {HOST}\): {re.escape(cause)}$", outputs[1], re.MULTILINE
-    )
-
-
-@pytest.mark.parametrize(
-    ("command", "verdict"), [("freeze", "was stopped and is killed now"), ("die", "has ended")]
+from torchtitan_lite.parallel.watchdog import (
+    Heartbeat,
+    Watchdog,
+    describe_place,
+    end_silent,
+    is_rank_loss,
 )
-def test_a_silent_rank_is_named_and_does_not_outlive_the_job(command: str, verdict: str) -> None:
-    codes, outputs = Job("join", command).end()
-    assert codes == [6, -signal.SIGKILL]
-    assert re.fullmatch(
-        rf"rank 1 {verdict}; last seen at step \d, .*; {WAITED}", explained(outputs[0])
-    )
 
-
-def test_a_silent_rank_is_found_where_the_others_would_wait_for_long() -> None:
-    codes, outputs = Job("wait", "freeze").end()
-    assert codes == [6, -signal.SIGKILL]
-    assert "rank 1 was stopped and is killed now; last seen at" in explained(
-        outputs[0]
-    )  # it failed by the kill
-
-
-def test_the_failure_of_another_rank_is_the_cause() -> None:
-    codes, outputs = Job("join", "fail").end()
-    assert codes == [6, 3]
-    assert re.fullmatch(rf"rank 1 \(process \d+ on {HOST}\): the text ended", explained(outputs[0]))
-
-
-def test_ranks_end_when_the_store_is_gone_but_not_once_they_have_closed() -> None:
-    job = Job("outlast", "close and outlast")
-    job.wait_ready()
-    job.store = None
-    codes, outputs = job.end()
-    assert codes == [6, 0]
-    assert (
-        "report: torchrun's store, on the host of rank 0, does not answer any more\n" in outputs[0]
-    )
+pytestmark = pytest.mark.timeout(60)
+BEAT = Heartbeat(pid=5, host="elsewhere", time=0, step=7, phase="forward", place="in all_reduce")
+BUSY = replace(BEAT, place="at train.py:9 in loss")
+SEEN = r"at step 7, forward, in all_reduce \(process 5 on elsewhere\)"
+STOPPED = {"stop_signal": SimpleNamespace(received=signal.SIGTERM)}
+ORPHAN = {"_torchrun": -1}
 
 
 @pytest.fixture
-def parent() -> Iterator[subprocess.Popen[str]]:
-    process = start("outlast", "stop on SIGTERM and outlast", env=ENV)
-    yield process
-    process.kill()
-
-
-def test_orphans_end_but_not_while_they_stop_on_a_signal(parent: subprocess.Popen[str]) -> None:
-    assert parent.stdout is not None
-    assert [parent.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
-    parent.kill()
-    lines = parent.stdout.read().splitlines()  # until both ranks, which share it, have ended
-    assert "report: torchrun, which had started this process, is gone" in lines
-    assert lines.count("outlasted") == 1
-
-
-def test_a_stop_before_the_ranks_have_joined_ends_a_rank_that_waits_for_another() -> None:
-    codes, outputs = Job("stop and join", "sleep first").end(kill=1)
-    assert codes[0] == 75
-    assert "report: stopped by a signal before the ranks joined\n" in outputs[0]
-
-
-def test_a_job_of_one_rank_that_serves_the_store_itself() -> None:
-    env = ENV | {
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "MASTER_PORT": "0",
-        "WORLD_SIZE": "1",
-        "RANK": "0",
-    }
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        env["MASTER_PORT"] = str(server.getsockname()[1])
-    assert start("join", env=env).wait() == 0
-
-
-def test_without_a_store_there_is_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**ENV, "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(watchdog, "START_SECONDS", 1)
-    monkeypatch.setattr(watchdog, "StopSignal", lambda: SimpleNamespace(received=0))
-    with pytest.raises(RankLostError, match="torchrun's store does not answer: .*127.0.0.1"):
-        Watchdog(report=print)
-
-
-def explain_here(
-    monkeypatch: pytest.MonkeyPatch, beats: Sequence[Heartbeat | None], *, alive: bool
-) -> RankLostError:
-    """Return the explanation of rank 0, this process, where the other ranks have posted `beats`."""
+def served(monkeypatch):
+    """The store, alone in a list, of a job of two ranks whose rank 0 is this process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {
-        **ENV,
-        "MASTER_PORT": str(store.port),
-        "RANK": "0",
-        "WORLD_SIZE": str(len(beats) + 1),
-    }.items():
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
+    env |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
-
-    def post(time: float) -> None:
-        for rank, beat in enumerate(beats, start=1):
-            if beat is not None:
-                connect_store(30).set(
-                    f"watchdog/heartbeat/{rank}", json.dumps(asdict(replace(beat, time=time)))
-                )
-
-    post(1.0)
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 30)  # on a busy machine two are too few
-    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: post(2.0 if alive else 1.0))
     monkeypatch.setattr(watchdog, "StopSignal", lambda: SimpleNamespace(received=0))
+    return [store]
+
+
+def post(beats: Sequence[Heartbeat | None], *, at: float) -> None:
+    """Post the heartbeats of the ranks from 1 on."""
+    store = connect_store(30)
+    for rank, beat in enumerate(beats, start=1):
+        if beat is not None:
+            store.set(f"watchdog/heartbeat/{rank}", json.dumps(asdict(replace(beat, time=at))))
+
+
+# ----- Watchdog: explain -----
+
+
+@pytest.mark.parametrize(
+    ("beats", "alive", "rank", "message"),
+    [
+        ([None], False, 1, "^rank 1 is silent; last seen never; rank 0 waited at step 0, start, "),
+        ([BEAT] * 8, False, 1, rf"^(rank \d is silent; last seen {SEEN}; ){{8}}rank 0 waited"),
+        ([BEAT] * 10, False, 1, rf"; rank 8 is silent; last seen {SEEN}; 2 more; rank 0 waited"),
+        ([replace(BEAT, stages=(1, 3))], False, 1, "at step 7, stage 1, stage 3, forward, in "),
+        ([BEAT], True, None, f"^rank 1 waits too, {SEEN}; rank 0 waited .* test_watchdog.py:"),
+        ([BEAT, BUSY], True, 2, "^rank 2 is in no collective, but at step 7, .* loss .*; rank 0 "),
+    ],
+)
+def test_silent_ranks_or_else_those_in_no_collective_are_named(
+    beats, alive, rank, message, served, monkeypatch
+):
+    def look(seconds: float) -> None:
+        post(beats, at=2.0 if alive else 1.0)
+
+    post(beats, at=1.0)
+    monkeypatch.setattr(watchdog.time, "sleep", look)
+    monkeypatch.setenv("WORLD_SIZE", str(len(beats) + 1))
     dog = Watchdog(report=print)
     try:
         raise RuntimeError("gloo")
     except RuntimeError as error:
-        return dog.explain(error)
+        lost = dog.explain(error)
+        assert lost.rank == rank
+        assert re.search(message, str(lost))
+        dog.fail("no text")
+        assert re.match(r"rank 0 \(process .*\): no text$", str(dog.explain(error)))
     finally:
         dog.close()
 
 
-BEAT = Heartbeat(pid=5, host="elsewhere", time=0, step=7, phase="forward", place="in all_reduce")
+@pytest.fixture
+def child(monkeypatch):
+    """A process that seems to have the same parent as this one."""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
 
 
-def test_of_many_silent_ranks_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = explain_here(monkeypatch, [None, *[BEAT] * 9], alive=False)
-    parts = str(lost).split("; ")
-    assert lost.rank == 1
-    assert parts[:4] == [
-        "rank 1 is silent",
-        "last seen never",
-        "rank 2 is silent",
-        "last seen at step 7, forward, in all_reduce (process 5 on elsewhere)",
-    ]
-    assert parts[-3] == "last seen at step 7, forward, in all_reduce (process 5 on elsewhere)"
-    assert parts[-2] == "2 more"
-    assert parts[-1].startswith("rank 0 waited at step 0, start, at test_watchdog.py:")
+@pytest.mark.parametrize(
+    ("sent", "state", "verdict"),
+    [
+        (signal.SIGCONT, "SR", "was silent and is killed now"),
+        (signal.SIGSTOP, "T", "was stopped and is killed now"),
+        (signal.SIGKILL, "Z", "has ended"),
+    ],
+)
+def test_end_silent_kills_a_process_of_this_host(sent, state, verdict, child, monkeypatch):
+    beat = replace(BEAT, pid=child.pid, host=socket.gethostname())
+    assert end_silent(None) == end_silent(replace(beat, host="elsewhere")) == "is silent"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getppid", lambda: -1)
+        assert end_silent(beat) == "has ended"  # another process has its number
+    child.send_signal(sent)
+    while Path(f"/proc/{child.pid}/stat").read_text().split(") ")[1][0] not in state:
+        time.sleep(0.01)
+    assert end_silent(beat) == verdict
+    assert child.wait() == -signal.SIGKILL
+    assert end_silent(beat) == "has ended"
 
 
-def test_a_rank_of_a_pipeline_is_named_with_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = explain_here(monkeypatch, [replace(BEAT, stages=(1, 3))], alive=False)
-    assert str(lost).startswith(
-        "rank 1 is silent; last seen at step 7, stage 1, stage 3, forward, in all_reduce "
-        "(process 5 on elsewhere); rank 0 waited at step 0, start, "
-    )
-
-
-def test_where_all_ranks_wait_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = explain_here(monkeypatch, [BEAT], alive=True)
-    assert lost.rank is None
-    assert str(lost).startswith(
-        "rank 1 waits too, at step 7, forward, in all_reduce (process 5 on elsewhere); rank 0 "
-    )
-
-
-def test_places_in_collectives_and_in_code() -> None:
+def test_describe_place_in_collectives_and_in_code():
     def code(file: str, function: str) -> CodeType:
         return cast(CodeType, SimpleNamespace(co_filename=file, co_name=function))
 
@@ -245,16 +136,63 @@ def test_places_in_collectives_and_in_code() -> None:
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        (
-            RuntimeError(
-                "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19127."
-            ),
-            True,
-        ),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("gloo"), False),
     ],
 )
-def test_errors_that_mean_a_lost_rank(error: Exception, verdict: bool) -> None:
+def test_is_rank_loss(error, verdict):
     assert is_rank_loss(error) is verdict
+
+
+# ----- Watchdog: the thread -----
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Exit code and cause with which a watchdog, which ticks fast, ends this process."""
+    ended: list[str] = []
+
+    def end(self: Watchdog, cause: str, exit_code: int = 6) -> None:
+        ended.append(f"{exit_code} {cause}")
+        self._closed.set()
+
+    monkeypatch.setattr(Watchdog, "_end", end)
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "EXTRA_SECONDS", 0)
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("own", "joined", "end"),
+    [
+        ({}, False, None),
+        (STOPPED, False, "75 stopped by a signal before the ranks joined$"),
+        (STOPPED | ORPHAN, True, None),  # the ranks save
+        (ORPHAN, True, "6 torchrun, .*, is gone$"),
+        ({"timeout_s": 0.1}, True, f"6 rank 0 .*: rank 1 is silent; last seen {SEEN}$"),
+    ],
+)
+def test_a_process_ends_when_torchrun_or_another_rank_is_gone(
+    own, joined, end, served, ended, monkeypatch
+):
+    monkeypatch.setattr(dist, "is_initialized", lambda: joined)
+    post([BEAT], at=1.0)
+    dog = Watchdog(report=print)
+    vars(dog).update(own)
+    dog._thread.join(0.3 if end is None else 40)
+    dog.close()
+    assert len(ended) == (end is not None)
+    assert end is None or re.match(end, ended[0])
+
+
+def test_a_process_ends_when_the_store_is_gone(served, ended, monkeypatch):
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.2)
+    dog = Watchdog(report=print)
+    served.clear()
+    dog._thread.join(40)
+    assert re.match("6 torchrun's store, on the host of rank 0, .* not answer any more$", ended[0])
+    monkeypatch.setattr(watchdog, "START_SECONDS", 0.2)
+    with pytest.raises(RankLostError, match="torchrun's store does not answer: .*127.0.0.1"):
+        Watchdog(report=print)
