@@ -1,52 +1,29 @@
-"""Reading checkpoints: the tensors come back bit by bit, and nothing that is in the files is
-run."""
+"""Reading checkpoints: tensors come back bit by bit, and nothing in the files is run."""
 
-import copyreg
 import io
 import os
 import pickle
 import random
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sample_checkpoints as samples
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sample_checkpoints import (
-    Payload,
-    add_manifest,
-    differing,
-    edit_manifest,
-    edit_table,
-    renew_manifest,
-    save,
-    small_tensors,
-    write_checkpoint,
-)
+from sample_checkpoints import differing, edit_manifest, edit_table, save, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtitan_lite.checkpoint.manifest import (
-    BrokenCheckpoint,
-    FileEntry,
-    TensorEntry,
-    read_manifest,
-)
-from torchtitan_lite.checkpoint.reading import (
-    NAMES,
-    SafePlanner,
-    SafeReader,
-    _Record,
-    _size,
-    _TableUnpickler,
-    first_failure,
-    verify_checkpoint,
-)
+from torchtitan_lite.checkpoint import reading
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, FileEntry, TensorEntry
+from torchtitan_lite.checkpoint.reading import SafePlanner, SafeReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -73,14 +50,14 @@ def refuses(checkpoint, reason):
 def set_table(checkpoint, content):
     """Replace the table, as one who can write into the folder could."""
     (checkpoint / ".metadata").write_bytes(content)
-    renew_manifest(checkpoint)
+    samples.renew_manifest(checkpoint)
 
 
 # ----- SafeReader -----
 
 
 def test_tensors_come_back(checkpoint):
-    expected, reader = small_tensors(10), SafeReader(checkpoint)
+    expected, reader = samples.small_tensors(10), SafeReader(checkpoint)
     assert differing(reader.read_whole(), expected) == []
     for name in ("model.b", "model.w"):
         assert differing(reader.read_whole([name]), {name: expected[name]}) == []
@@ -91,6 +68,9 @@ def test_tensors_come_back(checkpoint):
     }
     with pytest.raises(BrokenCheckpoint, match=r"^has no tensor model\.x$"):
         reader.read_whole(["model.x"])
+    os.truncate(checkpoint / SHARD, 100)
+    with pytest.raises(BrokenCheckpoint, match=r"^rank 0: \w+: .*\Z"):  # on one line
+        reader.read_whole()
 
 
 def test_sharded_tensors_come_back(tmp_path):
@@ -99,7 +79,7 @@ def test_sharded_tensors_come_back(tmp_path):
     whole = {"model.w": torch.randn(4, 6), "model.b": torch.arange(3)}
     sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     dcp.save(sharded, storage_writer=FileSystemWriter(tmp_path))
-    add_manifest(tmp_path, whole, 10)
+    samples.add_manifest(tmp_path, whole, 10)
     assert differing(SafeReader(tmp_path).read_whole(), whole) == []
     target = {name: torch.zeros_like(tensor) for name, tensor in sharded.items()}
     dcp.load(target, storage_reader=SafeReader(tmp_path), planner=SafePlanner())
@@ -113,17 +93,15 @@ def test_the_layout_of_the_writer_does_not_matter(tmp_path):
     save(tmp_path, halves)
 
     def join(table):
-        first, second = (table.state_dict_metadata.pop(name) for name in halves)
-        second.chunks[0].offsets = torch.Size((2, 0))
-        first.chunks += second.chunks
-        first.size = torch.Size((4, 3))
-        table.state_dict_metadata["w"] = first
-        infos = {index.fqn: info for index, info in table.storage_data.items()}
+        whole, _ = (table.state_dict_metadata.pop(name) for name in halves)
+        whole.size = torch.Size((4, 3))
+        whole.chunks += [part((2, 3), (2, 0))]
+        table.state_dict_metadata["w"] = whole
         offsets = {"a": (0, 0), "b": (2, 0)}
-        make = type(next(iter(table.storage_data)))
-        table.storage_data = {make("w", offsets[name]): infos[name] for name in halves}
+        places = table.storage_data.items()
+        table.storage_data = {replace(at, fqn="w", offset=offsets[at.fqn]): x for at, x in places}
 
-    add_manifest(tmp_path, {"w": torch.empty(4, 3)}, 10)
+    samples.add_manifest(tmp_path, {"w": torch.empty(4, 3)}, 10)
     edit_table(tmp_path, join)
     whole = {"w": torch.arange(12.0).reshape(4, 3)}
     assert differing(SafeReader(tmp_path).read_whole(), whole) == []
@@ -131,36 +109,25 @@ def test_the_layout_of_the_writer_does_not_matter(tmp_path):
     refuses(tmp_path, ".* it has 6 of the 12 elements of a tensor")
 
 
-def test_damaged_files_of_tensors(checkpoint):
-    os.truncate(checkpoint / SHARD, 100)
-    with pytest.raises(BrokenCheckpoint, match=r"^rank 0: \w+: ") as caught:
-        SafeReader(checkpoint).read_whole()
-    assert "\n" not in str(caught.value)
-
-
 # ----- SafeReader: tables that run code -----
 
 
-def test_a_table_cannot_change_the_classes_it_names(checkpoint):
-    """Pickle's BUILD sets attributes, of a class too: here `parent`, of every path in this
-    process."""
-    set_table(checkpoint, b"cpathlib\nPosixPath\n(N(S'parent'\nS'/evil'\ndtb.")
-    refuses(checkpoint, f"{NOT_A_TABLE}TypeError: .*__setstate__.*")
-    assert Path("/a/b").parent == Path("/a")
-
-
 def test_a_table_that_runs_code_is_refused(checkpoint, marker):
-    payload = pickle.dumps(Payload(marker))
+    payload = pickle.dumps(samples.Payload(marker))
     pickle.loads(payload)
     marker.rmdir()  # it works
     names = r"names posix\.mkdir, which no table of tensors does"
-    edit_table(checkpoint, lambda table: setattr(table, "planner_data", [Payload(marker)]))
+    edit_table(checkpoint, lambda table: setattr(table, "planner_data", [samples.Payload(marker)]))
     refuses(checkpoint, names)
     set_table(checkpoint, payload)
     refuses(checkpoint, names)
     assert not marker.exists()
     set_table(checkpoint, b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__base__'\ntR.")
     refuses(checkpoint, f"{NOT_A_TABLE}AttributeError: .*fields.*")  # getattr is none
+    # BUILD sets attributes, of a class too: here `parent`, of every path in this process.
+    set_table(checkpoint, b"cpathlib\nPosixPath\n(N(S'parent'\nS'/evil'\ndtb.")
+    refuses(checkpoint, f"{NOT_A_TABLE}TypeError: .*__setstate__.*")
+    assert Path("/a/b").parent == Path("/a")
 
 
 def set_places(table, fields):
@@ -171,42 +138,36 @@ def set_places(table, fields):
 
 def load_table(name, call=b""):
     module, _, function = name.rpartition(".")
-    return _TableUnpickler(io.BytesIO(f"c{module}\n{function}\n".encode() + call + b".")).load()
+    content = f"c{module}\n{function}\n".encode() + call + b"."
+    return reading._TableUnpickler(io.BytesIO(content)).load()
 
 
-@pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "os.system", "torch.hub"])
-def test_a_table_finds_only_names_that_tensors_need(name):
-    with pytest.raises(BrokenCheckpoint, match=f"names {name}, which no table of tensors does"):
-        load_table(name)
-
-
-def test_names_in_a_table_become_records():
-    records = {name: load_table(name, b"(Va\ntR") for name in NAMES}
-    other = [
-        name
-        for name, record in records.items()
-        if type(record) is not _Record or record.args != ("a",) or hasattr(record, "fields")
-    ]
-    assert other == []
+def test_a_table_finds_only_names_that_tensors_need_and_they_become_records():
+    for name in ("builtins.eval", "torch.load", "os.system", "torch.hub"):
+        with pytest.raises(BrokenCheckpoint, match=f"names {name}, which no table of tensors does"):
+            load_table(name)
+    records = {name: load_table(name, b"(Va\ntR") for name in reading.NAMES}
+    assert {type(record) for record in records.values()} == {reading._Record}
+    assert all(vars(record) == {"args": ("a",)} for record in records.values())
     # Pickled by Python 3.11.0 to 3.11.3 for members of enums, and by 3.13 for paths.
-    assert {"builtins.getattr", "pathlib._local.PosixPath"} <= NAMES
+    assert {"builtins.getattr", "pathlib._local.PosixPath"} <= reading.NAMES
 
 
 def test_an_entry_that_is_not_a_tensor_is_refused(tmp_path, marker):
     path = tmp_path / "entry"
-    save(path, {"model.w": torch.ones(2), "extra": Payload(marker)})
-    add_manifest(path, {"model.w": torch.ones(2)}, 10)
+    save(path, {"model.w": torch.ones(2), "extra": samples.Payload(marker)})
+    samples.add_manifest(path, {"model.w": torch.ones(2)}, 10)
     refuses(path, f"{NOT_A_TABLE}KeyError: 'offset'")
     options = {"storage_reader": FileSystemReader(path), "planner": SafePlanner(), "no_dist": True}
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"extra": 0}, **options)
-    assert first_failure(caught.value) == "rank 0: BrokenCheckpoint: extra is not a tensor"
+    assert reading.first_failure(caught.value) == "rank 0: BrokenCheckpoint: extra is not a tensor"
     assert not marker.exists()
 
 
 def test_a_tensor_that_runs_code_is_refused(checkpoint, marker):
     file = checkpoint / SHARD
-    torch.save(Payload(marker), file)
+    torch.save(samples.Payload(marker), file)
     torch.load(file, weights_only=False)
     marker.rmdir()  # it works
     whole = {"offset": 0, "length": file.stat().st_size}
@@ -261,47 +222,35 @@ def test_parts_that_do_not_make_a_tensor_are_refused(checkpoint, parts, reason):
 
 
 def test_empty_parts_may_share_a_place(checkpoint):
-    empty = part((0, 4), (3, 0))
-    describe(checkpoint, chunks=[part((3, 4), (0, 0)), empty, empty])
+    describe(checkpoint, chunks=[part((3, 4), (0, 0)), *2 * [part((0, 4), (3, 0))]])
     SafeReader(checkpoint)
 
 
 def test_tensors_that_are_larger_than_the_files_are_refused(checkpoint):
     size = torch.Size((2**45,))
     describe(checkpoint, "model.b", size=size, chunks=[part(size, (0,))])
-    tensors = read_manifest(checkpoint).tensors
+    tensors = reading.read_manifest(checkpoint).tensors
     edit_manifest(checkpoint, tensors=tensors | {"model.b": TensorEntry("bfloat16", tuple(size))})
     refuses(checkpoint, "has tensors of 70368744177716 bytes, and the files .*")
 
 
-def test_a_size_of_another_kind_is_refused(checkpoint):
+def test_a_size_or_data_type_of_another_kind_is_refused(checkpoint):
     describe(checkpoint, size=[10**30, 0])
     refuses(checkpoint, f"{NOT_A_TABLE}AttributeError: 'list'.*")
     for lengths in [(10**30, 0), (2**63,), (-1, 2), (0.5,), (True, 1), ("3", 4)]:
         with pytest.raises(ValueError, match="^the size of a tensor is not of whole numbers$"):
-            _size(_Record(lengths))
-    assert _size(_Record((2**63 - 1, 0) * 32)) == torch.Size((2**63 - 1, 0) * 32)
+            reading._size(reading._Record(lengths))
+    assert reading._size(reading._Record((2**63 - 1, 0) * 32)) == torch.Size((2**63 - 1, 0) * 32)
     with pytest.raises(ValueError, match="^a tensor has 65 dimensions$"):
-        _size(_Record([1] * 65))
-
-
-def test_a_table_of_another_data_type_is_refused(checkpoint):
-    def lie(table):
-        table.state_dict_metadata["model.w"].properties.dtype = "save"
-
-    edit_table(checkpoint, lie)
+        reading._size(reading._Record([1] * 65))
+    describe(checkpoint, size=torch.Size((3, 4)), properties=TensorProperties("save"))
     refuses(checkpoint, f"{NOT_A_TABLE}.*: a tensor has no data type of torch")
 
 
 def test_a_table_that_differs_from_the_manifest_is_refused(checkpoint):
-    def rename(table):
-        table.state_dict_metadata["model.z"] = table.state_dict_metadata.pop("model.w")
-
-    edit_table(checkpoint, rename)
+    edit_table(checkpoint, lambda table: table.state_dict_metadata.pop("model.w"))
     refuses(checkpoint, r"model\.w is not as in the manifest")
-    files = read_manifest(checkpoint).files
-    del files[".metadata"]
-    edit_manifest(checkpoint, files=files)
+    edit_manifest(checkpoint, files={})
     refuses(checkpoint, "its contents have changed")
 
 
@@ -312,7 +261,7 @@ def test_a_table_that_differs_from_the_manifest_is_refused(checkpoint):
 def test_damaged_tables(checkpoint, content):
     (checkpoint / ".metadata").write_bytes(content)
     refuses(checkpoint, "its contents have changed")
-    renew_manifest(checkpoint)
+    samples.renew_manifest(checkpoint)
     refuses(checkpoint, rf"{NOT_A_TABLE}\w+: .*")
     (checkpoint / ".metadata").unlink()
     refuses(checkpoint, "No such file or directory")
@@ -321,23 +270,16 @@ def test_damaged_tables(checkpoint, content):
 # ----- read_table, verify_checkpoint: bounded memory -----
 
 
-class SharingPickler(pickle.Pickler):
-    """Pickles every part of a tensor as one that has the same, large dictionary of fields."""
+class SharingPart:
+    """Pickled as a part of a tensor; all share a large dictionary of fields."""
 
     fields = {f"field {number}": number for number in range(5000)}
 
-    def reducer_override(self, thing):
-        if not isinstance(thing, ChunkStorageMetadata):
-            return NotImplemented
-        return copyreg.__newobj__, (ChunkStorageMetadata,), self.fields
+    def __reduce__(self):
+        return ChunkStorageMetadata, ((), ()), self.fields
 
 
-def quadratic_table():
-    table = io.BytesIO()
-    SharingPickler(table).dump([part((), ()) for _ in range(20_000)])
-    return table.getvalue()
-
-
+QUADRATIC = pickle.dumps([SharingPart() for _ in range(20_000)])
 HUGE = (2**40).to_bytes(8, "little")
 HOSTILE_TABLES = {
     "LONG_BINPUT": (b"Nr\xff\xff\xff\x7f.", "holds the opcode LONG_BINPUT, which no table"),
@@ -349,7 +291,7 @@ HOSTILE_TABLES = {
     "BINUNICODE8": (b"\x8d" + HUGE + b".", f"{NOT_A_TABLE}ValueError: expected 10995"),
     "LONG4": (b"\x8b\xff\xff\xff\x7f.", f"{NOT_A_TABLE}ValueError: not enough data"),
     "FRAME": (b"\x95" + HUGE + b".", f"{NOT_A_TABLE}UnpicklingError: pickle data was trunc"),
-    "fields": (quadratic_table(), f"{NOT_A_TABLE}AttributeError: 'list' object has no"),
+    "fields": (QUADRATIC, f"{NOT_A_TABLE}AttributeError: 'list' object has no"),
 }
 
 
@@ -379,7 +321,7 @@ def test_flipped_bits_in_a_table_end_in_a_message_or_in_the_same_tensors(checkpo
         flipped[flips.randrange(len(table))] ^= 1 << flips.randrange(8)
         set_table(checkpoint, flipped)
         try:
-            assert differing(SafeReader(checkpoint).read_whole(), small_tensors(10)) == []
+            assert differing(SafeReader(checkpoint).read_whole(), samples.small_tensors(10)) == []
             read += 1
         except BrokenCheckpoint as broken:
             assert re.match(known, str(broken)) and "MemoryError" not in str(broken)
@@ -387,17 +329,15 @@ def test_flipped_bits_in_a_table_end_in_a_message_or_in_the_same_tensors(checkpo
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.parametrize("name", ["manifest.json", ".metadata", SHARD, "rank-00000.json"])
-def test_only_regular_files_are_read(checkpoint, little_memory, name, kind):
-    if name != "manifest.json":
-        edit_manifest(checkpoint, files=read_manifest(checkpoint).files | {name: FileEntry(0, "")})
+def test_only_regular_files_are_read(checkpoint, little_memory, name, make):
+    files = reading.read_manifest(checkpoint).files
+    if name in files:
+        edit_manifest(checkpoint, files=files | {name: FileEntry(0, "")})
     (checkpoint / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(checkpoint / name)
-    else:
-        (checkpoint / name).symlink_to("/dev/zero")
-    [problem] = verify_checkpoint(checkpoint, hashes=True)
+    make(checkpoint / name)
+    [problem] = reading.verify_checkpoint(checkpoint, hashes=True)
     assert re.fullmatch(rf"{name}:? is not a regular file", problem)
     if name == ".metadata":
         refuses(checkpoint, f"{NOT_A_TABLE}ValueError: is not a regular file")

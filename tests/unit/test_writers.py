@@ -6,7 +6,9 @@ import math
 import os
 import re
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from fake_wandb import FakeWandb
@@ -39,10 +41,8 @@ def build(folder: Path, metrics: MetricsConfig | None = None, **options):
 
 
 def read_lines(path) -> list[dict]:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    refuse = Mock(side_effect=ValueError("not strict JSON"))
+    return [json.loads(line, parse_constant=refuse) for line in path.open()]
 
 
 def write_steps(writer, steps) -> None:
@@ -102,17 +102,10 @@ def test_console_shows_the_casts_that_lost_most(notices):
 
 
 @pytest.mark.parametrize(
-    ("columns", "left_out"),
-    [
-        (137, []),
-        (136, ["time"]),
-        (100, ["time", "mem"]),
-        (99, ["time", "mem", "grad_norm"]),
-        (80, ["time", "mem", "grad_norm", "tflops"]),
-        (1, ["time", "mem", "grad_norm", "tflops"]),
-    ],
+    ("columns", "n_left_out"), [(137, 0), (136, 1), (100, 2), (99, 3), (80, 4), (1, 4)]
 )
-def test_console_line_in_color_fits_the_terminal(notices, columns, left_out):
+def test_console_line_in_color_fits_the_terminal(notices, columns, n_left_out):
+    left_out = ["time", "mem", "grad_norm", "tflops"][:n_left_out]
     ConsoleWriter(total_steps=30, color=True, columns=columns).write(RECORD)
     (line,) = notices.messages
     assert line.startswith("\033[31mstep 12/30\033[0m  \033[32mloss 5.4321\033[0m  ")
@@ -124,17 +117,14 @@ def test_console_line_in_color_fits_the_terminal(notices, columns, left_out):
     assert shown == [name for name in names if name not in left_out]
 
 
-@pytest.mark.parametrize(("variables", "whole"), [({}, True), ({"COLUMNS": "90"}, False)])
-def test_console_line_is_cut_only_if_the_width_is_known(
-    tmp_path, monkeypatch, notices, variables, whole
-):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    for name, value in {"FORCE_COLOR": "1", **variables}.items():  # as a CI service may set it
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("width", [{}, {"COLUMNS": "90"}])
+def test_console_line_is_cut_only_if_the_width_is_known(tmp_path, monkeypatch, notices, width):
+    os.environ.pop("COLUMNS", None)
+    os.environ.update(width, FORCE_COLOR="1")  # as a CI service may set it
     monkeypatch.setattr("sys.__stdout__", None)
     for writer in build(tmp_path):
         writer.write(RECORD)
-    assert ("grad_norm" in notices.messages[0]) == whole
+    assert ("grad_norm" in notices.messages[0]) is (not width)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +141,8 @@ def test_console_line_is_cut_only_if_the_width_is_known(
 )
 def test_wants_color(monkeypatch, disabled, terminal, env, colored):
     for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
+        os.environ.pop(name, None)
+    os.environ.update(env)
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
     assert wants_color(disabled=disabled) is colored
 
@@ -175,21 +164,15 @@ def test_jsonl_line(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "logged"),
-    [
-        ({"mfu_documents": 30.5, "attention_imbalance": 1.25}, {}),
-        ({"loss": math.nan, "grad_norm": 0.0}, {"loss": None}),
-        ({"loss": math.inf}, {"loss": None}),
-        ({"loss": -math.inf}, {"loss": None}),
-    ],
-)
-def test_jsonl_line_with(tmp_path, changes, logged):
+def test_jsonl_line_with_documents_and_with_numbers_that_are_not_finite(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
-    writer.write(RECORD)
-    writer.write(replace(RECORD, **changes))
-    without, line = read_lines(tmp_path / "metrics.jsonl")
-    assert line == without | changes | logged
+    documents = {"mfu_documents": 30.5, "attention_imbalance": 1.25}
+    infinite = {"loss": math.nan, "tps": math.inf, "tflops": -math.inf}
+    for changes in ({}, documents, {**infinite, "grad_norm": 0.0}):
+        writer.write(replace(RECORD, **changes))
+    line, with_documents, not_finite = read_lines(tmp_path / "metrics.jsonl")
+    assert with_documents == line | documents
+    assert not_finite == line | dict.fromkeys(infinite) | {"grad_norm": 0.0}
 
 
 HOSTILE = [
@@ -215,11 +198,7 @@ def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write_steps(JsonlWriter(path, resume_step=0), range(1, 11))
     before = path.read_text()
-
-    def crash(self, target):
-        raise OSError("no more power")
-
-    monkeypatch.setattr(type(path), "replace", crash)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("no more power")))
     with pytest.raises(OSError, match="no more power"):
         JsonlWriter(path, resume_step=6)
     assert path.read_text() == before
@@ -274,8 +253,7 @@ def test_numerics_jsonl_exists_where_it_is_written_and_an_old_one_is_cut(tmp_pat
     contents = ["metrics", "numerics"] if numerics else ["metrics"]
     for writer in build(tmp_path, contents=contents, resume_step=10):
         writer.close(None)
-    assert path.exists() is (numerics or left)
-    assert not (tmp_path / "samples.jsonl").exists()
+    assert path.exists() is (numerics or left) and not (tmp_path / "samples.jsonl").exists()
     assert not left or path.read_text() == '{"step": 10}\n'
 
 
@@ -293,11 +271,9 @@ def test_several_writers_at_once(tmp_path, monkeypatch, notices, keys, rank, own
     metrics = MetricsConfig(**keys)
     for writer in build(tmp_path, metrics, rank=rank):
         write_steps(writer, [1, 2])
-    assert len(notices.messages) == (2 if rank == 0 else 0)
-    if rank == 0:
-        assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    else:
-        assert not (tmp_path / "metrics.jsonl").exists()
+    records = tmp_path / "metrics.jsonl"
+    written = [line["step"] for line in read_lines(records)] if records.exists() else None
+    assert (len(notices.messages), written) == ((2, [1, 2]) if rank == 0 else (0, None))
     events = EventAccumulator(str(tmp_path / metrics.save_tb_folder / own)).Reload()
     assert [point.step for point in events.Scalars("memory/max_reserved(GiB)")] == [1, 2]
 
@@ -331,49 +307,37 @@ def test_without_tensorboard(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-class FullDisk:
-    """A file on a disk without space, which takes the first `room` writes."""
-
-    def __init__(self, file, room: int) -> None:
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= 1
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self.file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
+def fill_disk(file, room: int) -> None:
+    """Let the disk of an open file have no space after `room` more writes."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    file.write = Mock(wraps=file.write, side_effect=chain(repeat(DEFAULT, room), repeat(full)))
 
 
-@pytest.fixture
-def tensorboards_disk(monkeypatch):
-    """Choose how many writes TensorBoard's disk has room for."""
+def fill_tensorboards_disk(monkeypatch, room: int) -> None:
     original = Path.open
 
     def opened(path, *arguments, **options):
         file = original(path, *arguments, **options)
-        return FullDisk(file, room[0]) if "tfevents" in path.name else file
+        if "tfevents" in path.name:
+            fill_disk(file, room)
+        return file
 
-    room = [0]
     monkeypatch.setattr(Path, "open", opened)
-    return room
 
 
 @pytest.mark.parametrize("room", [0, 5], ids=["at the start", "for its texts"])
-def test_tensorboard_is_left_out_if_its_disk_is_full(tmp_path, notices, tensorboards_disk, room):
-    tensorboards_disk[0] = room
+def test_tensorboard_is_left_out_if_its_disk_is_full(tmp_path, monkeypatch, notices, room):
+    fill_tensorboards_disk(monkeypatch, room)
     assert [type(writer) for writer in build(tmp_path)] == [ConsoleWriter, JsonlWriter]
     (warning,) = notices.records
     assert warning.levelname == "WARNING"
     assert re.search("^TensorBoard failed .*No space left", warning.getMessage())
 
 
-def test_only_curves_are_spare_when_a_disk_is_full(tmp_path, tensorboards_disk):
-    tensorboards_disk[0] = 7
+def test_only_curves_are_spare_when_a_disk_is_full(tmp_path, monkeypatch):
+    fill_tensorboards_disk(monkeypatch, 7)
     console, records, curves = build(tmp_path)
-    records._file = FullDisk(records._file, 1)
+    fill_disk(records._file, 1)
     for writer in (records, curves):
         writer.write(RECORD)
         with pytest.raises(OSError, match="No space left on device"):
