@@ -41,10 +41,7 @@ def make_copy(folder: Path) -> dict[str, str]:
     Their `python` is this one; it imports the copy. The copy counts as set up, so that nothing is
     installed.
     """
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.splitlines():
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)

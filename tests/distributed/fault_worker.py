@@ -1,8 +1,8 @@
 """Training of a tiny model, with faults: `fault_worker.py '<JSON list of faults>' <arguments of
 torchtitan_lite.train>`.
 
-A fault is an object with the keys `do`, a function below marked by `can_be_done`; `at`, the place;
-and `rank` (without it: all ranks). Other keys are the function's arguments. The places are:
+A fault is an object with the keys `do`, a function below; `at`, the place; and `rank` (without it:
+all ranks). Other keys are the function's arguments. The places are:
 
   start            before anything else
   data N           when a batch of step N is taken
@@ -27,7 +27,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -54,13 +54,6 @@ RANK = int(os.environ["RANK"])
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 faults: list[dict[str, Any]] = []
-DO: dict[str, Callable[..., float | None]] = {}
-
-
-def can_be_done(function: Callable[..., float | None]) -> Callable[..., float | None]:
-    """Mark a function that a fault may name."""
-    DO[function.__name__] = function
-    return function
 
 
 def happen(place: str) -> float:
@@ -68,75 +61,58 @@ def happen(place: str) -> float:
     factor = 1.0
     for fault in [each for each in faults if each["at"] == place]:
         faults.remove(fault)
-        arguments = {
-            key: value for key, value in fault.items() if key not in ("do", "at", "rank", "always")
-        }
+        arguments = {key: fault[key] for key in fault.keys() - {"do", "at", "rank", "always"}}
         if fault.get("rank", RANK) == RANK and (FIRST_ATTEMPT or fault.get("always")):
-            factor *= DO[fault["do"]](**arguments) or 1.0
+            factor *= globals()[fault["do"]](**arguments) or 1.0
     return factor
 
 
-@can_be_done
 def send(number: int, to: str = "self") -> None:
-    """Send a signal to this process, to torchrun (the launcher's agent), or to run_train.sh (the
-    launcher)."""
+    """Send a signal to this process, to torchrun, or to run_train.sh."""
     torchrun = os.getppid()
     script = int(Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill({"self": os.getpid(), "torchrun": torchrun, "run_train.sh": script}[to], number)
 
 
-@can_be_done
 def await_signal() -> None:
     """Do nothing until a signal has asked this process to stop."""
     while not FaultyTrainer.running.watchdog.stop_signal.received:
         time.sleep(0.05)
 
 
-@can_be_done
 def sleep(seconds: float) -> None:
-    """Sleep."""
     time.sleep(seconds)
 
 
-@can_be_done
 def let_pass(minutes: float) -> None:
     """Put the clock forward by which this rank looks for the end of its time."""
     time_limit.time = SimpleNamespace(time=lambda: time.time() + 60 * minutes)
 
 
-@can_be_done
 def crash(message: str) -> None:
-    """Raise an unexpected error."""
     raise RuntimeError(message)
 
 
-@can_be_done
 def lack_data(message: str) -> None:
-    """Raise an error in the data."""
     raise DataError(message)
 
 
-@can_be_done
 def scale_loss(factor: float) -> float:
-    """Multiply the loss of this forward pass."""
     return factor
 
 
-@can_be_done
 def spoil_gradients() -> None:
     """Let the gradients of this rank's weights be NaN."""
     for weight in FaultyTrainer.running.model.parameters():
         weight.grad.mul_(math.nan)
 
 
-@can_be_done
 def limit_files(size: int) -> None:
     """Let writes past `size` bytes of a file fail, as on a full disk; -1: none."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size == -1 else size, hard))
 
 
-@can_be_done
 def fill_disk(folder: str) -> None:
     """Leave no free byte on the disk of a folder or in the blocks of its logs."""
     for path in (Path(folder, "somebody-elses"), *Path(folder).rglob("*.log")):
@@ -145,67 +121,56 @@ def fill_disk(folder: str) -> None:
                 pass
 
 
-@can_be_done
 def copy(source: str, target: str) -> None:
-    """Copy a folder."""
     shutil.copytree(source, target)
 
 
-@can_be_done
 def cut_off(path: str) -> None:
-    """Empty a file."""
     os.truncate(path, 0)
 
 
-@can_be_done
 def touch(path: str) -> None:
-    """Make an empty file."""
     Path(path).touch()
 
 
-@can_be_done
 def drop_out() -> None:
     """Let every feed-forward layer use torch's default generator."""
     forward = FeedForward.forward
     FeedForward.forward = lambda self, x: torch.dropout(forward(self, x), 0.1, True)
 
 
-@can_be_done
 def seed_by_rank() -> None:
-    """Give each rank random numbers of its own."""
     torch.manual_seed(RANK)
 
 
-@can_be_done
 def gather_in_high_precision() -> None:
-    """Let tensor parallelism recognize no linear as tensorwise float8, as after a renaming in
-    torchao."""
+    """Let tensor parallelism recognize no linear as tensorwise float8."""
     tensor_parallel.gathers_float8 = lambda module: False
 
 
-@can_be_done
 def lose_float8() -> None:
     """Let float8 linears multiply in high precision, silently."""
     Float8Linear.forward = lambda self, x: nn.functional.linear(x, self.weight)
 
 
-@can_be_done
 def note_samples() -> None:
     """Write a hash of each sample of each step into samples-RANK.jsonl of the run folder."""
     FaultyTrainer.notes_samples = True
 
 
-@can_be_done
 def note_weights() -> None:
-    """Write a hash of this rank's weights after each step into weights-RANK.jsonl of the run
-    folder."""
+    """Write a hash of this rank's weights after each step into weights-RANK.jsonl."""
     FaultyTrainer.notes_weights = True
 
 
-@can_be_done
 def save_what_is_loaded() -> None:
     """Save the state into the folder `loaded` of the run folder right after it was loaded."""
     FaultyCheckpointer.saves_what_is_loaded = True
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class FaultyLoss(ModelLoss):
@@ -224,12 +189,10 @@ class FaultyLoss(ModelLoss):
         factor = happen(f"{'accumulation' if running.passes else 'forward'} {step}")
         running.passes = (running.passes + 1) % running.job.batch.grad_accum_steps
         if running.notes_samples:
-            hashes = [
-                hashlib.sha256(row.numpy().tobytes()).hexdigest()
-                for row in torch.stack([tokens, labels], dim=1)
-            ]
-            with (running.job.folder / f"samples-{RANK}.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "samples": hashes}) + "\n")
+            rows = torch.stack([tokens, labels], dim=1)
+            hashes = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows]
+            line = {"step": step, "samples": hashes}
+            append(running.job.folder / f"samples-{RANK}.jsonl", line)
         out = super().__call__(tokens, labels, hidden, scale=scale)
         return out if factor == 1 else out * factor
 
@@ -246,8 +209,6 @@ class FaultyTrainer(trainer.Trainer):
         FaultyTrainer.running = self
 
     def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the batches, unless a fault happens first."""
-
         def take() -> Iterator[Batch]:
             happen(f"data {self.step + 1}")
             # Through what has no `close`: the end of this iterator would close the prefetcher.
@@ -256,20 +217,12 @@ class FaultyTrainer(trainer.Trainer):
         return super().next_batches(take())
 
     def train_step(self, step: int) -> StepValues:
-        """Train, and note the weights if asked to."""
         values = super().train_step(step)
         if self.notes_weights:
-            parts = [
-                parameter.to_local().numpy().tobytes()
-                for parameter in self.model.state_dict().values()
-            ]
-            with (self.job.folder / f"weights-{RANK}.jsonl").open("a") as file:
-                file.write(
-                    json.dumps(
-                        {"step": step, "weights": hashlib.sha256(b"".join(parts)).hexdigest()}
-                    )
-                    + "\n"
-                )
+            weights = self.model.state_dict().values()
+            parts = b"".join(weight.to_local().numpy().tobytes() for weight in weights)
+            line = {"step": step, "weights": hashlib.sha256(parts).hexdigest()}
+            append(self.job.folder / f"weights-{RANK}.jsonl", line)
         return values
 
 
@@ -289,20 +242,17 @@ class FaultyCheckpointer(checkpointer.Checkpointer):
 
 
 def clip_gradients(*args: Any, **kwargs: Any) -> Tensor:
-    """Clip the gradients, after the faults of their place."""
     happen(f"gradients {FaultyTrainer.running.step + 1}")
     return CLIP_GRADIENTS(*args, **kwargs)
 
 
 def write_tensors(state: dict[str, Tensor], draft: Path, **options: Any) -> None:
-    """As it is, between two places."""
     happen(f"saving {int(draft.name[-8:])}")
     WRITE_TENSORS(state, draft, **options)
     happen(f"written {int(draft.name[-8:])}")
 
 
 def commit(draft: Path, target: Path) -> None:
-    """Commit, between two places of faults."""
     happen(f"committing {int(target.name[-8:])}")
     COMMIT(draft, target)
     happen(f"committed {int(target.name[-8:])}")

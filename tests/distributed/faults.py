@@ -16,25 +16,23 @@ from torchtitan_lite.checkpoint.folders import step_folder
 Fault = dict[str, Any]
 
 
+def fault(do: str, at: str, rank: int | None = None, **more: Any) -> Fault:
+    """Return a fault of fault_worker.py, of one rank or of all."""
+    return {"do": do, "at": at, **({} if rank is None else {"rank": rank}), **more}
+
+
+NOTE = fault("note_samples", "start")
+
+
 def arguments(folder: Path, *overrides: str, faults: Sequence[Fault] = ()) -> list[str]:
     """Return the arguments of torchrun for a run in `folder`."""
     config = ["--job.config_file", str(FOLDER / "faults.toml"), "--job.dump_folder", str(folder)]
     return [str(FOLDER / "fault_worker.py"), json.dumps(faults), *config, *overrides]
 
 
-def command(
-    folder: Path,
-    *overrides: str,
-    faults: Sequence[Fault] = (),
-    processes: int = 2,
-    options: Sequence[str] = (),
-) -> list[str]:
-    """Return the command of torchrun, with `options`, for a run in `folder`."""
-    return [
-        sys.executable,
-        *launcher(processes, *options),
-        *arguments(folder, *overrides, faults=faults),
-    ]
+def command(folder: Path, *overrides: str) -> list[str]:
+    """Return the command of torchrun for a run of two processes in `folder`."""
+    return [sys.executable, *launcher(2), *arguments(folder, *overrides)]
 
 
 def run(
@@ -44,18 +42,16 @@ def run(
     return torchrun(*arguments(folder, *overrides, faults=faults), processes=processes, timeout=200)
 
 
-def finish(folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2) -> str:
+def finish(folder: Path, *overrides: str, **how: Any) -> str:
     """Return the output of a run in `folder` that must succeed."""
-    result = run(folder, *overrides, faults=faults, processes=processes)
+    result = run(folder, *overrides, **how)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result.stdout
 
 
-def fail(
-    folder: Path, *overrides: str, faults: Sequence[Fault] = (), processes: int = 2
-) -> tuple[int, str]:
+def fail(folder: Path, *overrides: str, **how: Any) -> tuple[int, str]:
     """Return the exit code and cause in the status of a run in `folder` that must fail."""
-    result = run(folder, *overrides, faults=faults, processes=processes)
+    result = run(folder, *overrides, **how)
     assert result.returncode != 0, result.stdout[-4000:]
     ended = status(folder)
     assert ended["state"] == "failed", result.stdout[-4000:] + result.stderr[-4000:]
@@ -63,17 +59,11 @@ def fail(
 
 
 @contextmanager
-def started(
-    folder: Path,
-    *overrides: str,
-    faults: Sequence[Fault] = (),
-    processes: int = 2,
-    options: Sequence[str] = (),
-) -> Iterator[subprocess.Popen[str]]:
-    """Start torchrun, with `options`, for a run in `folder`. Its remaining processes are killed at
+def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Start torchrun for a run of two processes in `folder`. Its remaining processes are killed at
     the end."""
     with subprocess.Popen(
-        command(folder, *overrides, faults=faults, processes=processes, options=options),
+        command(folder, *overrides),
         cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:
@@ -87,6 +77,11 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
+def reported(folder: Path, *keys: str) -> list[Any]:
+    """Return the values of `keys` in status.json of the run in `folder`."""
+    return [status(folder)[key] for key in keys]
+
+
 def records(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the records of metrics.jsonl by step. Each step has exactly one."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -95,9 +90,19 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def values(folder: Path, key: str) -> list[Any]:
+    """Return a figure of each record of metrics.jsonl."""
+    return [record[key] for record in records(folder).values()]
+
+
 def checkpoints(folder: Path) -> list[str]:
     """Return the names in the folder of checkpoints."""
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def step_names(*steps: int) -> list[str]:
+    """Return the names of the checkpoints of some steps."""
+    return [f"step-{step:08d}" for step in steps]
 
 
 def checkpoint(folder: Path, step: int) -> Path:

@@ -75,10 +75,8 @@ def compare(overrides: list[str], *, device: torch.device) -> dict[str, float]:
         found[name] = float((whole - right).norm() / right.norm())
     of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
-    return {
-        name: max(rank[name] for rank in of_ranks if name in rank)
-        for name in sorted(set().union(*of_ranks))
-    }
+    names = sorted(set().union(*of_ranks))
+    return {name: max(rank[name] for rank in of_ranks if name in rank) for name in names}
 
 
 def main() -> None:

@@ -54,9 +54,8 @@ def digest(weight: torch.Tensor) -> str:
 
 def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     """The model's `weights` and its `traffic`."""
-    config = load_config(
-        ["--job.config_file", str(CONFIG), *overrides], world_size=dist.get_world_size()
-    )
+    words = ["--job.config_file", str(CONFIG), *overrides]
+    config = load_config(words, world_size=dist.get_world_size())
     job, _ = prepare_job(config, device=device)
     mesh = build_mesh(job.degrees, device_type=device.type)
     (model,) = build_model(job, mesh, device=device).stages
@@ -73,10 +72,8 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     device = init_distributed(CommConfig())
-    found = {
-        name: inspect(overrides, device=device)
-        for name, overrides in json.loads(sys.argv[1]).items()
-    }
+    runs = json.loads(sys.argv[1])
+    found = {name: inspect(overrides, device=device) for name, overrides in runs.items()}
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     end_process(0)

@@ -57,18 +57,13 @@ def kill_runs(
     subfolders of `folder`."""
     killed, whole = folder / "killed", folder / "whole"
     moments = random.Random(seed)
-    found = [
-        kill_once(command(killed), killed, moments, in_save=number % 2 == 1)
-        for number in range(kills)
-    ]
+    in_saves = [number % 2 == 1 for number in range(kills)]
+    found = [kill_once(command(killed), killed, moments, in_save=each) for each in in_saves]
     last = found[-1].newest + 2
     for path in (killed, whole):
-        subprocess.run(
-            [*command(path), f"--training.steps={last}"], check=True, stdout=subprocess.DEVNULL
-        )
-    comparison = compare(
-        step_folder(killed / "checkpoint", last), step_folder(whole / "checkpoint", last)
-    )
+        words = [*command(path), f"--training.steps={last}"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    comparison = compare(*(step_folder(path / "checkpoint", last) for path in (killed, whole)))
     drafts = list((killed / "checkpoint").glob(f"{DRAFT_PREFIX}*"))
     return found, not (comparison.values or comparison.tensors or comparison.progress or drafts)
 
@@ -79,10 +74,9 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints, log = folder / "checkpoint", folder / "killed.log"
     since, saved = time.time(), committed_steps(checkpoints)
+    endless = [*command, f"--training.steps={NEVER}"]
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, f"--training.steps={NEVER}"], stdout=output, stderr=output
-        )
+        process = subprocess.Popen(endless, stdout=output, stderr=output)
     try:
         wait_for(lambda: has_changed(folder / "status.json", since), process)
         time.sleep(moments.uniform(0, LONGEST_S))
@@ -92,12 +86,10 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     finally:
         kill_tree(process.pid)
         process.wait()
-    steps = committed_steps(checkpoints)
+    steps, metrics = committed_steps(checkpoints), folder / "metrics.jsonl"
     return Kill(
         in_save=has_draft(checkpoints, since),
-        trained=(folder / "metrics.jsonl").read_text().count("\n")
-        if (folder / "metrics.jsonl").exists()
-        else 0,
+        trained=metrics.read_text().count("\n") if metrics.exists() else 0,
         newest=steps[-1] if steps else 0,
         broken=[
             f"step {step}: {problem}"
@@ -153,51 +145,26 @@ def main(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
 
     def command(folder: Path) -> list[str]:
-        config = [
-            "--job.config_file",
-            f"{ROOT}/train_configs/debug_model.toml",
-            "--job.dump_folder",
-            f"{folder}",
-        ]
+        train = [sys.executable, *launcher(2), "-m", "torchtitan_lite.train"]
+        config = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml"]
         saves = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=3"]
-        small = [
-            "--training.seq_len=64",
-            "--training.local_batch_size=2",
-            "--lr_scheduler.total_steps=1000",
-        ]
-        return [
-            sys.executable,
-            *launcher(2),
-            "-m",
-            "torchtitan_lite.train",
-            *config,
-            *saves,
-            *small,
-            *overrides,
-        ]
+        small = ["--training.seq_len=64", "--training.local_batch_size=2"]
+        schedule = "--lr_scheduler.total_steps=1000"
+        place = f"--job.dump_folder={folder}"
+        return [*train, *config, place, *saves, *small, schedule, *overrides]
 
-    with tempfile.TemporaryDirectory(prefix="kill-runs-") as folder:
-        kills, same = kill_runs(
-            command, folder=Path(folder), kills=options.kills, seed=options.seed
-        )
+    with tempfile.TemporaryDirectory(prefix="kill-runs-") as name:
+        kills, same = kill_runs(command, folder=Path(name), kills=options.kills, seed=options.seed)
     broken = [problem for kill in kills for problem in kill.broken]
     for problem in broken:
         print(problem)
-    print(
-        f"{len(kills)} kills, {sum(kill.in_save for kill in kills)} of them in a save or a deletion"
-    )
-    print(
-        f"{sum(not kill.broken for kill in kills)} left every checkpoint as it was written, "
-        "byte for byte"
-    )
-    print(
-        f"{max(kill.trained - kill.newest for kill in kills)} steps lost at most, of an interval "
-        "of 2"
-    )
-    print(
-        f"the final state {'equals' if same else 'DIFFERS from'} that of a run that was not "
-        "killed, bit for bit"
-    )
+    in_save, whole = (sum(kill.in_save for kill in kills), sum(not kill.broken for kill in kills))
+    lost = max(kill.trained - kill.newest for kill in kills)
+    print(f"{len(kills)} kills, {in_save} of them in a save or a deletion")
+    print(f"{whole} left every checkpoint as it was written, byte for byte")
+    print(f"{lost} steps lost at most, of an interval of 2")
+    equals = "equals" if same else "DIFFERS from"
+    print(f"the final state {equals} that of a run that was not killed, bit for bit")
     return 0 if same and not broken else 1
 
 

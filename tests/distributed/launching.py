@@ -18,14 +18,8 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 def launcher(processes: int, *options: str) -> list[str]:
     """Return the arguments of `python` that start torchrun with `processes` processes and
     `options`. The worker's script and arguments follow."""
-    return [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        *options,
-    ]
+    number = ["--nproc-per-node", str(processes)]
+    return ["-m", "torch.distributed.run", "--standalone", *number, *options]
 
 
 def torchrun(
@@ -87,11 +81,8 @@ def train_together(
 def ask(worker: str, *overrides: str, processes: int) -> Any:
     """Return the line of JSON that the script `worker` of this folder prints for the tiny config on
     `processes` processes."""
-    return told(
-        finish(
-            str(FOLDER / worker), "--job.config_file", str(TINY), *overrides, processes=processes
-        )
-    )
+    words = [str(FOLDER / worker), "--job.config_file", str(TINY), *overrides]
+    return told(finish(*words, processes=processes))
 
 
 def told(output: str) -> Any:

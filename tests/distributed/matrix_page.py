@@ -12,40 +12,19 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
+import matrix
 from launching import FOLDER, read_losses
-from matrix import (
-    CHECKPOINTING,
-    CONTEXT_CHECKPOINTING,
-    FLOAT8,
-    FLOAT8_GATHER,
-    LOSS,
-    MODES,
-    NORM_TOLERANCE,
-    PRECOMPUTE,
-    TOLERANCE,
-    TP,
-    VOCABULARIES,
-    Cell,
-    context_cells,
-    deviation,
-    matrix_cells,
-    outcome,
-    pairwise,
-    pipeline_cells,
-    train_cells,
-    usual_pairs,
-    vocabulary_cells,
-)
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError
 
 STEPS = 20
+Cells = Sequence[matrix.Cell]
 REFUSED = [
-    (*FLOAT8_GATHER, "--float8.recipe_name=rowwise"),
-    (*FLOAT8_GATHER, "--float8.recipe_name=rowwise_with_gw_hp"),
-    (FLOAT8, PRECOMPUTE),
-    (f"{TP}=2", "--parallelism.enable_async_tensor_parallel"),
+    (*matrix.FLOAT8_GATHER, "--float8.recipe_name=rowwise"),
+    (*matrix.FLOAT8_GATHER, "--float8.recipe_name=rowwise_with_gw_hp"),
+    (matrix.FLOAT8, matrix.PRECOMPUTE),
+    (f"{matrix.TP}=2", "--parallelism.enable_async_tensor_parallel"),
 ]
 """What the config refuses of combinations that the tables lack."""
 HEAD = """# What trains as one process does
@@ -66,14 +45,12 @@ scales.
 def machine() -> str:
     """The processor and the number of cores that this process may use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
     return f"{len(os.sched_getaffinity(0))} cores of {model}"
 
 
-def trained_on(cells: Iterable[Cell], folder: Path) -> datetime.date:
+def trained_on(cells: Cells, folder: Path) -> datetime.date:
     """The day (UTC) on which the last of `cells` ended."""
     ends = [folder / cell.name / "ended.txt" for cell in cells]
     last = max(end.stat().st_mtime for end in ends if end.exists())
@@ -86,15 +63,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def shown(cell: Cell, folder: Path, *, of: str = "loss") -> str:
+def shown(cell: matrix.Cell, folder: Path, *, of: str = "loss") -> str:
     """The deviation of a cell; what else came of it, if it was not trained."""
-    ended = outcome(cell, folder)
+    ended = matrix.outcome(cell, folder)
     if ended is None:
         return "failed"
-    return "refused" if ended else f"{deviation(cell, folder, of=of):.1e}"
+    return "refused" if ended else f"{matrix.deviation(cell, folder, of=of):.1e}"
 
 
-def matrix_table(cells: Iterable[Cell], folder: Path) -> str:
+def matrix_table(cells: Cells, folder: Path) -> str:
     """A row for each recipe, layout and schedule, if there are any, and a column for each mode and
     activation checkpointing; empty where there is no cell."""
     rows: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
@@ -103,7 +80,7 @@ def matrix_table(cells: Iterable[Cell], folder: Path) -> str:
         row = rows.setdefault((recipe, layout, *schedule, str(cell.processes)), {})
         row[mode, ac] = shown(cell, folder)
     used = set().union(*rows.values())
-    orders = product(MODES, CHECKPOINTING | CONTEXT_CHECKPOINTING)
+    orders = product(matrix.MODES, matrix.CHECKPOINTING | matrix.CONTEXT_CHECKPOINTING)
     columns = [column for column in orders if column in used]
     names = ["recipe", "layout", *["schedule"] * len(schedule), "processes"]
     return table(
@@ -112,41 +89,36 @@ def matrix_table(cells: Iterable[Cell], folder: Path) -> str:
     )
 
 
-def largest(cells: Iterable[Cell], folder: Path) -> str:
+def largest(cells: Cells, folder: Path) -> str:
     """Where the loss, and where the gradient's norm, differs most from the reference's."""
-    trained = [cell for cell in cells if outcome(cell, folder) == ""]
+    trained = [cell for cell in cells if matrix.outcome(cell, folder) == ""]
     sentences = []
     for of, name in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
-        worst = max(trained, key=lambda cell, of=of: deviation(cell, folder, of=of))
-        sentences.append(
-            f"The {name} differs most, by {shown(worst, folder, of=of)}, in `{worst.name}`."
-        )
+        worst = max(trained, key=lambda cell, of=of: matrix.deviation(cell, folder, of=of))
+        figure = shown(worst, folder, of=of)
+        sentences.append(f"The {name} differs most, by {figure}, in `{worst.name}`.")
     return " ".join(sentences)
 
 
-def falls(cells: Iterable[Cell], folder: Path) -> str:
+def falls(cells: Cells, folder: Path) -> str:
     """How the losses of the references fall."""
     alone = dict.fromkeys(cell.reference for cell in cells if cell.reference is not None)
-    curves = {
-        cell.factors[0]: read_losses(folder / cell.name)
-        for cell in alone
-        if outcome(cell, folder) == ""
-    }
+    trained = [cell for cell in alone if matrix.outcome(cell, folder) == ""]
+    curves = {cell.factors[0]: read_losses(folder / cell.name) for cell in trained}
     return ", ".join(f"{name} {curve[0]:.4f} to {curve[-1]:.4f}" for name, curve in curves.items())
 
 
 def vocabulary_table(folder: Path) -> str:
     """A row for each vocabulary and degree of tensor parallelism."""
-    cells = {(cell.factors, cell.processes): cell for cell in vocabulary_cells()}
-    columns = list(product(MODES, LOSS))
+    cells = {(cell.factors, cell.processes): cell for cell in matrix.vocabulary_cells()}
+    columns = list(product(matrix.MODES, matrix.LOSS))
     rows = []
-    for name, (_, degrees) in VOCABULARIES.items():
+    for name, (_, degrees) in matrix.VOCABULARIES.items():
         for degree in degrees:
             of_row = [cells[(name, loss, mode), degree] for mode, loss in columns]
             rows.append([name, str(degree), *(shown(cell, folder) for cell in of_row)])
-    return table(
-        ["vocabulary", "tensor parallelism", *(f"{mode}, {loss}" for mode, loss in columns)], rows
-    )
+    names = [f"{mode}, {loss}" for mode, loss in columns]
+    return table(["vocabulary", "tensor parallelism", *names], rows)
 
 
 def refusal(arguments: Sequence[str]) -> str:
@@ -158,7 +130,7 @@ def refusal(arguments: Sequence[str]) -> str:
     raise AssertionError(f"{arguments} are not refused")
 
 
-def context_section(cells: Sequence[Cell], folder: Path) -> str:
+def context_section(cells: Cells, folder: Path) -> str:
     """What came of `cells`, those of ranks that share sequences."""
     return f"""## Context parallelism
 
@@ -176,7 +148,7 @@ differ by up to 5.0e-04, and 1.1e-03 in the norm. So does one process, by 5.4e-0
 """
 
 
-def pipeline_section(cells: Sequence[Cell], folder: Path) -> str:
+def pipeline_section(cells: Cells, folder: Path) -> str:
     """The results of `cells`, those of pipelines."""
     return f"""## Pipelines
 
@@ -200,19 +172,14 @@ by 1.6e-03. One process with microbatches of 2 sequences, which have other float
 """
 
 
-def page(folder: Path, context: Sequence[Cell], pipelines: Sequence[Cell], *, steps: int) -> str:
+def page(folder: Path, context: Cells, pipelines: Cells, *, steps: int) -> str:
     """The whole page, from the results in `folder`: the cells of the matrix after `steps`,
     `context`, those of ranks that share sequences, and `pipelines`."""
-    cells = matrix_cells(steps=steps)
-    versions = {name: version(name) for name in ("torch", "torchao")}
-    head = HEAD.format(
-        date=trained_on(cells, folder),
-        machine=machine(),
-        steps=steps,
-        tolerance=TOLERANCE,
-        norm_tolerance=NORM_TOLERANCE,
-        **versions,
-    )
+    cells = matrix.matrix_cells(steps=steps)
+    facts = {name: version(name) for name in ("torch", "torchao")}
+    facts |= {"date": trained_on(cells, folder), "machine": machine(), "steps": steps}
+    facts |= {"tolerance": matrix.TOLERANCE, "norm_tolerance": matrix.NORM_TOLERANCE}
+    head = HEAD.format(**facts)
     refused = [[f"`{' '.join(arguments)}`", refusal(arguments)] for arguments in REFUSED]
     return f"""{head}
 {matrix_table(cells, folder)}
@@ -234,10 +201,10 @@ into multiples of 16; and with one whose projection, `output`, is converted too.
 def main() -> None:
     """Train what is not trained yet, and print the page."""
     folder = Path(sys.argv[1])
-    context = usual_pairs(context_cells(steps=STEPS))
-    pipelines = pairwise(pipeline_cells(steps=STEPS))
-    cells = [*matrix_cells(steps=STEPS), *context, *pipelines, *vocabulary_cells()]
-    failed = train_cells(cells, folder)
+    context = matrix.usual_pairs(matrix.context_cells(steps=STEPS))
+    pipelines = matrix.pairwise(matrix.pipeline_cells(steps=STEPS))
+    cells = [*matrix.matrix_cells(steps=STEPS), *context, *pipelines, *matrix.vocabulary_cells()]
+    failed = matrix.train_cells(cells, folder)
     print(page(folder, context, pipelines, steps=STEPS), end="")
     for name, output in failed.items():
         print(f"{name} failed:\n{output}", file=sys.stderr)

@@ -30,19 +30,14 @@ from torchtitan_lite.trainer import Trainer
 CONFIG = Path(__file__).with_name("matrix.toml")
 # A rank's share of each dimension is a multiple of 16, as float8 matmuls need it, of the first on 4
 # ranks and of the others on 8.
-FLAVORS["debugmodel"] = ModelArgs(
-    dim=128, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=192, vocab_size=0
-)
+SIZES = {"dim": 128, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 192}
+FLAVORS["debugmodel"] = ModelArgs(**SIZES, vocab_size=0)
 for size in (2256, 32000, 50257):
     wider = replace(FLAVORS["debugmodel"], n_kv_heads=8, ffn_dim=256, vocab_size=size)
     FLAVORS[f"vocab-{size}"] = wider
 # Like Llama 3.2 1B: the vocabulary is most of it, and RoPE scaling reaches its short sequences.
-FLAVORS["tied"] = replace(
-    FLAVORS["debugmodel"],
-    vocab_size=4096,
-    tie_embeddings=True,
-    rope_scaling=RopeScaling(factor=32.0, original_max_position_embeddings=32),
-)
+SCALING = RopeScaling(factor=32.0, original_max_position_embeddings=32)
+FLAVORS["tied"] = ModelArgs(**SIZES, vocab_size=4096, tie_embeddings=True, rope_scaling=SCALING)
 
 
 def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> str:
@@ -50,9 +45,8 @@ def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> 
     it was not."""
     try:
         config = load_config(arguments, world_size=dist.get_world_size())
-        resume = find_resume(
-            config.checkpoint, folder=Path(config.job.dump_folder) / config.checkpoint.folder
-        )
+        folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        resume = find_resume(config.checkpoint, folder=folder)
         job, tokenizer = prepare_job(config, device=device)
         trainer = Trainer(
             job, tokenizer, device=device, run_folder=None, resume=resume, watchdog=watchdog

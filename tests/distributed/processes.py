@@ -27,12 +27,10 @@ def descendants(pid: int) -> list[int]:
     """A process and all below it, parents before children."""
     tasks = Path(f"/proc/{pid}/task")
     with suppress(OSError):
-        children = [
-            int(word)
-            for task in tasks.iterdir()
-            for word in (task / "children").read_text().split()
+        words = [
+            word for task in tasks.iterdir() for word in (task / "children").read_text().split()
         ]
-        return [pid, *(each for child in children for each in descendants(child))]
+        return [pid, *(each for word in words for each in descendants(int(word)))]
     return [pid]
 
 

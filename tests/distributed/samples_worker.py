@@ -27,10 +27,8 @@ def noted_batches(trainer: train.Trainer, batches: Iterator[Batch]) -> list[Batc
     with Path(trainer.job.folder, f"samples-{os.environ['RANK']}.jsonl").open("a") as file:
         for number, (tokens, labels) in enumerate(taken):
             samples = trainer.batches.sample_ids(trainer.step + 1, number)
-            hashes = [
-                sha256(pair.numpy().tobytes()).hexdigest()
-                for pair in torch.stack([tokens, labels], dim=1)
-            ]
+            pairs = torch.stack([tokens, labels], dim=1)
+            hashes = [sha256(pair.numpy().tobytes()).hexdigest() for pair in pairs]
             line = {
                 "step": trainer.step + 1,
                 "samples": dict(zip(samples.tolist(), hashes, strict=True)),
@@ -41,8 +39,7 @@ def noted_batches(trainer: train.Trainer, batches: Iterator[Batch]) -> list[Batc
 
 
 if __name__ == "__main__":
-    FLAVORS["debugmodel_gqa"] = ModelArgs(
-        dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=64, vocab_size=0
-    )
+    sizes = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 64}
+    FLAVORS["debugmodel_gqa"] = ModelArgs(**sizes, vocab_size=0)
     train.Trainer.next_batches = noted_batches  # type: ignore[method-assign]
     sys.exit(train.main())

@@ -24,10 +24,8 @@ cast = _ToFloat8ConstrFunc.forward
 
 def noted_cast(ctx: Any, tensor: Tensor, scale: Tensor, *args: Any) -> Any:
     """The cast, once its scale is noted."""
-    role = args[2].name
-    scales.setdefault(role, []).append(
-        float(scale.to_local() if isinstance(scale, DTensor) else scale)
-    )
+    local = scale.to_local() if isinstance(scale, DTensor) else scale
+    scales.setdefault(args[2].name, []).append(float(local))
     return cast(ctx, tensor, scale, *args)
 
 

@@ -29,9 +29,7 @@ def test_a_cut_off_file_of_the_cache_is_told_with_the_folder_to_remove(
 
     def outcome() -> str:
         command = [sys.executable, "-c", COMPILES]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=200
-        ).stdout
+        return subprocess.check_output(command, text=True, timeout=200)
 
     assert outcome() == "compiled\n"
     (library,) = tmp_path.glob("*/*.main.so")

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from launching import FOLDER, TINY, torchrun
+from faults import checkpoint, reported
+from launching import FOLDER, torchrun, train_arguments
 
 from torchtitan_lite.checkpoint.manifest import read_manifest
 
@@ -16,11 +17,8 @@ Run = subprocess.CompletedProcess[str]
 
 
 def write_text(path: Path, *, lines: int) -> None:
-    path.write_text(
-        "".join(
-            f"{path.stem}: line {number} of what there is to learn\n" for number in range(lines)
-        )
-    )
+    text = (f"{path.stem}: line {number} of what there is to learn\n" for number in range(lines))
+    path.write_text("".join(text))
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +36,14 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(folder: Path, *overrides: str, processes: int) -> Run:
     """The finished run of the tiny config, which saves at its end and notes what each process
     trained on."""
-    words = [
-        "--job.config_file",
-        str(TINY),
-        "--job.dump_folder",
-        str(folder),
-        "--checkpoint.enable",
-        *overrides,
-    ]
+    _, _, *words = train_arguments(folder, "--checkpoint.enable", *overrides)
     return torchrun(str(FOLDER / "samples_worker.py"), *words, processes=processes)
 
 
-def finish(folder: Path, *overrides: str, processes: int) -> Run:
+def finish(folder: Path, *overrides: str, processes: int) -> str:
     result = run(folder, *overrides, processes=processes)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return result
+    return result.stdout
 
 
 def trained(folder: Path) -> dict[int, list[tuple[int, str]]]:
@@ -69,10 +60,6 @@ def trained(folder: Path) -> dict[int, list[tuple[int, str]]]:
 def in_order(folder: Path) -> list[tuple[int, str]]:
     """All samples of a run, step by step."""
     return [sample for samples in trained(folder).values() for sample in samples]
-
-
-def status(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +91,7 @@ def test_samples_are_in_one_order_on_any_processes_through_resumes(
     for processes, steps, samples in runs:
         size = f"--training.global_batch_size={global_batch_size}"
         finish(tmp_path / "run", datasets, size, f"--training.steps={steps}", processes=processes)
-        progress = read_manifest(tmp_path / f"run/checkpoint/step-{steps:08d}").progress
+        progress = read_manifest(checkpoint(tmp_path / "run", steps)).progress
         assert (progress.samples, progress.tokens) == (samples, samples * SEQ_LEN)
         assert in_order(tmp_path / "run") == uninterrupted[:samples]
 
@@ -118,31 +105,21 @@ def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
 ) -> None:
     write_text(tmp_path / "text.txt", lines=40)
     folder = tmp_path / "run"
-    settings = [
-        f"--training.dataset_path={tmp_path}/text.txt",
-        "--training.epochs=2",
-        "--training.steps=1000",
-    ]
-    result = finish(folder, *settings, processes=2)
+    settings = [f"--training.dataset_path={tmp_path}/text.txt", "--training.epochs=2"]
+    settings.append("--training.steps=1000")
+    output = finish(folder, *settings, processes=2)
     samples = [sample for sample, _ in in_order(folder)]
     last_step = len(samples) // 8
     assert samples == list(range(8 * last_step))
     windows = Counter(window for _, window in in_order(folder))
     left_over = 2 * len(windows) - len(samples)
     assert 0 < left_over < 8 and set(windows.values()) == {1, 2}
-    assert (
-        f"epochs = 2 end the run at step {last_step} of 1,000; {left_over} samples are left over"
-        in result.stdout
-    )
-    assert f"2 epochs done: the data ended the run at step {last_step}" in result.stdout
-    ended = status(folder)
-    assert (ended["state"], ended["step"]) == ("done", last_step)
-    assert ended["last_checkpoint"] == str(folder / f"checkpoint/step-{last_step:08d}")
+    assert f"epochs = 2 end the run at step {last_step} of 1,000; {left_over} samples" in output
+    assert f"2 epochs done: the data ended the run at step {last_step}" in output
+    assert reported(folder, "state", "step") == ["done", last_step]
+    assert reported(folder, "last_checkpoint") == [str(checkpoint(folder, last_step))]
     again = finish(folder, *settings, processes=1)
-    assert (
-        f"nothing left to train: resumed at step {last_step}, the last is {last_step}"
-        in again.stdout
-    )
+    assert f"resumed at step {last_step}, the last is {last_step}" in again
 
 
 # ----- allow_data_change -----
@@ -154,19 +131,17 @@ def test_data_that_changed_is_refused_on_resume_unless_allowed(tmp_path: Path) -
     folder = tmp_path / "run"
     settings = [f"--training.dataset_path={tmp_path}/text.txt"]
     finish(folder, *settings, "--training.steps=2", processes=2)
-    before = read_manifest(folder / "checkpoint/step-00000002").progress.data
+    before = read_manifest(checkpoint(folder, 2)).progress.data
     write_text(tmp_path / "text.txt", lines=101)
     assert run(folder, *settings, "--training.steps=3", processes=2).returncode != 0
-    refused = status(folder)
-    assert (refused["state"], refused["exit_code"]) == ("failed", 3)
-    assert f"store 1 tokens: {before['store 1 tokens']} -> " in refused["cause"]
-    assert f"store 1 fingerprint: {before['store 1 fingerprint']} -> " in refused["cause"]
-    assert "to go on at sample 16 of the new order" in refused["cause"]
+    *ended, cause = reported(folder, "state", "exit_code", "cause")
+    assert ended == ["failed", 3]
+    for changed in ("store 1 tokens", "store 1 fingerprint"):
+        assert f"{changed}: {before[changed]} -> " in cause
+    assert "sample 16 of the new order" in cause
     finish(folder, *settings, "--training.steps=3", "--training.allow_data_change", processes=2)
     assert [sample for sample, _ in trained(folder)[3]] == list(range(16, 24))
     # The same text in another place is the same data.
-    (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
-    finish(
-        folder, f"--training.dataset_path={tmp_path}/moved.txt", "--training.steps=4", processes=2
-    )
+    moved = (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
+    finish(folder, f"--training.dataset_path={moved}", "--training.steps=4", processes=2)
     assert [sample for sample, _ in trained(folder)[4]] == list(range(24, 32))

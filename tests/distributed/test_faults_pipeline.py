@@ -2,35 +2,32 @@
 numbers or a full disk."""
 
 import re
-import signal
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 
 import pytest
 import torch
 from faults import (
-    Fault,
+    NOTE,
     checkpoint,
     checkpoints,
     fail,
+    fault,
     finish,
     records,
+    reported,
     run,
     samples,
-    status,
+    step_names,
+    values,
 )
-from matrix import EVENLY, PP
+from matrix import EVENLY, PP, STEPS
 
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 PIPELINE = (f"{PP}=2", *EVENLY)
-STEPS = "--training.steps"
-NOTE: Fault = {"do": "note_samples", "at": "start"}
-
-
-def curve(folder: Path) -> dict[int, tuple[float, float]]:
-    return {step: (line["loss"], line["grad_norm"]) for step, line in records(folder).items()}
 
 
 # ----- pipeline_parallel_degree: faults of stages -----
@@ -41,18 +38,20 @@ def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> 
     straight, folder = tmp_path / "straight", tmp_path / "run"
     finish(straight, *settings, "--checkpoint.interval=12", faults=[NOTE])
 
-    term = {"do": "send", "at": "accumulation 3", "rank": 0, "number": int(signal.SIGTERM)}
+    term = fault("send", "accumulation 3", 0, number=SIGTERM)
     run(folder, *settings, faults=[NOTE, term])
-    assert (status(folder)["state"], status(folder)["step"]) == ("stopped", 3)
-    assert checkpoints(folder) == ["step-00000002", "step-00000003"]
+    assert reported(folder, "state", "step") == ["stopped", 3]
+    assert checkpoints(folder) == step_names(2, 3)
 
-    kill = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL)}
+    kill = fault("send", "forward 8", 1, number=SIGKILL)
     assert run(folder, *settings, faults=[NOTE, kill]).returncode != 0
     assert checkpoints(folder)[-1] == "step-00000006"
     output = finish(folder, *settings, faults=[NOTE])
     assert f"resumed from {checkpoint(folder, 6)}" in output
 
-    assert len(curve(folder)) == 12 and curve(folder) == curve(straight)
+    assert list(records(folder)) == list(range(1, 13))
+    for key in ("loss", "grad_norm"):
+        assert values(folder, key) == values(straight, key)
     assert samples(folder) == samples(straight)
     found = compare(checkpoint(folder, 12), checkpoint(straight, 12))
     assert (found.tensors, found.values, found.progress) == ([], [], [])
@@ -61,23 +60,22 @@ def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> 
 
 def test_a_stage_that_sleeps_ends_the_run_and_is_named(tmp_path: Path) -> None:
     """The other stage waits for it in a transfer, which is no collective."""
-    asleep = {"do": "sleep", "seconds": 600, "at": "forward 4", "rank": 1}
+    asleep = fault("sleep", "forward 4", 1, seconds=600)
     timeouts = ("--comm.init_timeout_seconds=200", "--comm.train_timeout_seconds=5")
     code, cause = fail(tmp_path, *PIPELINE, *timeouts, faults=[asleep])
-    assert (code, status(tmp_path)["rank"]) == (6, 1)
+    assert (code, *reported(tmp_path, "rank")) == (6, 1)
     assert "rank 1 is in no collective, but at step 4, stage 1, forward and backward, at" in cause
     assert "rank 0 waited at step 4, stage 0, forward and backward, in _wait_batch_p2p" in cause
     assert records(tmp_path).keys() == {1, 2, 3}
-    assert status(tmp_path)["last_checkpoint"] == str(checkpoint(tmp_path, 2))
+    assert reported(tmp_path, "last_checkpoint") == [str(checkpoint(tmp_path, 2))]
 
 
 def test_bad_gradients_of_one_stage_update_none(tmp_path: Path) -> None:
     """The loss is finite, and so are the gradients of the last stage."""
     settings = (*PIPELINE, f"{STEPS}=4", "--checkpoint.interval=1")
-    finish(tmp_path, *settings, faults=[{"do": "spoil_gradients", "at": "gradients 3", "rank": 0}])
-    lines = records(tmp_path).values()
-    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1]
-    assert [line["loss"] is None for line in lines] == [False] * 4
+    finish(tmp_path, *settings, faults=[fault("spoil_gradients", "gradients 3", 0)])
+    assert values(tmp_path, "skipped_steps") == [0, 0, 1, 1]
+    assert None not in values(tmp_path, "loss")
     saved = [SafeReader(checkpoint(tmp_path, step)).read_whole() for step in range(1, 5)]
     names = [name for name in saved[0] if name.startswith("model.")]
     assert len(names) == 2 * 9 + 3
@@ -86,9 +84,9 @@ def test_bad_gradients_of_one_stage_update_none(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_on_the_first_stage_keeps_the_checkpoint_before(tmp_path: Path) -> None:
-    full = {"do": "limit_files", "size": 100_000, "at": "saving 4", "rank": 0}
+    full = fault("limit_files", "saving 4", 0, size=100_000)
     code, cause = fail(tmp_path, *PIPELINE, faults=[full])
     assert code == 7
     assert re.search(r"\.tmp-step-00000004 cannot be written: rank 0: .*File too large", cause)
     assert verify_checkpoint(checkpoint(tmp_path, 2), hashes=True) == []
-    assert status(tmp_path)["last_checkpoint"] == str(checkpoint(tmp_path, 2))
+    assert reported(tmp_path, "last_checkpoint") == [str(checkpoint(tmp_path, 2))]

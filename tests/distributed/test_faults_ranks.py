@@ -2,11 +2,11 @@
 they end, what they report, and what is kept."""
 
 import json
+import math
 import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from faults import Fault, checkpoints, records, status
+from faults import Fault, checkpoint, checkpoints, fault, records, reported, step_names, values
 from launching import ENV, FOLDER, ROOT
 
 from torchtitan_lite.checkpoint.compare import compare
@@ -31,13 +32,8 @@ from torchtitan_lite.run_folder import LOCK_SECONDS
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(150)]
 STEPS = 12
 SECONDS = 70  # for a run, which then fails the test
-SETTINGS = [
-    f"--training.steps={STEPS}",
-    "--checkpoint.interval=3",
-    "--validation.enable",
-    "--validation.freq=4",
-]
-SETTINGS += ["--validation.steps=2"]
+VALIDATION = ["--validation.enable", "--validation.freq=4", "--validation.steps=2"]
+SETTINGS = [f"--training.steps={STEPS}", "--checkpoint.interval=3", *VALIDATION]
 TELLS = re.compile(
     r"exit code (?P<exit_code>\d+): (?P<cause>.*)\n(rank: (?P<rank>\d+)\n)?step: (?P<step>\d+)\n"
     r"last checkpoint: (?P<last_checkpoint>.*)\nrun folder: (?P<run_folder>.*)\n"
@@ -48,11 +44,10 @@ TELLS = re.compile(
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended: its exit code, its output, and the values in its last lines."""
+    """A run that has ended: its output, and the values in its last lines."""
 
-    exit_code: int
     output: str
-    told: dict[str, str | None]
+    told: dict[str, str]
 
 
 class Launcher:
@@ -69,10 +64,8 @@ class Launcher:
         self.worker = self._executable(
             "worker", f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"'
         )
-        self.env = ENV | {
-            "VIRTUAL_ENV": str(folder / "env"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
-        }
+        places = {"VIRTUAL_ENV": str(folder / "env"), "XDG_CACHE_HOME": str(folder / "cache")}
+        self.env = ENV | places
 
     def _executable(self, name: str, line: str) -> str:
         path = self.folder / name
@@ -92,37 +85,29 @@ class Launcher:
     ) -> subprocess.Popen[str]:
         """Start `command`, a call of run_train.sh. `nodes` are its variables on one node of
         several."""
-        env = {
-            "PYTHON_EXEC": self.worker,
-            "FAULTS": json.dumps(faults),
-            "NGPU": str(ranks),
-            **nodes,
-        }
+        env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks)}
         env |= {"CONFIG_FILE": str(FOLDER / "faults.toml"), "MAX_RESTARTS": str(restarts)}
         return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=self.env | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            command, cwd=ROOT, env=self.env | env | nodes,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
 
     def train(self, folder: Path, *overrides: str) -> list[str | Path]:
         """Return the call of run_train.sh for a run in `folder`."""
         data = f"--training.dataset_path={self.text}"
         return [ROOT / "run_train.sh", f"--job.dump_folder={folder}", data, *overrides]
 
-    def run(self, folder: Path, *overrides: str, **how: Any) -> Ended:
-        """Run in `folder` and wait for the end."""
-        return ended(self.start(self.train(folder, *overrides), **how))
+    def run(self, folder: Path, *overrides: str, code: int, **how: Any) -> Ended:
+        """Run in `folder`, wait for the end, and assert that it ended with the exit code `code`."""
+        return ended(self.start(self.train(folder, *overrides), **how), code=code)
 
 
-def ended(process: subprocess.Popen[str]) -> Ended:
-    """Wait for the end of a run, and return how it ended."""
+def ended(process: subprocess.Popen[str], *, code: int) -> Ended:
+    """Wait for the end of a run with the exit code `code`, and return how it ended."""
     output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == code, output
     told = TELLS.search(output)
-    return Ended(process.returncode, output, told.groupdict() if told else {})
+    return Ended(output, told.groupdict("") if told else {})
 
 
 def living(folder: Path) -> list[int]:
@@ -156,36 +141,30 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "run"
     for process in living(tmp_path / "run"):
         with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def straight(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run without faults."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    done = launcher.run(folder, *SETTINGS)
-    assert done.exit_code == 0, done.output
+    launcher.run(folder, *SETTINGS, code=0)
     return folder
 
 
 @pytest.fixture
 def half_done(straight: Path, folder: Path) -> Path:
     """A folder of a run that continues after step 6."""
-    shutil.copytree(straight / "checkpoint/step-00000006", folder / "checkpoint/step-00000006")
+    shutil.copytree(checkpoint(straight, 6), checkpoint(folder, 6))
     shutil.copy(straight / "metrics.jsonl", folder)
     return folder
 
 
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder).values()]
-
-
 def assert_same_run(folder: Path, straight: Path) -> None:
     """Assert that two finished runs agree in every bit."""
-    assert status(folder)["state"] == "done"
-    assert losses(folder) == losses(straight)
-    last = f"checkpoint/step-{STEPS:08d}"
-    comparison = compare(straight / last, folder / last)
+    assert reported(folder, "state") == ["done"]
+    assert values(folder, "loss") == values(straight, "loss")
+    comparison = compare(checkpoint(straight, STEPS), checkpoint(folder, STEPS))
     assert (comparison.progress, comparison.tensors, comparison.values) == ([], [], [])
     assert comparison.equal_tensors > 20
 
@@ -196,103 +175,66 @@ def assert_same_run(folder: Path, straight: Path) -> None:
 def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
     launcher: Launcher, straight: Path, folder: Path
 ) -> None:
-    def stopped(*faults: Fault, by: str) -> int:
+    def stopped(*faults: Fault, by: str = "SIGTERM") -> int:
         """Run with faults that stop it, and return the step after which it stopped."""
-        run = launcher.run(folder, *SETTINGS, "--checkpoint.async_mode=async", faults=faults)
-        assert run.exit_code == 75, run.output
-        step = int(run.told["step"] or 0)
-        assert run.told["cause"] == status(folder)["cause"] == f"stopped by {by} after step {step}"
-        if step:
-            saved = folder / f"checkpoint/step-{step:08d}"
-            assert run.told["last_checkpoint"] == str(saved)
-            assert verify_checkpoint(saved, hashes=True) == []
-            assert list(records(folder)) == list(range(1, step + 1))
+        settings = [*SETTINGS, "--checkpoint.async_mode=async"]
+        run = launcher.run(folder, *settings, faults=faults, code=75)
+        step = int(run.told["step"])
+        assert [run.told["cause"]] == reported(folder, "cause")
+        assert run.told["cause"] == f"stopped by {by} after step {step}"
+        assert run.told["last_checkpoint"] == str(checkpoint(folder, step))
+        assert verify_checkpoint(checkpoint(folder, step), hashes=True) == []
+        assert list(records(folder)) == list(range(1, step + 1))
         return step
 
-    term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
-    # to run_train.sh, and so to torchrun, while the first forward pass takes long, as when it
-    # compiles
-    at_start = {"do": "send", "at": "forward 1", "rank": 0, "number": term, "to": "run_train.sh"}
-    assert (
-        stopped(at_start, {"do": "await_signal", "at": "forward 1", "rank": 0}, by="SIGTERM") == 1
-    )
+    def slow_forward(step: int, *, to: str) -> list[Fault]:
+        """A signal to rank 0's parents while a forward pass takes long, as when it compiles."""
+        at = f"forward {step}"
+        return [fault("send", at, 0, number=SIGTERM, to=to), fault("await_signal", at, 0)]
+
+    assert stopped(*slow_forward(1, to="run_train.sh")) == 1
     # to one rank, between the two forward passes of a step
-    between = {"do": "send", "at": "accumulation 2", "rank": 1, "number": term}
-    assert stopped(between, by="SIGTERM") == 2
-    assert (
-        stopped({"do": "send", "at": "validation 4", "rank": 0, "number": interrupt}, by="SIGINT")
-        == 4
-    )
-    saving = {"at": "written 6", "rank": 1}
+    assert stopped(fault("send", "accumulation 2", 1, number=SIGTERM)) == 2
+    assert stopped(fault("send", "validation 4", 0, number=SIGINT), by="SIGINT") == 4
     in_save = stopped(
-        {"do": "send", "number": term, **saving},
-        {"do": "sleep", "seconds": 2, **saving},
-        by="SIGTERM",
+        fault("send", "written 6", 1, number=SIGTERM), fault("sleep", "written 6", 1, seconds=2)
     )
     assert 6 <= in_save < STEPS
-    saves = [f"step-{step:08d}" for step in sorted({1, 2, 3, 4, 6, in_save})]
-    assert checkpoints(folder) == saves
-
-    at_start = {
-        "do": "send",
-        "at": f"forward {in_save + 1}",
-        "rank": 0,
-        "number": term,
-        "to": "torchrun",
-    }
-    faults = [at_start, {"do": "await_signal", "at": f"forward {in_save + 1}", "rank": 0}]
-    assert stopped(*faults, by="SIGTERM") == in_save + 1
-    assert launcher.run(folder, *SETTINGS).exit_code == 0
+    assert checkpoints(folder) == step_names(*sorted({1, 2, 3, 4, 6, in_save}))
+    assert stopped(*slow_forward(in_save + 1, to="torchrun")) == in_save + 1
+    launcher.run(folder, *SETTINGS, code=0)
     assert_same_run(folder, straight)
 
 
 def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     launcher: Launcher, straight: Path, half_done: Path
 ) -> None:
-    signals = [
-        {
-            "do": "send",
-            "at": "written 9",
-            "rank": 1,
-            "number": int(signal.SIGTERM),
-            "to": "run_train.sh",
-        },
-        # Not SIGINT, which a shell script that was started in the background ignores.
-        {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 5},
-        {
-            "do": "send",
-            "at": "written 9",
-            "rank": 1,
-            "number": int(signal.SIGTERM),
-            "to": "run_train.sh",
-        },
-        {"do": "sleep", "at": "written 9", "rank": 1, "seconds": 600},
-    ]
-    run = launcher.run(half_done, *SETTINGS, faults=signals)
-    assert run.exit_code == 6, run.output
+    # Not SIGINT, which a shell script that was started in the background ignores.
+    term = fault("send", "written 9", 1, number=SIGTERM, to="run_train.sh")
+    waits = [fault("sleep", "written 9", 1, seconds=seconds) for seconds in (5, 600)]
+    faults = [term, waits[0], term, waits[1]]
+    run = launcher.run(half_done, *SETTINGS, faults=faults, code=6)
     assert run.told["cause"] == "killed before it could stop at a step's end"
-    assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
+    assert run.told["last_checkpoint"] == str(checkpoint(half_done, 6))
     assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
     assert none_lives(half_done)
     # The command that the run printed continues from there.
     assert run.told["effect"] == "continues from the last checkpoint"
-    assert ended(launcher.start(["bash", "-c", run.told["command"] or ""])).exit_code == 0
-    assert checkpoints(half_done) == ["step-00000006", "step-00000009", "step-00000012"]
+    ended(launcher.start(["bash", "-c", run.told["command"]]), code=0)
+    assert checkpoints(half_done) == step_names(6, 9, 12)
     assert_same_run(half_done, straight)
 
 
 def test_a_signal_to_every_process_leaves_the_save_its_time(
     launcher: Launcher, half_done: Path
 ) -> None:
-    in_save = {"at": "written 9", "rank": 1}
-    term = {"do": "send", "number": int(signal.SIGTERM), **in_save}
-    pause = {"do": "sleep", "seconds": 1, **in_save}  # else torchrun sees two signals as one
+    term = fault("send", "written 9", 1, number=SIGTERM)
+    pause = fault("sleep", "written 9", 1, seconds=1)  # else torchrun sees two signals as one
     signals = [term | {"to": "torchrun"}, pause, term, term | {"to": "run_train.sh"}]
     faults = [*signals, pause | {"seconds": LOCK_SECONDS + 5}]
-    run = launcher.run(half_done, *SETTINGS, faults=faults)
-    assert run.exit_code == 75, run.output
+    run = launcher.run(half_done, *SETTINGS, faults=faults, code=75)
     assert run.told["cause"] == "stopped by SIGTERM after step 9"
-    assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000009")
+    assert run.told["last_checkpoint"] == str(checkpoint(half_done, 9))
     assert none_lives(half_done)
 
 
@@ -304,21 +246,21 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
         endpoint = node_0.getsockname()
         if node_rank == "0":
             node_0.close()
-        variables = {
-            "NNODES": "2",
-            "NODE_RANK": node_rank,
-            "RDZV_ENDPOINT": f"127.0.0.1:{endpoint[1]}",
-        }
-        process = launcher.start(launcher.train(folder), nodes=variables)
+        nodes = two_nodes(node_rank, port=endpoint[1])
+        process = launcher.start(launcher.train(folder), nodes=nodes)
         if node_rank == "1":
             node_0.accept()  # it waits for an answer, in C++
         else:
             wait_for_server(endpoint)
-        process.send_signal(signal.SIGTERM)
-        run = ended(process)
-    assert run.exit_code == 75, run.output
+        process.send_signal(SIGTERM)
+        run = ended(process, code=75)
     assert run.told["cause"] == "stopped by SIGTERM before the first step"
     assert not living(folder)
+
+
+def two_nodes(rank: int | str, *, port: int) -> dict[str, str]:
+    """Return the variables of run_train.sh on one of two nodes, which meet at a port."""
+    return {"NNODES": "2", "NODE_RANK": str(rank), "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
 
 
 def wait_for_server(address: tuple[str, int]) -> None:
@@ -335,16 +277,17 @@ def test_a_signal_while_some_ranks_still_start_ends_the_run(
     launcher: Launcher, folder: Path
 ) -> None:
     # Rank 1 has not got so far that it handles signals, and rank 0 waits for it.
-    starting = {"at": "start", "rank": 1}
-    signals = {"do": "send", "number": int(signal.SIGTERM), "to": "run_train.sh", **starting}
-    faults = [{"do": "sleep", "seconds": 8, **starting}, signals]
-    run = launcher.run(folder, faults=[*faults, {"do": "sleep", "seconds": 600, **starting}])
-    assert run.exit_code == 75, run.output
+    faults = [
+        fault("sleep", "start", 1, seconds=8),
+        fault("send", "start", 1, number=SIGTERM, to="run_train.sh"),
+        fault("sleep", "start", 1, seconds=600),
+    ]
+    run = launcher.run(folder, faults=faults, code=75)
     assert run.told["cause"] == "stopped by SIGTERM before the first step"
     assert none_lives(folder)
 
 
-KILL = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL)}
+KILL = fault("send", "forward 8", 1, number=SIGKILL)
 
 
 # ----- launch: MAX_RESTARTS -----
@@ -354,28 +297,26 @@ KILL = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGKILL
 def test_after_a_rank_was_killed_all_start_again_from_the_last_checkpoint(
     launcher: Launcher, straight: Path, half_done: Path
 ) -> None:
-    run = launcher.run(half_done, *SETTINGS, faults=[KILL], restarts=1)
-    assert run.exit_code == 0, run.output
-    assert run.output.count(f"resumed from {half_done}/checkpoint/step-00000006") == 2
+    run = launcher.run(half_done, *SETTINGS, faults=[KILL], restarts=1, code=0)
+    assert run.output.count(f"resumed from {checkpoint(half_done, 6)}") == 2
     assert_same_run(half_done, straight)
 
 
 def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
     launcher: Launcher, straight: Path, folder: Path
 ) -> None:
-    run = launcher.run(folder, *SETTINGS, "--checkpoint.load_step=0", faults=[KILL], restarts=1)
-    assert run.exit_code == 0, run.output
-    assert run.output.count(f"resumed from {folder}/checkpoint/step-00000006") == 1
+    settings = [*SETTINGS, "--checkpoint.load_step=0"]
+    run = launcher.run(folder, *settings, faults=[KILL], restarts=1, code=0)
+    assert run.output.count(f"resumed from {checkpoint(folder, 6)}") == 1
     assert not (folder / "previous").exists()
     assert_same_run(folder, straight)
 
 
 @pytest.mark.quick
 def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path) -> None:
-    term = {"do": "send", "at": "forward 8", "rank": 1, "number": int(signal.SIGTERM)}
-    run = launcher.run(half_done, *SETTINGS, faults=[term], restarts=1)
-    assert run.exit_code == 75, run.output
-    assert (status(half_done)["state"], status(half_done)["step"]) == ("stopped", 8)
+    term = fault("send", "forward 8", 1, number=SIGTERM)
+    launcher.run(half_done, *SETTINGS, faults=[term], restarts=1, code=75)
+    assert reported(half_done, "state", "step") == ["stopped", 8]
 
 
 # ----- max_minutes, find_time_limit -----
@@ -386,24 +327,21 @@ def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
 ) -> None:
     limit = "--job.max_minutes=56"
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}
-    starts: list[tuple[int, list[str], dict[str, str], str]] = [
-        (7, [limit], {}, "[job] max_minutes = 56"),
-        (8, [], slurm, "of Slurm job 7"),
-    ]
-    for step, settings, env, cause in starts:
-        late = {"do": "let_pass", "minutes": 56, "at": f"forward {step}", "rank": 0}
-        run = launcher.run(half_done, *SETTINGS, *settings, faults=[late], restarts=1, nodes=env)
-        assert run.exit_code == 75, run.output
-        told = f"stopped by the time limit ({cause}) after step {step}"
-        assert run.told["cause"] == status(half_done)["cause"] == told
-        saved = half_done / f"checkpoint/step-{step:08d}"
-        assert run.told["last_checkpoint"] == str(saved)
 
+    def late(step: int) -> list[Fault]:
+        return [fault("let_pass", f"forward {step}", 0, minutes=56)]
+
+    def stopped(step: int, cause: str, *settings: str, **how: Any) -> None:
+        run = launcher.run(half_done, *SETTINGS, *settings, faults=late(step), code=75, **how)
+        told = f"stopped by the time limit ({cause}) after step {step}"
+        assert [run.told["cause"]] == reported(half_done, "cause") == [told]
+        assert run.told["last_checkpoint"] == str(checkpoint(half_done, step))
+
+    stopped(7, "[job] max_minutes = 56", limit, restarts=1)
+    stopped(8, "of Slurm job 7", restarts=1, nodes=slurm)
     # The last step is done, not stopped. A new start has all of its time.
-    late = {"do": "let_pass", "minutes": 56, "at": f"forward {STEPS}", "rank": 0}
-    run = launcher.run(half_done, *SETTINGS, limit, faults=[late])
-    assert run.exit_code == 0, run.output
-    assert f"resumed from {saved}" in run.output
+    run = launcher.run(half_done, *SETTINGS, limit, faults=late(STEPS), code=0)
+    assert f"resumed from {checkpoint(half_done, 8)}" in run.output
     assert_same_run(half_done, straight)
 
 
@@ -414,43 +352,34 @@ def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
 def test_a_rank_that_is_always_killed_ends_the_run(
     restarts: int, launcher: Launcher, half_done: Path
 ) -> None:
-    run = launcher.run(half_done, *SETTINGS, faults=[KILL | {"always": True}], restarts=restarts)
-    assert run.exit_code == 6, run.output
-    assert run.output.count(f"resumed from {half_done}/checkpoint/step-00000006") == 1 + restarts
-    left = status(half_done)
-    assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 6, 1)
+    always = KILL | {"always": True}
+    run = launcher.run(half_done, *SETTINGS, faults=[always], restarts=restarts, code=6)
+    assert run.output.count(f"resumed from {checkpoint(half_done, 6)}") == 1 + restarts
+    assert reported(half_done, "state", "exit_code", "rank") == ["failed", 6, 1]
     assert re.match(
-        r"rank 1 (has ended; last seen at step \d, |was killed by SIGKILL$)", left["cause"]
+        r"rank 1 (has ended; last seen at step \d, |was killed by SIGKILL$)",
+        *reported(half_done, "cause"),
     )
     # The lines at the end.
-    assert run.told["cause"] is not None and "rank 1 was killed by SIGKILL" in run.told["cause"]
+    assert "rank 1 was killed by SIGKILL" in run.told["cause"]
     assert (run.told["rank"], run.told["step"]) == ("1", "8")
-    assert run.told["last_checkpoint"] == str(half_done / "checkpoint/step-00000006")
+    assert run.told["last_checkpoint"] == str(checkpoint(half_done, 6))
     assert run.told["run_folder"] == str(half_done)
-    assert run.told["logs"] is not None and run.told["logs"].endswith(
-        f"/attempt_{restarts}/1/{{stdout,stderr}}.log"
-    )
+    assert run.told["logs"].endswith(f"/attempt_{restarts}/1/{{stdout,stderr}}.log")
     assert Path(run.told["logs"].replace("{stdout,stderr}", "stdout")).is_file()
     assert run.told["advice"] == "look at the logs and at the host of that rank"
-    command = shlex.split(run.told["command"] or "")
-    assert command == [
-        f"CONFIG_FILE={FOLDER}/faults.toml",
-        "NGPU=2",
-        *map(str, launcher.train(half_done, *SETTINGS)),
-    ]
+    command = [*map(str, launcher.train(half_done, *SETTINGS))]
+    variables = [f"CONFIG_FILE={FOLDER}/faults.toml", "NGPU=2"]
+    assert shlex.split(run.told["command"]) == [*variables, *command]
 
 
 def assert_named(run: Ended, folder: Path, *, found: str, step: int) -> None:
     """Assert that the report names rank 1, for which rank 0 waited at a step, and that no process
     of the run is left."""
-    assert run.exit_code == 6, run.output
-    assert run.told["cause"] is not None
-    assert f"rank 1 {found} step {step}, forward and backward, at " in run.told["cause"]
-    assert (
-        f"; rank 0 waited at step {step}, forward and backward, in all_gather" in run.told["cause"]
-    )
-    left = status(folder)
-    assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 6, 1)
+    at = f"step {step}, forward and backward, "
+    assert f"rank 1 {found} {at}at " in run.told["cause"]
+    assert f"; rank 0 waited at {at}in all_gather" in run.told["cause"]
+    assert reported(folder, "state", "exit_code", "rank") == ["failed", 6, 1]
     assert none_lives(folder)
 
 
@@ -464,8 +393,9 @@ def seconds_since(step: int, folder: Path) -> float:
 
 @pytest.mark.quick
 def test_a_rank_that_sleeps_ends_the_run_and_is_named(launcher: Launcher, half_done: Path) -> None:
-    asleep = {"do": "sleep", "at": "accumulation 8", "rank": 1, "seconds": 600}
-    run = launcher.run(half_done, *SETTINGS, "--comm.train_timeout_seconds=5", faults=[asleep])
+    asleep = fault("sleep", "accumulation 8", 1, seconds=600)
+    settings = [*SETTINGS, "--comm.train_timeout_seconds=5"]
+    run = launcher.run(half_done, *settings, faults=[asleep], code=6)
     assert seconds_since(7, half_done) < 5 + 30
     assert_named(run, half_done, found="is in no collective, but at", step=8)
 
@@ -475,19 +405,13 @@ def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
 ) -> None:
     # Late, because ranks post where they are once a second, and because rank 0's collective must
     # time out before the watchdog loses patience with the stopped rank.
-    late = {"do": "sleep", "at": "forward 7", "rank": 1, "seconds": 5}
-    stopped = {"do": "send", "at": "forward 7", "rank": 1, "number": int(signal.SIGSTOP)}
+    late = fault("sleep", "forward 7", 1, seconds=5)
+    stopped = fault("send", "forward 7", 1, number=SIGSTOP)
     # The time-out up to the first step: the other one applies after it.
-    run = launcher.run(
-        half_done, *SETTINGS, "--comm.init_timeout_seconds=15", faults=[late, stopped]
-    )
-    assert seconds_since_start(half_done) < 15 + 30
+    settings = [*SETTINGS, "--comm.init_timeout_seconds=15"]
+    run = launcher.run(half_done, *settings, faults=[late, stopped], code=6)
+    assert time.time() - reported(half_done, "started")[0] < 15 + 30
     assert_named(run, half_done, found="was stopped and is killed now; last seen at", step=7)
-
-
-def seconds_since_start(folder: Path) -> float:
-    """Return the seconds since a run opened its folder."""
-    return time.time() - status(folder)["started"]
 
 
 # ----- UpdateGuard, loss_spike_factor, max_consecutive_skips -----
@@ -500,22 +424,15 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
         "--training.steps=6", "--training.loss_spike_factor=3", "--checkpoint.interval=1",
         "--parallelism.data_parallel_replicate_degree=2",
     ]  # fmt: skip
-    note = {"do": "note_weights", "at": "start"}
-    bad = {"do": "scale_loss", "at": "forward 3", "rank": 1, "factor": float("nan")}
-    stop = {"do": "send", "at": "forward 4", "rank": 0, "number": int(signal.SIGTERM)}
-    assert launcher.run(folder, *settings, faults=[note, bad, stop]).exit_code == 75
+    note = fault("note_weights", "start")
+    bad = fault("scale_loss", "forward 3", 1, factor=math.nan)
+    stop = fault("send", "forward 4", 0, number=SIGTERM)
+    launcher.run(folder, *settings, faults=[note, bad, stop], code=75)
     # It is a spike compared with the losses before the stop.
-    spike = {"do": "scale_loss", "at": "forward 5", "rank": 1, "factor": 100.0}
-    run = launcher.run(folder, *settings, faults=[note, spike])
-    assert run.exit_code == 0, run.output
-    assert [record["skipped_steps"] for record in records(folder).values()] == [0, 0, 1, 1, 2, 2]
-    assert [len(changed_tensors(folder, step)) > 0 for step in range(2, 7)] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
+    spike = fault("scale_loss", "forward 5", 1, factor=100.0)
+    launcher.run(folder, *settings, faults=[note, spike], code=0)
+    assert values(folder, "skipped_steps") == [0, 0, 1, 1, 2, 2]
+    assert [step for step in range(2, 7) if changed_tensors(folder, step)] == [2, 4, 6]
     weights = [(folder / f"weights-{rank}.jsonl").read_text() for rank in range(2)]
     assert weights[0].count("\n") == 6
     assert weights[0] == weights[1]
@@ -523,37 +440,29 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
 
 def changed_tensors(folder: Path, step: int) -> list[str]:
     """Return the names of the tensors that a step has changed."""
-    before, after = (
-        SafeReader(folder / f"checkpoint/step-{each:08d}").read_whole() for each in (step - 1, step)
-    )
+    before, after = (SafeReader(checkpoint(folder, each)).read_whole() for each in (step - 1, step))
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
 def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
     launcher: Launcher, folder: Path
 ) -> None:
-    settings = [
-        "--training.steps=12",
-        "--training.max_consecutive_skips=3",
-        "--checkpoint.interval=2",
-    ]
-    spike = {"do": "scale_loss", "at": "forward 2", "rank": 1, "factor": 100.0}
-    bad = [
-        {"do": "scale_loss", "at": f"accumulation {step}", "rank": 1, "factor": float("nan")}
-        for step in range(4, 13)
-    ]
-    run = launcher.run(folder, *settings, faults=[spike, *bad])
-    assert run.exit_code == 5, run.output
+    settings = ["--training.steps=12", "--training.max_consecutive_skips=3"]
+    settings.append("--checkpoint.interval=2")
+    spike = fault("scale_loss", "forward 2", 1, factor=100.0)
+    steps = range(4, 13)
+    bad = [fault("scale_loss", f"accumulation {step}", 1, factor=math.nan) for step in steps]
+    launcher.run(folder, *settings, faults=[spike, *bad], code=5)
     assert re.match(
-        r"\[training\] max_consecutive_skips = 3: the 3 steps up to 6 had no update, .*; "
+        r"\[training\] max_consecutive_skips = 3: .* 3 steps up to 6 .*"
         r"step 6: loss = nan, grad_norm = nan\. Lower \[optimizer\] lr",
-        status(folder)["cause"],
+        *reported(folder, "cause"),
     )
     # A spike is no reason to skip a step unless spikes are looked for.
-    assert [record["skipped_steps"] for record in records(folder).values()] == [0, 0, 0, 1, 2, 3]
-    assert losses(folder)[1] > 10 * losses(folder)[0]
-    assert checkpoints(folder) == ["step-00000002", "step-00000004"]
-    tensors = SafeReader(folder / "checkpoint/step-00000004").read_whole().values()
+    assert values(folder, "skipped_steps") == [0, 0, 0, 1, 2, 3]
+    assert values(folder, "loss")[1] > 10 * values(folder, "loss")[0]
+    assert checkpoints(folder) == step_names(2, 4)
+    tensors = SafeReader(checkpoint(folder, 4)).read_whole().values()
     assert all(tensor.isfinite().all() for tensor in tensors)
 
 
@@ -563,47 +472,31 @@ def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
 def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_keeps_what_is_known(
     launcher: Launcher, half_done: Path
 ) -> None:
-    lacking = {
-        "do": "lack_data",
-        "at": "data 8",
-        "rank": 1,
-        "message": "the text of step 8 is gone",
-    }
-    run = launcher.run(half_done, *SETTINGS, faults=[lacking])
-    assert run.exit_code == 3, run.output
+    lacking = fault("lack_data", "data 8", 1, message="the text of step 8 is gone")
+    run = launcher.run(half_done, *SETTINGS, faults=[lacking], code=3)
     assert (run.told["cause"], run.told["rank"]) == ("the text of step 8 is gone", "1")
     (log,) = half_done.glob("logs/*/torchrun.log")
     assert set(re.findall(r"exitcode +: (-?\d+)", log.read_text())) == {"3"}
-    last = str(half_done / "checkpoint/step-00000006")
-    before = status(half_done)
-    assert (before["state"], before["last_checkpoint"]) == ("failed", last)
+    last = str(checkpoint(half_done, 6))
+    state, step, newest = before = reported(half_done, "state", "step", "last_checkpoint")
+    assert (state, newest) == ("failed", last)
 
-    run = launcher.run(half_done, *SETTINGS, "--training.dataset_path=/nowhere.txt", ranks=1)
-    assert run.exit_code == 3, run.output
-    assert run.told["cause"] is not None and "/nowhere.txt: does not exist" in run.told["cause"]
-    assert (run.told["step"], run.told["last_checkpoint"]) == (str(before["step"]), last)
-    left = status(half_done)
-    assert (left["state"], left["step"], left["last_checkpoint"]) == (
-        "failed",
-        before["step"],
-        last,
-    )
+    nowhere = "--training.dataset_path=/nowhere.txt"
+    run = launcher.run(half_done, *SETTINGS, nowhere, ranks=1, code=3)
+    assert "/nowhere.txt: does not exist" in run.told["cause"]
+    assert (run.told["step"], run.told["last_checkpoint"]) == (str(step), last)
+    assert reported(half_done, "state", "step", "last_checkpoint") == before
 
 
 def test_an_error_that_nobody_expects_on_one_rank_ends_all(
     launcher: Launcher, half_done: Path
 ) -> None:
-    crash = {"do": "crash", "at": "forward 8", "rank": 1, "message": "no such kernel"}
-    run = launcher.run(half_done, *SETTINGS, faults=[crash])
+    crash = fault("crash", "forward 8", 1, message="no such kernel")
+    run = launcher.run(half_done, *SETTINGS, faults=[crash], code=1)
     assert seconds_since(7, half_done) < 30
-    assert run.exit_code == 1, run.output
-    assert (run.told["cause"], run.told["rank"], run.told["step"]) == (
-        "RuntimeError: no such kernel",
-        "1",
-        "8",
-    )
-    left = status(half_done)
-    assert (left["state"], left["exit_code"], left["rank"]) == ("failed", 1, 1)
+    assert run.told["cause"] == "RuntimeError: no such kernel"
+    assert (run.told["rank"], run.told["step"]) == ("1", "8")
+    assert reported(half_done, "state", "exit_code", "rank") == ["failed", 1, 1]
     assert none_lives(half_done)
 
 
@@ -619,25 +512,21 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     while not list(folder.glob("checkpoint/step-*")):
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.2)
-    second = launcher.run(folder, *settings, ranks=1)
-    assert second.exit_code == 2, second.output
-    assert re.search(
-        rf'\[job\] dump_folder = "{folder}" belongs to a live run: process \d+ on ', second.output
-    )
-    assert status(folder)["state"] == "running"
+    second = launcher.run(folder, *settings, ranks=1, code=2)
+    live = rf'\[job\] dump_folder = "{folder}" belongs to a live run: process \d+ on '
+    assert re.search(live, second.output)
+    assert reported(folder, "state") == ["running"]
     torchrun = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[0]
-    os.kill(int(torchrun), signal.SIGKILL)
-    assert ended(first).exit_code == 6
+    os.kill(int(torchrun), SIGKILL)
+    ended(first, code=6)
     assert none_lives(folder)
-    left = status(folder)
-    assert (left["state"], left["exit_code"]) == ("failed", 6)
-    assert left["cause"] == "torchrun, which had started this process, is gone"
+    assert reported(folder, "state", "exit_code") == ["failed", 6]
+    assert reported(folder, "cause") == ["torchrun, which had started this process, is gone"]
     # The lock's file is still there, but nobody holds it.
     assert "process" in (folder / ".lock").read_text()
     (saved,) = committed_steps(folder / "checkpoint")
-    third = launcher.run(folder, *settings, f"--training.steps={saved + 1}", ranks=1)
-    assert third.exit_code == 0, third.output
-    assert f"resumed from {folder}/checkpoint/step-{saved:08d}" in third.output
+    third = launcher.run(folder, *settings, f"--training.steps={saved + 1}", ranks=1, code=0)
+    assert f"resumed from {checkpoint(folder, saved)}" in third.output
 
 
 # ----- check_started_alike -----
@@ -648,27 +537,22 @@ def test_nodes_that_were_started_differently_train_nothing(
 ) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
     others = [[], ["--optimizer.lr=0.5", f"--job.dump_folder={folder}-2"]]
-    nodes = [
+    processes = [
         launcher.start(
-            launcher.train(folder, *SETTINGS, *other),
-            ranks=1,
-            nodes={"NNODES": "2", "NODE_RANK": str(rank), "RDZV_ENDPOINT": endpoint},
+            launcher.train(folder, *SETTINGS, *other), ranks=1, nodes=two_nodes(rank, port=port)
         )
         for rank, other in enumerate(others)
     ]
-    host = socket.gethostname()
-    for node in nodes:
-        run = ended(node)
-        assert run.exit_code == 2, run.output
-        ranks = f"0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})"
-        assert f"[optimizer] lr differs between ranks: {ranks}" in run.output
+    host, differs = socket.gethostname(), "differs between ranks:"
+    for process in processes:
+        output = ended(process, code=2).output
         assert (
-            f'[job] dump_folder differs between ranks: "{folder}" (rank 0 on {host}); "{folder}-2"'
-            in run.output
+            f"[optimizer] lr {differs} 0.001 (rank 0 on {host}); 0.5 (rank 1 on {host})" in output
         )
-        assert run.output.count(" differs between ranks: ") == 2
+        assert f'dump_folder {differs} "{folder}" (rank 0 on {host}); "{folder}-2"' in output
+        assert output.count(f" {differs} ") == 2
     assert not (folder / "metrics.jsonl").exists()
 
 
@@ -679,11 +563,8 @@ def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(
     launcher: Launcher, small_disk: Path
 ) -> None:
     folder = small_disk / "run"
-    fill = {"do": "fill_disk", "at": "forward 3", "rank": 0, "folder": str(small_disk)}
-    run = launcher.run(folder, *SETTINGS, faults=[fill])
-    assert run.exit_code == 7, run.output
-    assert re.search(
-        r"\.tmp-step-00000003 cannot be written: .*No space left on device", run.told["cause"] or ""
-    )
-    left = status(folder)
-    assert (left["state"], left["exit_code"], left["step"]) == ("failed", 7, 3)
+    fill = fault("fill_disk", "forward 3", 0, folder=str(small_disk))
+    run = launcher.run(folder, *SETTINGS, faults=[fill], code=7)
+    full = r"\.tmp-step-00000003 cannot be written: .*No space left on device"
+    assert re.search(full, run.told["cause"])
+    assert reported(folder, "state", "exit_code", "step") == ["failed", 7, 3]

@@ -6,18 +6,11 @@ from pathlib import Path
 
 import pytest
 from launching import read_records, train_together
+from matrix import HSDP, RECIPES, TP
 
+IN_FLOAT8 = "TP, gathered in float8"
 pytestmark = pytest.mark.timeout(400)
-SETTINGS = {
-    "FSDP": [],
-    "HSDP": ["--parallelism.data_parallel_replicate_degree=2"],
-    "TP, gathered in float8": [
-        "--parallelism.tensor_parallel_degree=2",
-        "--float8.enable_float8_linear",
-        "--float8.enable_fsdp_float8_all_gather",
-        "--float8.precompute_float8_dynamic_scale_for_fsdp",
-    ],
-}
+SETTINGS = {"FSDP": [], "HSDP": [HSDP], IN_FLOAT8: [f"{TP}=2", *RECIPES["all_gather"]]}
 FOUR_MICROBATCHES = "--training.global_batch_size=8"
 GATHERS = {
     # A step's gathers on two shards. The ends of the model are gathered for each forward, and its
@@ -26,8 +19,8 @@ GATHERS = {
     ("FSDP", "default"): "24 in bfloat16",
     ("FSDP", "always"): "28 in bfloat16",
     ("HSDP", "default"): "12 in bfloat16",  # in half as many microbatches
-    ("TP, gathered in float8", "never"): "2 in bfloat16, 2 in float8",
-    ("TP, gathered in float8", "default"): "8 in bfloat16, 16 in float8",
+    (IN_FLOAT8, "never"): "2 in bfloat16, 2 in float8",
+    (IN_FLOAT8, "default"): "8 in bfloat16, 16 in float8",
 }
 
 
@@ -46,11 +39,10 @@ def test_gathers_change_no_bit_and_reductions_only_the_order_of_sums(
     ]
     processes = 2 if layout == "FSDP" else 4
     cases = [(value, "each") for of, value in GATHERS if of == layout] + [("default", "last")]
+    reshard = "--parallelism.fsdp_reshard_after_forward"
+    reduce = "--parallelism.fsdp_reduce_gradients"
     runs = {
-        f"{value}, {reduced}": [
-            *(*settings, f"--parallelism.fsdp_reshard_after_forward={value}"),
-            f"--parallelism.fsdp_reduce_gradients={reduced}",
-        ]
+        f"{value}, {reduced}": [*settings, f"{reshard}={value}", f"{reduce}={reduced}"]
         for value, reduced in cases
     }
     output = train_together(tmp_path, runs, processes=processes)
@@ -59,10 +51,8 @@ def test_gathers_change_no_bit_and_reductions_only_the_order_of_sums(
 
     found = {}
     for name in runs:
-        records = [
-            {name: record.get(name) for name in ("loss", "grad_norm", "validation_loss")}
-            for record in read_records(tmp_path / name)
-        ]
+        keys = ("loss", "grad_norm", "validation_loss")
+        records = [{key: line.get(key) for key in keys} for line in read_records(tmp_path / name)]
         files = (tmp_path / name).rglob("*.distcp")
         saved = {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files}
         assert len(saved) == 2 * processes

@@ -5,24 +5,15 @@ from itertools import product
 
 import pytest
 from launching import FOLDER, finish, told
-from matrix import CP, EVENLY, MICROBATCH, MODES, PP, SCHEDULES
+from matrix import CP, EVENLY, MICROBATCH, MODES, PP, SCHEDULES, TWO
 
 DOCUMENTS = {"": (), "masked": ("--training.document_mask",)}
+TWO_SEQUENCES = (TWO, f"{MICROBATCH}=2", "--training.global_batch_size=8")
 LAYOUTS = {
     "CP 2": (2, (f"{CP}=2",)),
     "CP 4": (2, (f"{CP}=4",)),
     # Microbatches of two sequences, and of one.
-    "PP 2": (
-        4,
-        (
-            f"{PP}=2",
-            *EVENLY,
-            *SCHEDULES["Interleaved1F1B"],
-            "--training.local_batch_size=2",
-            f"{MICROBATCH}=2",
-            "--training.global_batch_size=8",
-        ),
-    ),
+    "PP 2": (4, (f"{PP}=2", *EVENLY, *SCHEDULES["Interleaved1F1B"], *TWO_SEQUENCES)),
     "PP 4": (4, (f"{PP}=4", *EVENLY)),
 }
 """Blocks of the model, and overrides, of four processes."""
@@ -43,8 +34,7 @@ def test_gradients_are_those_of_one_process_within_rounding() -> None:
         model = f"--model.n_layers={blocks[name]}"
         runs[name] = [model, *degrees, *DOCUMENTS[documents], *MODES[mode]]
     found = told(finish(str(FOLDER / "gradients_worker.py"), json.dumps(runs), processes=4))
-    assert {name: len(parameters) for name, parameters in found.items()} == {
-        name: number * 9 + 3 for name, number in blocks.items()
-    }
+    counts = {name: len(parameters) for name, parameters in found.items()}
+    assert counts == {name: number * 9 + 3 for name, number in blocks.items()}
     worst = {name: max(parameters.values()) for name, parameters in found.items()}
     assert worst == dict.fromkeys(runs, pytest.approx(0, abs=1e-5))

@@ -19,7 +19,7 @@ from launching import (
     train_arguments,
     train_together,
 )
-from matrix import FLOAT8_GATHER, HSDP, RECIPES, TOLERANCE
+from matrix import CP, FLOAT8_GATHER, HSDP, RECIPES, TOLERANCE
 from safetensors.torch import save_file
 
 from torchtitan_lite.models.flavors import ModelArgs
@@ -40,16 +40,19 @@ RUNS = {
 """Overrides by the number of processes."""
 DIM, KV_DIM, FFN_DIM, VOCABULARY, SEQ_LEN = 128, 64, 192, 2256, 64
 
+Digests = dict[str, dict[str, str]]
+Models = Callable[[int], dict[str, Any]]
+
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def hf_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, str]]]:
+def hf_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Digests]:
     """The folder of Hugging Face models of these dimensions, "untied" and "tied", and the sha256 of
     each weight in our order of rows."""
     folder, generator = tmp_path_factory.mktemp("hf"), torch.Generator().manual_seed(5)
     sizes = {"dim": DIM, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": FFN_DIM}
-    digests: dict[str, dict[str, str]] = {"untied": {}, "tied": {}}
+    digests: Digests = {"untied": {}, "tied": {}}
     for kind in digests:
         args = ModelArgs(**sizes, vocab_size=VOCABULARY, tie_embeddings=kind == "tied")
         names, weights = hf_names(args), {}
@@ -65,7 +68,7 @@ def hf_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 @pytest.fixture(scope="module")
-def models(hf_models: tuple[Path, dict[str, dict[str, str]]]) -> Callable[[int], dict[str, Any]]:
+def models(hf_models: tuple[Path, Digests]) -> Models:
     """Return a function that inspects the models of RUNS on a number of processes."""
 
     @cache
@@ -79,7 +82,7 @@ def models(hf_models: tuple[Path, dict[str, dict[str, str]]]) -> Callable[[int],
 # ----- init_weights -----
 
 
-def test_weights_are_the_same_on_any_mesh(models: Callable[[int], dict[str, Any]]) -> None:
+def test_weights_are_the_same_on_any_mesh(models: Models) -> None:
     one = models(1)["FSDP"]["weights"]
     assert len(one) == 2 * 9 + 3
     others = [models(2)["FSDP"], models(4)["FSDP x TP"], models(4)["HSDP, all_gather"]]
@@ -90,7 +93,7 @@ def test_weights_are_the_same_on_any_mesh(models: Callable[[int], dict[str, Any]
 
 
 def test_a_hugging_face_model_is_loaded_into_any_mesh(
-    models: Callable[[int], dict[str, Any]], hf_models: tuple[Path, dict[str, dict[str, str]]]
+    models: Models, hf_models: tuple[Path, Digests]
 ) -> None:
     runs = {name: run for processes in RUNS for name, run in models(processes).items()}
     assert len(runs) == 8
@@ -105,13 +108,11 @@ def test_a_hugging_face_model_is_loaded_into_any_mesh(
     ("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1), ("FSDP, tied", 2)]
 )
 def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
-    name: str, bytes_per_weight: int, models: Callable[[int], dict[str, Any]]
+    name: str, bytes_per_weight: int, models: Models
 ) -> None:
     sizes = {"torch.uint8": 1, "torch.bfloat16": 2}
     traffic = models(2)[name]["traffic"]
-    gathered = [
-        elements * sizes[dtype] for op, dtype, elements in traffic if op == "_allgather_base_"
-    ]
+    gathered = [count * sizes[dtype] for op, dtype, count in traffic if op == "_allgather_base_"]
     weights = 2 * DIM * DIM + 2 * KV_DIM * DIM + 3 * FFN_DIM * DIM
     norms, embedding, output = 2 * DIM * 2, VOCABULARY * DIM * 2, (VOCABULARY * DIM + DIM) * 2
     block = (weights * bytes_per_weight + norms) // 2  # each of two ranks sends half
@@ -129,13 +130,11 @@ def test_fsdp_gathers_a_block_in_the_bytes_of_its_weights(
     [("tensorwise", "torch.uint8"), ("rowwise", "torch.bfloat16"), ("bf16", "torch.bfloat16")],
 )
 def test_tensor_parallelism_gathers_activations_in_float8_under_tensorwise(
-    recipe: str, dtype: str, models: Callable[[int], dict[str, Any]]
+    recipe: str, dtype: str, models: Models
 ) -> None:
     traffic = models(2)[f"TP, {recipe}"]["traffic"]
     shard = 2 * SEQ_LEN * DIM // 2
-    gathered = [
-        (kind, elements) for op, kind, elements in traffic if op == "all_gather_into_tensor"
-    ]
+    gathered = [(kind, size) for op, kind, size in traffic if op == "all_gather_into_tensor"]
     # Attention and feed-forward of two blocks gather their input forward and the gradient of their
     # output backward; the projection to the vocabulary, always in bf16, adds its input, and the
     # embedding its gradient.
@@ -180,13 +179,9 @@ def document_squares(window: list[int], quarters: set[int]) -> int:
 def test_a_run_counts_the_attention_of_the_documents_that_its_ranks_had(tmp_path: Path) -> None:
     """Of four ranks two share each window: one has the outer quarters, the other the inner ones. A
     step has two microbatches of two windows."""
-    words = train_arguments(
-        tmp_path,
-        f"--training.dataset_path={write_texts(tmp_path)}",
-        "--training.document_mask",
-        "--training.steps=2",
-        "--parallelism.context_parallel_degree=2",
-    )
+    texts = f"--training.dataset_path={write_texts(tmp_path)}"
+    settings = [texts, "--training.document_mask", "--training.steps=2", f"{CP}=2"]
+    words = train_arguments(tmp_path, *settings)
     finish(str(FOLDER / "samples_worker.py"), *words[2:], processes=4)
 
     records = read_records(tmp_path)

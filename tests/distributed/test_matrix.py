@@ -5,32 +5,10 @@ from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
+import matrix
 import matrix_page
 import pytest
 from launching import ENV, read_losses, read_records
-from matrix import (
-    BUDGET,
-    CHECKPOINTING,
-    CONTEXT_CHECKPOINTING,
-    LAYOUTS,
-    MODES,
-    PIPELINE_CHECKPOINTING,
-    PIPELINE_LAYOUTS,
-    RECIPES,
-    SCHEDULES,
-    TOLERANCE,
-    USUAL,
-    Cell,
-    context_cells,
-    deviation,
-    matrix_cells,
-    outcome,
-    pairwise,
-    pipeline_cells,
-    train_cells,
-    usual_pairs,
-    vocabulary_cells,
-)
 
 pytestmark = pytest.mark.timeout(1800)
 STEPS = 5
@@ -38,27 +16,27 @@ STEPS = 5
 SOME_RECIPES = ("all_gather", "bf16 documents")
 SOME_LAYOUTS = ("CP", "CP x TP")
 # Compiled on two processes, and of one recipe on four: each of them compiles.
-MATRIX = pairwise(
+MATRIX = matrix.pairwise(
     [
         cell
-        for cell in matrix_cells(steps=STEPS)
+        for cell in matrix.matrix_cells(steps=STEPS)
         for recipe, layout, _, mode in [cell.factors]
-        if cell.processes == (USUAL[layout] if mode == "eager" else 2)
+        if cell.processes == (matrix.USUAL[layout] if mode == "eager" else 2)
         or (cell.processes == 4 and (recipe, layout) == ("all_gather", "FSDP x TP"))
     ]
 )
-CONTEXT = usual_pairs(
+CONTEXT = matrix.usual_pairs(
     cell
-    for cell in context_cells(steps=STEPS)
+    for cell in matrix.context_cells(steps=STEPS)
     if cell.factors[0] in SOME_RECIPES and cell.factors[1] in SOME_LAYOUTS
 )
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 # On two processes pairs of all values, compiled of one recipe and checkpointing. On four what costs
 # little.
-PIPELINES = pairwise(
+PIPELINES = matrix.pairwise(
     [
         cell
-        for cell in pipeline_cells(steps=STEPS)
+        for cell in matrix.pipeline_cells(steps=STEPS)
         for recipe, _, ac, mode, schedule in [cell.factors]
         if recipe in SOME_RECIPES
         and (mode == "eager" or (recipe, ac) == ("all_gather", "op"))
@@ -71,10 +49,11 @@ TRAINED = [*MATRIX, *CONTEXT, *PIPELINES]
 AGAIN = [
     replace(cell, factors=(*cell.factors, "again"))
     for cell in [*MATRIX, *CONTEXT]
-    if cell.factors[:2] in {("all_gather", "TP"), ("bf16 documents", "CP")} and "compile" in cell.factors
+    if cell.factors[:2] in {("all_gather", "TP"), ("bf16 documents", "CP")}
+    and "compile" in cell.factors
 ]
 VOCABULARIES = [
-    cell for cell in vocabulary_cells() if "eager" in cell.factors and cell.processes <= 4
+    cell for cell in matrix.vocabulary_cells() if "eager" in cell.factors and cell.processes <= 4
 ]
 
 
@@ -89,30 +68,31 @@ def failed(folder: Path) -> dict[str, str]:
     """What was printed of the cells that did not end."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(ENV, "TORCHINDUCTOR_CACHE_DIR", str(folder / "cache"))
-        return train_cells([*TRAINED, *VOCABULARIES, *AGAIN], folder)
+        return matrix.train_cells([*TRAINED, *VOCABULARIES, *AGAIN], folder)
 
 
 # ----- pairwise -----
 
 
 def test_the_subset_has_every_pair_of_values() -> None:
-    factors = (RECIPES, LAYOUTS, CHECKPOINTING, MODES)
+    factors = (matrix.RECIPES, matrix.LAYOUTS, matrix.CHECKPOINTING, matrix.MODES)
     wanted = {pair for one, other in combinations(factors, 2) for pair in product(one, other)}
     assert len(wanted) == 5 * 4 + 5 * 4 + 5 * 2 + 4 * 4 + 4 * 2 + 4 * 2
     assert {pair for cell in MATRIX for pair in combinations(cell.factors, 2)} == wanted
     assert len(MATRIX) == 21
 
-    factors = (SOME_RECIPES, SOME_LAYOUTS, CONTEXT_CHECKPOINTING, MODES)
+    factors = (SOME_RECIPES, SOME_LAYOUTS, matrix.CONTEXT_CHECKPOINTING, matrix.MODES)
     wanted = {pair for one, other in combinations(factors, 2) for pair in product(one, other)}
-    wanted.remove((BUDGET, "eager"))
+    wanted.remove((matrix.BUDGET, "eager"))
     assert len(wanted) == 2 * 2 + 2 * 4 + 2 * 2 + 2 * 4 + 2 * 2 + 4 * 2 - 1
     assert {pair for cell in CONTEXT for pair in combinations(cell.factors, 2)} == wanted
     assert len(CONTEXT) == 8
 
-    factors = (SOME_RECIPES, PIPELINE_LAYOUTS, PIPELINE_CHECKPOINTING, MODES, SCHEDULES)
+    of_pipelines = (matrix.PIPELINE_LAYOUTS, matrix.PIPELINE_CHECKPOINTING)
+    factors = (SOME_RECIPES, *of_pipelines, matrix.MODES, matrix.SCHEDULES)
     wanted = {pair for one, other in combinations(factors, 2) for pair in product(one, other)}
     wanted -= {*product(("all_gather", "full", "op", "compile"), ZERO_BUBBLE)}
-    wanted -= {*product(PIPELINE_LAYOUTS.keys() - {"PP 2"}, ("compile", *ZERO_BUBBLE))}
+    wanted -= {*product(matrix.PIPELINE_LAYOUTS.keys() - {"PP 2"}, ("compile", *ZERO_BUBBLE))}
     wanted -= {(value, "compile") for value in ("bf16 documents", "none", "full")}
     of_factors = 2 * (5 + 3 + 2 + 5) + 5 * (3 + 2 + 5) + 3 * (2 + 5) + 2 * 5
     assert len(wanted) == of_factors - 4 * 2 - 4 * 3 - 3
@@ -125,16 +105,16 @@ def test_the_subset_has_every_pair_of_values() -> None:
 
 @pytest.mark.parametrize("cell", [*TRAINED, *VOCABULARIES, *AGAIN], ids=lambda cell: cell.name)
 def test_a_cell_trains_as_one_process_does(
-    cell: Cell, folder: Path, failed: dict[str, str]
+    cell: matrix.Cell, folder: Path, failed: dict[str, str]
 ) -> None:
     assert cell.name not in failed, failed[cell.name]
-    assert outcome(cell, folder) == ""
+    assert matrix.outcome(cell, folder) == ""
     assert cell.reference is not None
     alone = read_losses(folder / cell.reference.name)
     assert alone[-1] < alone[0] - 0.1
-    assert deviation(cell, folder) < TOLERANCE
+    assert matrix.deviation(cell, folder) < matrix.TOLERANCE
     # 4e-3 where the embedding alone got no gradient.
-    assert deviation(cell, folder, of="grad_norm") < TOLERANCE
+    assert matrix.deviation(cell, folder, of="grad_norm") < matrix.TOLERANCE
 
 
 def test_every_recipe_has_its_own_numerics(folder: Path) -> None:
@@ -143,11 +123,11 @@ def test_every_recipe_has_its_own_numerics(folder: Path) -> None:
         for cell in [*MATRIX, *CONTEXT]
         if cell.reference is not None
     }
-    assert len(alone) == len({tuple(curve) for curve in alone.values()}) == len(RECIPES) + 1
+    assert len(alone) == len({tuple(curve) for curve in alone.values()}) == len(matrix.RECIPES) + 1
 
 
 def test_mfu_counts_the_same_documents_on_any_layout(folder: Path) -> None:
-    def share(cell: Cell) -> list[float]:
+    def share(cell: matrix.Cell) -> list[float]:
         return [line["mfu_documents"] / line["mfu"] for line in read_records(folder / cell.name)]
 
     for cell in [*CONTEXT, *PIPELINES]:
@@ -175,9 +155,9 @@ def test_the_page_shows_what_came_of_the_cells(folder: Path) -> None:
         if schedule:
             names["schedule"] = schedule[0]
         (row,) = [row for row in rows if names.items() <= row.items()]
-        assert row[f"{mode}, {ac}"] == f"{deviation(cell, folder):.1e}"
+        assert row[f"{mode}, {ac}"] == f"{matrix.deviation(cell, folder):.1e}"
     for cell in VOCABULARIES:
         (row,) = [
             line for line in lines if line.startswith(f"| {cell.factors[0]} | {cell.processes} | ")
         ]
-        assert f"{deviation(cell, folder):.1e}" in row
+        assert f"{matrix.deviation(cell, folder):.1e}" in row

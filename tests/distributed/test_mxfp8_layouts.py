@@ -5,15 +5,11 @@ from importlib.metadata import version
 
 import pytest
 from launching import read_losses, train_together
-from matrix import RECIPES, TOLERANCE
+from matrix import RECIPES, TOLERANCE, TP
 
 MXFP8 = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]
-TP = "--parallelism.tensor_parallel_degree=2"
 OP = "--activation_checkpoint.mode=selective"
-LAYOUTS = {
-    "FSDP, op, compiled": [OP, "--compile.enable"],
-    "TP, op": [TP, OP],
-}
+LAYOUTS = {"FSDP, op, compiled": [OP, "--compile.enable"], "TP, op": [f"{TP}=2", OP]}
 
 pytestmark = pytest.mark.skipif(
     version("torchao").startswith("0.17."), reason="a torchao without MXFP8"
@@ -27,11 +23,8 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     alone = {"alone": MXFP8} | {recipe: RECIPES[recipe] for recipe in ("bf16", "tensorwise")}
     shared = {layout: [*MXFP8, *overrides] for layout, overrides in LAYOUTS.items()}
     for processes, runs in enumerate((alone, shared), start=1):
-        train_together(
-            folder,
-            {name: [*run, "--training.steps=6"] for name, run in runs.items()},
-            processes=processes,
-        )
+        runs = {name: [*run, "--training.steps=6"] for name, run in runs.items()}
+        train_together(folder, runs, processes=processes)
     return {name: read_losses(folder / name) for name in (*alone, *shared)}
 
 

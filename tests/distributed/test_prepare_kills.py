@@ -22,15 +22,10 @@ of them."""
 
 
 def start(corpus: Path, store: Path) -> subprocess.Popen[str]:
-    arguments = ["make", str(corpus), str(store)]
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        [sys.executable, "-c", COMMAND, "make", str(corpus), str(store)],
+        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def finish(corpus: Path, store: Path) -> str:
@@ -42,11 +37,9 @@ def finish(corpus: Path, store: Path) -> str:
 
 def written(folder: Path) -> int:
     """Bytes of the files in a folder, 0 if there is none."""
-    total = 0
     with suppress(FileNotFoundError):  # of what a process there has renamed
-        for path in folder.iterdir():
-            total += path.stat().st_size
-    return total
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
 
 
 def kill_at(size: float, corpus: Path, store: Path) -> None:
@@ -65,14 +58,9 @@ def files(store: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
-    words = random.Random(0)
-    with path.open("w") as file:
-        for i in range(4000):
-            text = " ".join(
-                words.choice(("def", "self", "return", "value", "x"))
-                for _ in range(words.randrange(1, 150))
-            )
-            file.write(json.dumps({"text": f"{i} {text}"}) + "\n")
+    draw, words = random.Random(0), ("def", "self", "return", "value", "x")
+    texts = [f"{i} {' '.join(draw.choices(words, k=draw.randrange(1, 150)))}" for i in range(4000)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 
@@ -92,13 +80,9 @@ def test_the_run_after_a_kill_ends_with_the_same_store(corpus: Path, tmp_path: P
         store = tmp_path / str(number)
         for _ in range(1 + (number % 3 == 0)):
             kill_at(moments.uniform(0, 1.05) * whole, corpus, store)
-        assert not store.exists() or files(store) == expected, (
-            "an unfinished store has the name of a complete one"
-        )
+        assert not store.exists() or files(store) == expected  # else it is unfinished
         went_on += "going on after" in finish(corpus, store)
         assert files(store) == expected
-    assert went_on >= KILLS // 2, (
-        "kills at these moments do not test that a run goes on where it was"
-    )
+    assert went_on >= KILLS // 2  # else no kill was between two chunks
     left = {path.name for path in tmp_path.iterdir() if not path.name.isdecimal()}
     assert {name for name in left if not name.endswith(".lock")} == {"undisturbed"}

@@ -5,24 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import finish, losses, torchrun, train_arguments
+from launching import finish, losses, read_losses, torchrun, train_arguments
+from matrix import PP, TP
 
 from torchtitan_lite.generate import Sampling, load_generator
 
 PROMPTS = ["def main(", "import"]
-WORDS = [
-    "--training.steps=3",
-    "--training.mixed_precision_param=float32",
-    "--float8.enable_float8_linear=false",
-]
-SAMPLING = [
-    "--validation.enable",
-    "--validation.freq=2",
-    "--validation.steps=1",
-    f"--validation.prompts={json.dumps(PROMPTS)}",
-    "--validation.max_new_tokens=12",
-    "--checkpoint.enable",
-]
+WORDS = ["--training.steps=3", "--training.mixed_precision_param=float32"]
+WORDS += ["--validation.enable", "--validation.freq=2", "--validation.steps=1"]
+SAMPLING = [f"--validation.prompts={json.dumps(PROMPTS)}", "--validation.max_new_tokens=12"]
+SAVE = "--checkpoint.enable"
 
 
 # ----- Samples, validation.prompts -----
@@ -33,14 +25,14 @@ SAMPLING = [
     "layout",
     [
         pytest.param([], id="FSDP", marks=pytest.mark.quick),
-        pytest.param(["--parallelism.tensor_parallel_degree=2"], id="TP"),
-        pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="PP"),
+        pytest.param([f"{TP}=2"], id="TP"),
+        pytest.param([f"{PP}=2"], id="PP"),
     ],
 )
 def test_the_texts_are_those_of_the_checkpoint_and_move_nothing(
     layout: list[str], tmp_path: Path
 ) -> None:
-    finish(*train_arguments(tmp_path / "with", *WORDS, *layout, *SAMPLING), processes=2)
+    finish(*train_arguments(tmp_path / "with", *WORDS, *layout, *SAMPLING, SAVE), processes=2)
     lines = (tmp_path / "with/samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert [each["step"] for each in samples] == [2, 2, 3, 3]
@@ -51,9 +43,8 @@ def test_the_texts_are_those_of_the_checkpoint_and_move_nothing(
     assert [each["text"] for each in samples[2:]] == [each.text for each in texts]
     assert len({each["text"] for each in samples}) > 1
 
-    without = losses(tmp_path / "without", *WORDS, *layout, *SAMPLING[:3], processes=2)
-    metrics = (tmp_path / "with/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in metrics] == without
+    without = losses(tmp_path / "without", *WORDS, *layout, processes=2)
+    assert read_losses(tmp_path / "with") == without
 
 
 @pytest.mark.timeout(200)
@@ -61,4 +52,4 @@ def test_a_prompt_that_fills_a_sequence_is_refused_at_the_start(tmp_path: Path) 
     words = ["--validation.enable", f"--validation.prompts={json.dumps(['word ' * 80])}"]
     result = torchrun(*train_arguments(tmp_path, *words), processes=1)
     assert "tokens, and the model's context 64; shorten it." in result.stdout
-    assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
+    assert not any(path.read_text() for path in tmp_path.glob("metrics.jsonl"))

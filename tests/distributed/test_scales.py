@@ -12,22 +12,16 @@ from launching import read_records, train_together
 from matrix import FLOAT8, FLOAT8_GATHER, PRECOMPUTE, STEPS, TP
 
 pytestmark = pytest.mark.timeout(600)
-LAYOUTS = {
-    "one process": (1, []),
-    "FSDP": (2, []),
-    "TP": (2, [f"{TP}=2"]),
-    "FSDP x TP": (4, [f"{TP}=2"]),
-}
-RECIPES = {
-    "tensorwise": [FLOAT8],
-    "dynamic": [*FLOAT8_GATHER],
-    "precomputed": [*FLOAT8_GATHER, PRECOMPUTE],
-}
+SPLIT = [f"{TP}=2"]
+LAYOUTS = {"one process": (1, []), "FSDP": (2, []), "TP": (2, SPLIT), "FSDP x TP": (4, SPLIT)}
+RECIPES = {"tensorwise": [FLOAT8], "dynamic": [*FLOAT8_GATHER]}
+RECIPES["precomputed"] = [*FLOAT8_GATHER, PRECOMPUTE]
 Scales = dict[str, list[float]]
+Runs = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Gives the folder of the runs of a layout: of each recipe, and in two parts of that with
     precomputed scales."""
 
@@ -37,11 +31,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp("runs")
         steps = [f"{STEPS}=6", "--lr_scheduler.total_steps=6"]
         runs = {name: [*recipe, *degrees, *steps] for name, recipe in RECIPES.items()}
-        resumed = [
-            *runs["precomputed"],
-            f"--job.dump_folder={folder}/resumed",
-            "--checkpoint.enable",
-        ]
+        saved = [f"--job.dump_folder={folder}/resumed", "--checkpoint.enable"]
+        resumed = [*runs["precomputed"], *saved]
         runs |= {"resumed": [*resumed, f"{STEPS}=4"], "resumed again": resumed}
         train_together(folder, runs, processes=processes, worker="scales_worker.py")
         return folder
@@ -50,10 +41,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def curve(run: Path) -> list[tuple[Any, ...]]:
-    return [
-        (record["loss"], record["grad_norm"], record["skipped_steps"])
-        for record in read_records(run)
-    ]
+    keys = ("loss", "grad_norm", "skipped_steps")
+    return [tuple(record[key] for key in keys) for record in read_records(run)]
 
 
 def scales(run: Path) -> list[Scales]:
@@ -65,9 +54,7 @@ def scales(run: Path) -> list[Scales]:
 
 
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
-def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(
-    layout: str, runs: Callable[[str], Path]
-) -> None:
+def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(layout: str, runs: Runs) -> None:
     """Also over several microbatches, over a step without an update, and over a resume."""
     dynamic = curve(runs(layout) / "dynamic")
     assert [skipped for _, _, skipped in dynamic] == [0, 0, 1, 1, 1, 1]
@@ -81,9 +68,7 @@ def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["FSDP", "TP", "FSDP x TP"])
-def test_all_ranks_scale_a_weight_as_one_process_does(
-    layout: str, recipe: str, runs: Callable[[str], Path]
-) -> None:
+def test_all_ranks_scale_a_weight_as_one_process_does(layout: str, recipe: str, runs: Runs) -> None:
     (expected,) = scales(runs("one process") / recipe)
     for rank_scales in scales(runs(layout) / recipe):
         # The first 14 are those of the first forward pass. One process that would gather in float8
@@ -94,12 +79,10 @@ def test_all_ranks_scale_a_weight_as_one_process_does(
 
 
 def test_tensor_parallel_ranks_scale_activations_and_gradients_as_one_process_does(
-    runs: Callable[[str], Path],
+    runs: Runs,
 ) -> None:
-    (one,), ranks = (
-        scales(runs("one process") / "tensorwise"),
-        scales(runs("FSDP x TP") / "tensorwise"),
-    )
+    (one,) = scales(runs("one process") / "tensorwise")
+    ranks = scales(runs("FSDP x TP") / "tensorwise")
     for dp_rank in range(2):
         first, second = ranks[2 * dp_rank : 2 * dp_rank + 2]
         assert (first["INPUT"], first["GRAD_OUTPUT"]) == (second["INPUT"], second["GRAD_OUTPUT"])

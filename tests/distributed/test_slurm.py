@@ -59,13 +59,9 @@ class Cluster:
         script = self.folder.with_suffix(".script")
         script.write_bytes((self.folder / "scripts/train.slurm").read_bytes())
         return subprocess.run(
-            ["bash", script, *words],
-            cwd=env.pop("cwd", self.folder),
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+            ["bash", script, *words], cwd=env.pop("cwd", self.folder), env=self.env | env,
+            capture_output=True, text=True, timeout=150,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +101,8 @@ def test_only_a_stopped_run_is_requeued_and_not_at_once(
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
-    setup = f"#!/bin/sh\necho {python}\n"
     kept = (cluster.folder / "scripts/setup.sh").read_text()
-    cluster.write("scripts/setup.sh", setup)
+    cluster.write("scripts/setup.sh", f"#!/bin/sh\necho {python}\n")
     try:
         ended = cluster.run(["--training.steps", "2"], CODE=code, SECONDS=seconds, REFUSED="1")
     finally:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from launching import train
+from matrix import PP, SCHEDULES
 
 # ----- bubble_pct, stage_mfu -----
 
@@ -11,16 +12,9 @@ from launching import train
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_stages_add_up_to_the_job(tmp_path: Path, schedule: str) -> None:
-    records = train(
-        tmp_path,
-        "--training.steps=4",
-        "--training.local_batch_size=1",
-        "--training.global_batch_size=4",
-        "--metrics.peak_tflops_bf16=1.0",
-        "--parallelism.pipeline_parallel_degree=2",
-        f"--parallelism.pipeline_parallel_schedule={schedule}",
-        processes=2,
-    )
+    settings = ["--training.steps=4", "--metrics.peak_tflops_bf16=1.0", f"{PP}=2"]
+    settings += ["--training.local_batch_size=1", "--training.global_batch_size=4"]
+    records = train(tmp_path, *settings, *SCHEDULES[schedule], processes=2)
     assert [record["step"] for record in records if "bubble_pct" in record] == [3, 4]
     for record in records[2:]:
         tokens = record["tokens"] / record["step"]

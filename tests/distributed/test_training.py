@@ -1,14 +1,13 @@
 """Runs of real processes: validated, offloaded, profiled, and what they leave behind."""
 
-import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from faults import reported
 from launching import (
     ENV,
     ROOT,
@@ -20,13 +19,7 @@ from launching import (
     train_arguments,
     train_together,
 )
-
-STEPS = "--training.steps"
-
-
-def status(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "status.json").read_text())
-
+from matrix import PP, STEPS
 
 # ----- Trainer, log_freq -----
 
@@ -35,9 +28,8 @@ def status(folder: Path) -> dict[str, Any]:
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
     settings.append("--training.document_mask")  # whose figures are counted on the device
-    _, *steps, last = ask(
-        "reads_worker.py", "--job.dump_folder", str(tmp_path), *settings, processes=2
-    )
+    folder = f"--job.dump_folder={tmp_path}"
+    _, *steps, last = ask("reads_worker.py", folder, *settings, processes=2)
     # Each step reads the ranks' agreement before its forward passes, and the state of the CPU's
     # random generator: both are on the CPU on any device. The last step also reads the values of
     # steps 2 to 6. In the first step, ranks also agree on which operations ran.
@@ -69,9 +61,8 @@ def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
 ) -> None:
     settings = [f"{STEPS}=2", "--validation.enable", "--validation.freq=1", "--validation.steps=-1"]
     settings.append(f"--validation.dataset_path={ROOT}/tests/distributed/text.txt")
-    stages = "--parallelism.pipeline_parallel_degree=2"
     found = []
-    for name, processes, degrees in (("one", 1, []), ("FSDP", 2, []), ("PP", 2, [stages])):
+    for name, processes, degrees in (("one", 1, []), ("FSDP", 2, []), ("PP", 2, [f"{PP}=2"])):
         arguments = train_arguments(tmp_path / name, *settings, *degrees)
         output = finish(*arguments, processes=processes)
         found.append([float(loss) for loss in re.findall(r"validation_loss (\S+)", output)])
@@ -88,12 +79,10 @@ def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> No
         "--training.enable_cpu_offload", "--debug.deterministic", "--training.gc_freq=2",
         "--parallelism.fsdp_reshard_after_forward=never", "--optimizer.implementation=foreach",
     ]  # fmt: skip
-    train_together(
-        tmp_path, {"plain": [f"{STEPS}=6"], "others": [f"{STEPS}=6", *others]}, processes=2
-    )
-    assert read_losses(tmp_path / "others") == pytest.approx(
-        read_losses(tmp_path / "plain"), rel=1e-5
-    )
+    runs = {"plain": [f"{STEPS}=6"], "others": [f"{STEPS}=6", *others]}
+    train_together(tmp_path, runs, processes=2)
+    plain, found = (read_losses(tmp_path / name) for name in runs)
+    assert found == pytest.approx(plain, rel=1e-5)
 
 
 # ----- RunFolder, config.toml, status -----
@@ -104,33 +93,17 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "a run"
-    train(
-        folder,
-        f"{STEPS}=2",
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq=2",
-        "--metrics.save_for_all_ranks",
-        processes=2,
-    )
+    traced = ["--profiling.enable_profiling", "--profiling.profile_freq=2"]
+    train(folder, f"{STEPS}=2", *traced, "--metrics.save_for_all_ranks", processes=2)
     assert {path.name for path in (folder / "tb").iterdir()} == {"rank_0", "rank_1"}
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "config.toml", "metrics.jsonl", "profile_traces", "status.json", "tb"
     }  # fmt: skip
-    traces = [f"step-00000002/rank{rank}_trace.json" for rank in range(2)]
-    assert (
-        sorted(
-            str(path.relative_to(folder / "profile_traces"))
-            for path in folder.glob("profile_traces/*/*")
-        )
-        == traces
-    )
-    first = status(folder)
-    assert (first["state"], first["step"], first["exit_code"], first["last_checkpoint"]) == (
-        "done",
-        2,
-        0,
-        None,
-    )
+    traces = folder / "profile_traces"
+    ranks = [traces / f"step-00000002/rank{rank}_trace.json" for rank in range(2)]
+    assert sorted(traces.glob("*/*")) == ranks
+    keys = ("state", "step", "exit_code", "last_checkpoint", "total_steps", "loss", "eta_s", "tps")
+    *first, tps = reported(folder, *keys)
     # The resolved config alone repeats the run.
     before = read_losses(folder)
     (folder / "checkpoint/step-00000002").mkdir(parents=True)
@@ -146,8 +119,7 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     (curves,) = re.findall(r"curves: (.*)", output)
     assert shlex.split(curves)[-2:] == ["--logdir", str(folder.parent)]
     assert "checkpoint has checkpoints up to step 2, and [checkpoint] enable = false" in output
-    progress = {name: first[name] for name in ("total_steps", "loss", "eta_s")}
-    assert progress == {"total_steps": 2, "loss": before[-1], "eta_s": 0.0} and first["tps"] > 0
+    assert first == ["done", 2, 0, None, 2, before[-1], 0.0] and tps > 0
 
 
 # ----- gc_freq, profile_freq -----
@@ -155,12 +127,8 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
 
 @pytest.mark.timeout(300)
 def test_garbage_collection_and_traces_are_in_no_steps_time(tmp_path: Path) -> None:
-    settings = [
-        f"{STEPS}=6",
-        "--training.gc_freq=3",
-        "--profiling.enable_profiling",
-        "--profiling.profile_freq=4",
-    ]
+    settings = [f"{STEPS}=6", "--training.gc_freq=3"]
+    settings += ["--profiling.enable_profiling", "--profiling.profile_freq=4"]
     output = finish(*train_arguments(tmp_path, *settings), processes=1)
     outside = re.findall(r"step (\d)/6  (gc|profiling)_s \d", output)
     assert outside == [("1", "gc"), ("3", "gc"), ("4", "profiling"), ("6", "gc")]

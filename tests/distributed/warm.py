@@ -23,14 +23,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
-    [
-        "torch.distributed.launcher",
-        "torchtitan_lite.trainer",
-        "torchao.float8",
-        "torch._inductor.compile_fx",  # eager float8 imports parts of it too
-    ]
-)
+# Eager float8 imports parts of the compiler too.
+PRELOADED = ["torch.distributed.launcher", "torch._inductor.compile_fx"]
+PRELOADED += ["torchtitan_lite.trainer", "torchao.float8"]
+WARM.set_forkserver_preload(PRELOADED)
 GRACE = 60.0  # seconds for a torchrun to end its workers, to which it gives 30
 
 
@@ -67,9 +63,8 @@ def _python(
     os.chdir(cwd)
     os.environ.update(env)
     torch.set_num_threads(1)
-    forkserver._forkserver.ensure_running = lambda: (
-        None
-    )  # its server is that of the process that started this one
+    # Its server is that of the process that started this one.
+    forkserver._forkserver.ensure_running = lambda: None
     SubprocessHandler._popen = lambda handler, command, env: Worker(
         partial(_python, command[2:], cwd, env, outputs)
     )

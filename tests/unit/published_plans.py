@@ -16,19 +16,12 @@ from typing import Any
 from published_runs import MODELS, PUBLISHED_RUNS, PublishedRun
 from sample_jobs import TOKENIZER, job_of
 
-from torchtitan_lite.config import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    Config,
-    Float8Config,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtitan_lite.config import Config
 from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
 from torchtitan_lite.job import Job
 from torchtitan_lite.metrics.devices import lookup_device
 from torchtitan_lite.planner.constants import rates_of
-from torchtitan_lite.planner.meta_model import build_workload
+from torchtitan_lite.planner.meta_model import Workload, build_workload
 from torchtitan_lite.planner.pipeline import time_step
 from torchtitan_lite.planner.prediction import predict
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline
@@ -146,7 +139,6 @@ class Planned:
 
     run: PublishedRun
     tps: float
-    band: tuple[float, float]
     baseline: "Planned | None"
 
     @property
@@ -182,37 +174,33 @@ def job_of_run(run: PublishedRun) -> Job:
     degrees = replicas, shards, run.tp
     fused = run.compiled is not False or "NeMo" in run.framework
     args, vp, passes = MODELS[run.model], run.vp or 1, run.accumulation
-    config = Config(
-        training=TrainingConfig(
-            seq_len=run.seq_len,
-            local_batch_size=sequences * (passes if run.pp > 1 else 1),
-            global_batch_size=sequences * passes * run.dp,
-        ),
-        parallelism=ParallelismConfig(
-            context_parallel_degree=run.cp,
-            pipeline_parallel_degree=run.pp,
-            pipeline_parallel_schedule="Interleaved1F1B" if vp > 1 else "1F1B",
-            pipeline_parallel_microbatch_size=sequences,
-            module_fqns_per_model_part=divide_blocks(args.n_layers, run.pp * vp),
-            enable_async_tensor_parallel=run.async_tp,
-            fsdp_reshard_after_forward="never" if whole else "default",
-            fsdp_reduce_gradients="last" if whole or run.pp > 1 else "each",
-        ),
-        activation_checkpoint=ActivationCheckpointConfig(
-            **CHECKPOINTING[run.checkpointing or "op"]
-        ),
-        compile=CompileConfig(enable=fused),
-        float8=Float8Config(
-            enable_float8_linear=in_float8,
-            recipe_name=run.recipe if in_float8 else DEFAULT_RECIPE,
-            enable_fsdp_float8_all_gather=run.recipe == "tensorwise" and bool(run.float8_gather),
-        ),
-    )
-    args = replace(
-        args,
-        max_seq_len=config.training.seq_len,
-        vocab_size=args.vocab_size or TOKENIZER.vocab_size,
-    )
+    tables = {
+        "training": {
+            "seq_len": run.seq_len,
+            "local_batch_size": sequences * (passes if run.pp > 1 else 1),
+            "global_batch_size": sequences * passes * run.dp,
+        },
+        "parallelism": {
+            "context_parallel_degree": run.cp,
+            "pipeline_parallel_degree": run.pp,
+            "pipeline_parallel_schedule": "Interleaved1F1B" if vp > 1 else "1F1B",
+            "pipeline_parallel_microbatch_size": sequences,
+            "module_fqns_per_model_part": divide_blocks(args.n_layers, run.pp * vp),
+            "enable_async_tensor_parallel": run.async_tp,
+            "fsdp_reshard_after_forward": "never" if whole else "default",
+            "fsdp_reduce_gradients": "last" if whole or run.pp > 1 else "each",
+        },
+        "activation_checkpoint": CHECKPOINTING[run.checkpointing or "op"],
+        "compile": {"enable": fused},
+        "float8": {
+            "enable_float8_linear": in_float8,
+            "recipe_name": run.recipe if in_float8 else DEFAULT_RECIPE,
+            "enable_fsdp_float8_all_gather": run.recipe == "tensorwise" and bool(run.float8_gather),
+        },
+    }
+    config = Config.model_validate(tables)
+    vocab_size = args.vocab_size or TOKENIZER.vocab_size
+    args = replace(args, max_seq_len=run.seq_len, vocab_size=vocab_size)
     return job_of(config, args, degrees=degrees, cp=run.cp, pp=run.pp)
 
 
@@ -232,28 +220,35 @@ def divide_blocks(n_layers: int, stages: int) -> tuple[tuple[str, ...], ...]:
 def plan_run(run: PublishedRun) -> Planned:
     """Predict the tokens per second per GPU of a published run, and those of its baseline."""
     with others_recipes():
-        return _plan_run(run)
+        work, roofline, tokens = _prepare(run)
+        step_s = time_step(roofline, work.choices, work.converted).step_s
+    baseline = next((each for each in PUBLISHED_RUNS if each.name == run.baseline), None)
+    return Planned(run, tokens / step_s, plan_run(baseline) if baseline else None)
 
 
-def _plan_run(run: PublishedRun) -> Planned:
+@cache
+def band_of(run: PublishedRun) -> tuple[float, float]:
+    """Predict the range of `plan_run`'s rate that uncertain constants leave, slow and fast."""
+    with others_recipes():
+        work, roofline, tokens = _prepare(run)
+        fast, slow = predict(roofline, work.choices).float8_s_band
+    return tokens / slow, tokens / fast
+
+
+@cache
+def _prepare(run: PublishedRun) -> tuple[Workload, Roofline, float]:
+    """Return the work of a run, the roofline of who published it, and tokens of a step per GPU."""
     device = lookup_device(run.device)
     assert device is not None
     job = job_of_run(run)
     work = build_workload(job)
-    if "NeMo" in run.framework:
-        roofline = work.roofline(device, "cudnn")
-    else:
-        early = run.compiled is False or "2024" in run.framework
-        theirs = EarlyRoofline if early else TorchtitanRoofline
-        rates = replace(rates_of(device), **OLD_ATTENTION.get(device.architecture, {}))
-        roofline = theirs(device, rates, job, work.recomputed, "flash")
-
     tokens = job.batch.global_batch_size * job.config.training.seq_len / job.degrees.world_size
-    step_s = time_step(roofline, work.choices, work.converted).step_s
-    ends = (step_s,) if run.in_stages else predict(roofline, work.choices).float8_s_band
-    baseline = next((each for each in PUBLISHED_RUNS if each.name == run.baseline), None)
-    before = plan_run(baseline) if baseline else None
-    return Planned(run, tokens / step_s, (tokens / max(ends), tokens / min(ends)), before)
+    if "NeMo" in run.framework:
+        return work, work.roofline(device, "cudnn"), tokens
+    early = run.compiled is False or "2024" in run.framework
+    theirs = EarlyRoofline if early else TorchtitanRoofline
+    rates = replace(rates_of(device), **OLD_ATTENTION.get(device.architecture, {}))
+    return work, theirs(device, rates, job, work.recomputed, "flash"), tokens
 
 
 def format_page() -> str:
@@ -264,11 +259,12 @@ def format_page() -> str:
     rates = [abs(each.error) for each in known]
     ratios = [abs(each.ratio_error) for each in planned if each.ratio_error is not None]
     within = sum(error <= RATE_LIMIT for error in rates)
+    bands = [(each.run, band_of(each.run)) for each in known]
     ratios_within = sum(error <= RATIO_LIMIT for error in ratios)
     return PAGE.format(
         rates=f"{within} of {len(rates)}",
         fast=f"{sum(each.error > 0 for each in known)} of {len(known)}",
-        inside=str(sum(each.band[0] <= each.run.tps <= each.band[1] for each in known)),
+        inside=str(sum(slow <= run.tps <= fast for run, (slow, fast) in bands)),
         devices="\n".join(map(_device_row, dict.fromkeys(each.run.device for each in known))),
         ratios=f"{ratios_within} of {len(ratios)}",
         ratio_median=f"{median(ratios):.0f}",
@@ -314,8 +310,7 @@ def _row(planned: Planned) -> str:
         degrees = {"DP": run.dp, "TP": run.tp}
     degrees |= {"CP": run.cp, "PP": run.pp, "stages": run.vp or 1}
     layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    slow, fast = planned.band
-    band = "" if run.in_stages else f" ({slow:,.0f} to {fast:,.0f})"
+    band = "" if run.in_stages else " ({:,.0f} to {:,.0f})".format(*band_of(run))
     cells = [
         run.name,
         f"{run.device}, {layout}",
@@ -331,17 +326,14 @@ def _row(planned: Planned) -> str:
 PAGE = """\
 # The planner against published runs
 
-Generated by `python tests/unit/published_plans.py > docs/published.md`; a test holds it. Nothing
-here was measured by this project. `tests/unit/published_runs.py` has every setting of each run, and
-the doubts about it.
+Generated by `python tests/unit/published_plans.py > docs/published.md`; a test holds its tables.
+Nothing here was measured by this project. `tests/unit/published_runs.csv` and `.toml` have every
+setting of each run, and the doubts about it.
 
 The planner's constants come from data sheets and from measurements of single kernels and
 collectives (`torchtitan_lite/planner/constants.py`), and were committed before the first comparison
 with these runs. That comparison showed what the model lacked, so that this is no blind test of
-today's: copies around tensor parallelism's collectives, bytes of eager kernels, the slowest device,
-the host's time by parameter, scales reduced under tensor parallelism, casts by kind of access and
-what they reach of the bandwidth, and for AMD matmuls, attention, and the time that communication
-takes from computation. Each was then added from a source of its own; none is fitted to a row.
+today's. What it lacked was added from sources of its own; nothing is fitted to a row.
 
 The planner predicts this project's kernels. Here it predicts those of others: casts to float8 and
 norms as torch's compiler makes them by itself, without this project's changes, and for runs of

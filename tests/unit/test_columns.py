@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,11 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.parquet"
+
+
 def write(path: Path, values: object, *, column: str = "text", **options: object) -> Path:
     table = pyarrow.table({"id": range(len(values)), column: values})
     parquet.write_table(table, path, **options)
@@ -26,73 +32,62 @@ def rows(path: Path, *, text_field: str = "text") -> list[TextRow]:
     return list(read_parquet(path, text_field))
 
 
-def test_rows_are_numbered_from_1(tmp_path):
-    path = write(tmp_path / "a.parquet", ["one\r\n", "café"], column="body")
+# ----- read_parquet -----
+
+
+def test_rows_are_numbered_from_1(path):
+    write(path, ["one\r\n", "café"], column="body")
     assert rows(path, text_field="body") == [
         TextRow(str(path), 0, 1, "text", b"one\r\n"),
         TextRow(str(path), 0, 2, "text", "café".encode()),
     ]
 
 
-@pytest.mark.parametrize("dtype", ["string", "large_string", "binary", "string_view", "dictionary"])
-def test_any_kind_of_string_is_text(tmp_path, dtype):
-    kind = (
-        pyarrow.dictionary("int32", "string")
-        if dtype == "dictionary"
-        else getattr(pyarrow, dtype)()
-    )
-    path = write(tmp_path / "a.parquet", pyarrow.array(["a", "é"]).cast(kind))
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "string_view", "dictionary"])
+def test_any_kind_of_string_is_text(path, kind):
+    arguments = ("int32", "string") if kind == "dictionary" else ()
+    write(path, pyarrow.array(["a", "é"]).cast(getattr(pyarrow, kind)(*arguments)))
     assert [row.data for row in rows(path)] == [b"a", "é".encode()]
 
 
-def test_rows_without_text_are_bad(tmp_path, monkeypatch):
+def test_rows_without_text_are_bad(path, monkeypatch):
     monkeypatch.setattr(sources, "MAX_ROW_BYTES", 20)
-    values = pyarrow.array([b"a", None, b"", b"x" * 20, b"x" * 21, b"\xff", b"b"], "binary")
+    values = [b"a", None, b"", b"x" * 20, b"x" * 21, b"\xff", b"b"]
     texts, bad = [], []
-    for row in rows(write(tmp_path / "a.parquet", values)):
+    for row in rows(write(path, pyarrow.array(values, "binary"))):
         try:
             texts.append(Parser("text")(row))
         except BadRow as error:
-            bad.append(str(error).removeprefix(f"{tmp_path}/a.parquet, "))
+            bad.append(str(error).removeprefix(f"{path}, line "))
     assert texts == ["a", "x" * 20, "b"]
     assert bad == [
-        'line 2: field "text" holds NoneType, not a string',
-        "line 3: empty text",
-        "line 5: longer than 20 bytes",
-        "line 6: not UTF-8: byte 0xff, invalid start byte",
+        '2: field "text" holds NoneType, not a string',
+        "3: empty text",
+        "5: longer than 20 bytes",
+        "6: not UTF-8: byte 0xff, invalid start byte",
     ]
 
 
-def test_all_row_groups_and_batches_are_read(tmp_path, monkeypatch):
+def test_all_row_groups_and_batches_are_read(path, monkeypatch):
     monkeypatch.setattr(sources, "BATCH_ROWS", 3)
-    path = write(tmp_path / "a.parquet", [f"text {i}" for i in range(25)], row_group_size=10)
+    write(path, [f"text {i}" for i in range(25)], row_group_size=10)
     assert [row.data for row in rows(path)] == [b"text %d" % i for i in range(25)]
 
 
-def test_column_must_be_there_and_hold_text(tmp_path):
-    path = write(tmp_path / "a.parquet", [["a"]])
-    with pytest.raises(
-        DataError, match=r"a\.parquet: has no column \"body\" among \['id', 'text'\]"
-    ):
+def test_column_must_be_there_and_hold_text(path):
+    write(path, [["a"]])
+    with pytest.raises(DataError, match=r"a\.parquet: .* \"body\" among \['id', 'text'\]"):
         rows(path, text_field="body")
     for column in ("id", "text"):
-        with pytest.raises(
-            DataError, match=r"a\.parquet: cannot be read: Unsupported cast from .* to large_binary"
-        ):
+        with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .* to large_binary"):
             rows(path, text_field=column)
 
 
-def test_broken_files_are_refused(tmp_path):
+def test_broken_files_are_refused(path, monkeypatch):
     options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
-    path = write(tmp_path / "a.parquet", [f"text {i}" for i in range(1000)], **options)
-    content = path.read_bytes()
-    for broken in (
-        b"",
-        b"PAR1",
-        content[:-1],
-        content[: len(content) // 2],
-        content.replace(b"text 500", b"text 5x0"),
-    ):
+    content = write(path, [f"text {i}" for i in range(1000)], **options).read_bytes()
+    half, changed = content[: len(content) // 2], content.replace(b"text 500", b"text 5x0")
+    for broken in (b"", b"PAR1", content[:-1], half, changed):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"a\.parquet: cannot be read: \S+"):
             rows(path)
@@ -100,40 +95,40 @@ def test_broken_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .*No such file or directory"):
         rows(path)
 
-
-@pytest.mark.parametrize("error", [IndexError, MemoryError, RuntimeError, TypeError])
-def test_any_error_of_the_library_names_the_file(tmp_path, monkeypatch, error):
-    def broken(*args: object, **options: object) -> None:
-        raise error("no such page")
-
-    path = write(tmp_path / "a.parquet", ["a"])
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", broken)
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: no such page$"):
-        rows(path)
+    # Whatever the library raises.
+    path.write_bytes(content)
+    for error in (IndexError, MemoryError, RuntimeError, TypeError):
+        fail = Mock(side_effect=error("no such page"))
+        monkeypatch.setattr(parquet.ParquetFile, "iter_batches", fail)
+        with pytest.raises(DataError, match=r"a\.parquet: cannot be read: no such page$"):
+            rows(path)
 
 
 @pytest.mark.parametrize(
     ("module", "extra"),
     [("pyarrow", "parquet"), ("pyarrow.parquet", "parquet"), ("datasets", "hf")],
 )
-def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, module, extra):
-    path = write(tmp_path / "a.parquet", ["a"])
+def test_a_missing_library_is_named_with_its_extra(path, monkeypatch, module, extra):
+    source = f"hf:{path.parent}" if module == "datasets" else str(write(path, ["a"]))
     monkeypatch.setitem(sys.modules, module, None)
-    source = f"hf:{tmp_path}" if module == "datasets" else str(path)
     package = module.partition(".")[0]
-    with pytest.raises(
-        DataError, match=rf'{source}: needs {package}; pip install "torchtitan-lite\[{extra}\]"'
-    ):
+    with pytest.raises(DataError, match=rf'{source}: needs {package}; .*-lite\[{extra}\]"'):
         list(open_source(source).documents())
 
 
+# ----- open_source, HF_PREFIX -----
+
+
 @pytest.fixture
-def datasets(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+def datasets(monkeypatch, tmp_path_factory):
+    """The library, without a network. It reads its settings when it is imported."""
     library = pytest.importorskip("datasets")
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     library.disable_progress_bars()
-    return library
+    yield library
+    library.enable_progress_bars()
 
 
 def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: str) -> None:
@@ -145,9 +140,8 @@ def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: st
     assert list(source.documents()) == texts
     for number, of_chunk in enumerate(found, start=1):
         name = path if chunks == 1 else f"{path} part {number}"
-        assert [(row.file, row.line) for row in of_chunk] == [
-            (name, line) for line in range(1, len(of_chunk) + 1)
-        ]
+        places = [(name, line) for line in range(1, len(of_chunk) + 1)]
+        assert [(row.file, row.line) for row in of_chunk] == places
 
 
 def test_datasets_are_read_in_pieces(tmp_path, datasets, monkeypatch):
@@ -200,60 +194,43 @@ def test_a_copy_of_c4_has_its_splits_and_configurations(tmp_path, datasets):
 
 
 def test_without_a_network_the_way_to_a_copy_is_named(datasets):
-    message = r"^hf:allenai/c4: .*; check the network, or name a downloaded copy in HF_HOME: hf:F"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"^hf:allenai/c4: .*; check the network, .*HF_HOME: hf:F"):
         open_source("c4")
 
 
 def test_rows_of_a_dataset_without_text_are_bad(tmp_path, datasets):
     datasets.Dataset.from_dict({"text": ["a", None, ""], "id": [1, 2, 3]}).save_to_disk(tmp_path)
-    for field, reason in (
-        ("text", "line 2: .* holds NoneType, not a string"),
-        ("id", "line 1: .* holds int, not a"),
-    ):
+    for field, reason in (("text", "line 2: .* holds NoneType,"), ("id", "line 1: .* holds int,")):
         with pytest.raises(DataError, match=f"^hf:{tmp_path}, {reason}"):
             list(open_source(f"hf:{tmp_path}", text_field=field).documents())
 
 
-def test_a_dataset_that_is_not_there_is_refused(tmp_path, datasets):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+def test_a_dataset_that_is_not_there_or_breaks_off_is_refused(tmp_path, datasets):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 3)
     for options in ({"text_field": "body"}, {"hf_split": "test"}, {"hf_name": "english"}):
         with pytest.raises(DataError, match=f"^hf:{tmp_path}: cannot be read: "):
             open_source(f"hf:{tmp_path}", **options)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        DataError, match=r"empty: cannot be read: .* doesn't contain any data files"
-    ):
-        open_source(f"hf:{tmp_path}/empty")
-
-
-def test_a_dataset_that_breaks_off_is_refused(tmp_path, datasets):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 3)
     source = open_source(f"hf:{tmp_path}")
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(DataError, match=f"^hf:{tmp_path}: cannot be read: "):
         list(source.documents())
+    with pytest.raises(DataError, match="cannot be read: .* doesn't contain any data files"):
+        open_source(f"hf:{tmp_path}")
 
 
 def test_fingerprint_of_a_dataset(tmp_path, datasets):
     split = datasets.Dataset.from_dict({"text": ["a"], "body": ["b"]})
     datasets.DatasetDict(train=split, test=split).save_to_disk(tmp_path / "saved")
     split.save_to_disk(tmp_path / "other")
-    files = tmp_path / "files"
-    files.mkdir()
-    (files / "train.jsonl").write_text('{"text": "a"}\n')
+    file = tmp_path / "files/train.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"text": "a"}\n')
 
     def fingerprint(name: str, **options: str) -> str:
         return open_source(f"hf:{tmp_path}/{name}", **options).fingerprint
 
-    seen = [
-        fingerprint("saved"),
-        fingerprint("saved", text_field="body"),
-        fingerprint("saved", hf_split="test"),
-    ]
-    seen += [fingerprint("other"), fingerprint("files")]
-    assert seen[0] == fingerprint("saved")
-    assert seen[-1] == fingerprint("files")
-    (files / "train.jsonl").write_text('{"text": "ab"}\n')
-    seen.append(fingerprint("files"))
-    assert len(set(seen)) == 6
+    seen = [fingerprint(name) for name in ("saved", "other", "files")]
+    assert [fingerprint(name) for name in ("saved", "other", "files")] == seen
+    seen += [fingerprint("saved", text_field="body"), fingerprint("saved", hf_split="test")]
+    file.write_text('{"text": "ab"}\n')
+    assert len({*seen, fingerprint("files")}) == 6

@@ -10,6 +10,8 @@ from torch import Tensor
 from torchtitan_lite.models.llama3 import attend, document_mask
 from torchtitan_lite.parallel.context_parallel import ContextParallel
 
+# ----- ContextParallel -----
+
 
 def place(rank: int, degree: int) -> ContextParallel:
     """The place of a rank in a group that has not been started."""
@@ -18,9 +20,8 @@ def place(rank: int, degree: int) -> ContextParallel:
 
 
 def test_a_part_is_a_chunk_from_the_start_and_one_from_the_end() -> None:
-    parts = [
-        place(rank, 2).shard_sequence(torch.arange(8).view(1, 8), 1).tolist() for rank in range(2)
-    ]
+    sequence = torch.arange(8).view(1, 8)
+    parts = [place(rank, 2).shard_sequence(sequence, 1).tolist() for rank in range(2)]
     assert parts == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
 
 
@@ -34,9 +35,7 @@ def test_causal_attention_is_the_same_work_on_every_rank(degree: int) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_parts_attend_as_the_whole_does(
-    degree: int, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_attend_as_the_whole_does(degree, masked, monkeypatch):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
     starts = torch.tensor([[0] * 5 + [5] * 6 + [11] * 5, [0] * 16]) if masked else None
@@ -59,9 +58,7 @@ def test_parts_attend_as_the_whole_does(
     torch.testing.assert_close(found, expected)
 
     gradient = torch.randn_like(expected)
-    for of_parts, of_whole in zip(
-        torch.autograd.grad(found, (q, k, v), gradient),
-        torch.autograd.grad(expected, (q, k, v), gradient),
-        strict=True,
-    ):
-        torch.testing.assert_close(of_parts, of_whole)
+    of_parts, of_whole = (
+        torch.autograd.grad(out, (q, k, v), gradient) for out in (found, expected)
+    )
+    torch.testing.assert_close(of_parts, of_whole)

@@ -1,9 +1,14 @@
-"""The swap to Float8Linear: the recipe asked for, emulated with that recipe, and only what was
-chosen."""
+"""The swap of linears: the recipe asked for, emulated with that recipe, and only what was chosen.
+What they compute is in test_recipes.py, and MXFP8 on several ranks in test_mxfp8_layouts.py."""
+
+import subprocess
+import sys
+from importlib.metadata import version
 
 import pytest
 import torch
 import torchao.float8
+from sample_models import SMALL, on_meta
 from torch import nn
 from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
@@ -15,181 +20,62 @@ from torchtitan_lite.float8 import convert
 from torchtitan_lite.float8.convert import (
     MXFP8Linear,
     convert_linears,
+    convert_to_mxfp8,
     must_emulate,
     update_scales,
 )
-from torchtitan_lite.float8.selection import LinearChoice, select_linears
-from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.llama3 import Output, Transformer
+from torchtitan_lite.float8.selection import LinearChoice
+from torchtitan_lite.models.llama3 import Output
 
-ARGS = ModelArgs(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=50, max_seq_len=16
+CHOSEN = (
+    "attention.wq",
+    "attention.wv",
+    "attention.wo",
+    *(f"feed_forward.w{i}" for i in (1, 2, 3)),
 )
-CUDA = torch.device("cuda", 0)
+SCALED = {"recipe_name": "rowwise", "scale_gradients_in_matmul": True}
 
 
-def converted(float8: Float8Config, *, emulate: bool = True) -> nn.Module:
-    with torch.device("meta"):
-        model = Transformer(ARGS)
-    choices = select_linears(model, filter_fqns=float8.filter_fqns, tp_degree=1, tokens=64)
-    convert_linears(model, choices, float8=float8, emulate=emulate)
-    return model
+# ----- convert_linears -----
 
 
-def test_the_chosen_linears_and_no_others_are_converted_and_emulate() -> None:
-    model = converted(Float8Config(filter_fqns=("wk", "output")))
-    swapped = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    parts = (
-        "attention.wq",
-        "attention.wv",
-        "attention.wo",
-        "feed_forward.w1",
-        "feed_forward.w2",
-        "feed_forward.w3",
-    )
-    assert swapped == {f"layers.{i}.{part}" for i in range(2) for part in parts}
-    assert type(model.output) is Output
-    assert all(model.get_submodule(name).config.emulate for name in swapped)
+@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", MXFP8Linear)])
+def test_the_chosen_linears_and_no_others_are_swapped(recipe: str, kind: type[nn.Module]) -> None:
+    model = on_meta(SMALL, recipe, filter_fqns=("wk", "output"))
+    swapped = {name for name, module in model.named_modules() if isinstance(module, kind)}
+    assert swapped == {f"layers.{i}.{part}" for i in range(2) for part in CHOSEN}
+    assert type(model.layers["0"].attention.wk) is nn.Linear and type(model.output) is Output
 
 
 @pytest.mark.parametrize("emulate", [True, False])
-def test_recipes_keep_their_scaling_with_and_without_emulation(emulate: bool) -> None:
-    configs = {
-        name: converted(Float8Config(recipe_name=name), emulate=emulate)
-        .layers["0"]
-        .attention.wq.config
-        for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-    }
-    assert all(config.emulate is emulate for config in configs.values())
-    granularity = {
-        name: config.cast_config_input.scaling_granularity for name, config in configs.items()
-    }
-    assert granularity["tensorwise"] is ScalingGranularity.TENSORWISE
-    assert (
-        granularity["rowwise"] is granularity["rowwise_with_gw_hp"] is ScalingGranularity.AXISWISE
-    )
-    high = {
-        name: c.cast_config_input_for_grad_weight.scaling_type is ScalingType.DISABLED
-        for name, c in configs.items()
-    }
-    assert high == {"tensorwise": False, "rowwise": False, "rowwise_with_gw_hp": True}
+@pytest.mark.parametrize(
+    ("recipe", "granularity", "high_precision"),
+    [
+        ("tensorwise", ScalingGranularity.TENSORWISE, False),
+        ("rowwise", ScalingGranularity.AXISWISE, False),
+        ("rowwise_with_gw_hp", ScalingGranularity.AXISWISE, True),
+    ],
+)
+def test_recipes_keep_their_scaling(recipe, granularity, high_precision, emulate):
+    model = on_meta(SMALL, recipe, emulate=emulate)
+    config = model.layers["0"].attention.wq.config
+    assert config.emulate is emulate
+    assert config.cast_config_input.scaling_granularity is granularity
+    grad_weight = config.cast_config_input_for_grad_weight.scaling_type
+    assert (grad_weight is ScalingType.DISABLED) is high_precision
 
 
 @pytest.mark.parametrize("all_gather", [True, False])
-def test_weights_are_wrapped_for_the_float8_all_gather_only_where_asked_for(
-    all_gather: bool,
-) -> None:
-    model = converted(Float8Config(enable_fsdp_float8_all_gather=all_gather))
+def test_weights_are_wrapped_for_the_float8_all_gather_only_where_asked_for(all_gather):
+    model = on_meta(SMALL, "tensorwise", enable_fsdp_float8_all_gather=all_gather)
     wrapped = isinstance(model.layers["0"].attention.wq.weight, WeightWithDynamicFloat8CastTensor)
     assert wrapped is all_gather
     assert not isinstance(model.output.weight, WeightWithDynamicFloat8CastTensor)
 
 
-def test_float8_is_emulated_on_cpu_and_on_a_gpu_where_asked_for() -> None:
-    assert must_emulate(Float8Config(), device=torch.device("cpu"))
-    assert must_emulate(Float8Config(emulate=True), device=CUDA)
-
-
-def test_a_gpu_without_float8_is_refused_by_name_and_capability(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    with pytest.raises(
-        ConfigError,
-        match=r"capability 8\.9 or newer, and NVIDIA A100-SXM4-80GB has 8\.0; set \[float8\] em",
-    ):
-        must_emulate(Float8Config(), device=CUDA)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert not must_emulate(Float8Config(), device=CUDA)
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
-def test_a_gpu_without_mxfp8_is_refused_by_name_and_capability(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GPU")
-    have = ".".join(map(str, capability))
-    with pytest.raises(
-        ConfigError,
-        match=rf"capability 10\.x, and NVIDIA GPU has {have}; set \[float8\] emulate",
-    ):
-        must_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-    assert not must_emulate(Float8Config(recipe_name="mxfp8"), device=CUDA)
-
-
-@pytest.mark.parametrize(
-    ("capability", "cuda"),
-    [((8, 9), (13, 0)), ((10, 0), (13, 0)), ((9, 0), (12, 8)), ((9, 4), (0,))],
-)
-def test_gradients_are_scaled_in_matmul_only_on_hopper(
-    capability: tuple[int, int], cuda: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GPU")
-    float8 = Float8Config(recipe_name="rowwise", scale_gradients_in_matmul=True)
-    for found, version, works in (((9, 0), (12, 9), True), (capability, cuda, False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
-        monkeypatch.setattr(convert, "CUDA_VERSION", version)
-        if works:
-            assert not must_emulate(float8, device=CUDA)
-            continue
-        with pytest.raises(
-            ConfigError,
-            match=r"scale_gradients_in_matmul = true needs .* 9\.x, with CUDA 12\.9 or newer .*; "
-            r"set scale_gradients_in_matmul = false",
-        ):
-            must_emulate(float8, device=CUDA)
-
-
-@pytest.mark.parametrize(
-    ("device", "emulate", "why"), [("cpu", False, "on CPU all are"), ("cuda", True, "emulate = tr")]
-)
-def test_emulated_matmuls_do_not_scale_gradients(device: str, emulate: bool, why: str) -> None:
-    float8 = Float8Config(recipe_name="rowwise", scale_gradients_in_matmul=True, emulate=emulate)
-    with pytest.raises(
-        ConfigError, match=rf"scale_gradients_in_matmul = true has no effect .*, and {why}"
-    ):
-        must_emulate(float8, device=torch.device(device))
-
-
-def test_mxfp8_is_another_linear() -> None:
-    model = converted(Float8Config(recipe_name="mxfp8", filter_fqns=("wk",)))
-    kinds = {
-        name: type(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    assert {name for name, kind in kinds.items() if kind is nn.Linear} == {
-        f"layers.{i}.attention.wk" for i in range(2)
-    }
-    assert {name for name, kind in kinds.items() if kind is Output} == {"output"}
-    assert set(kinds.values()) == {nn.Linear, Output, MXFP8Linear}
-
-
-@pytest.mark.parametrize(
-    ("float8", "calls"),
-    [
-        ({"enable_float8_linear": True}, 0),
-        ({"enable_float8_linear": False, "precompute_float8_dynamic_scale_for_fsdp": True}, 0),
-        ({"enable_float8_linear": True, "precompute_float8_dynamic_scale_for_fsdp": True}, 1),
-    ],
-)
-def test_scales_are_precomputed_only_where_asked_for(
-    float8: dict[str, bool], calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[nn.Module] = []
-    monkeypatch.setattr(torchao.float8, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
-    update_scales(nn.Linear(1, 1), Float8Config(**float8))
-    assert len(seen) == calls
-
-
 @pytest.mark.parametrize(("padded", "summed"), [(False, 24), (True, 32)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_weight_gradients_sum_over_tokens_padded_to_a_multiple_where_asked_for(
-    recipe: str, padded: bool, summed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_gradients_sum_over_padded_tokens(recipe, padded, summed, monkeypatch):
     seen: list[tuple[torch.Size, torch.Size]] = []
 
     def multiply(a: torch.Tensor, b: torch.Tensor, **scales: object) -> torch.Tensor:
@@ -198,13 +84,115 @@ def test_weight_gradients_sum_over_tokens_padded_to_a_multiple_where_asked_for(
 
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     model = nn.ModuleDict({"linear": nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)})
+    choices = [LinearChoice("linear", ("linear",), (32, 64), (32, 64))]
     float8 = Float8Config(recipe_name=recipe, pad_inner_dim=padded)
-    convert_linears(
-        model,
-        [LinearChoice("linear", ("linear",), (32, 64), (32, 64))],
-        float8=float8,
-        emulate=False,
-    )
+    convert_linears(model, choices, float8=float8, emulate=False)
     tokens = torch.randn(24, 64, dtype=torch.bfloat16, requires_grad=True)
     model["linear"](tokens).sum().backward()
     assert seen == [((24, 64), (64, 32)), ((24, 32), (32, 64)), ((32, summed), (summed, 64))]
+
+
+# ----- must_emulate, update_scales -----
+
+
+@pytest.mark.parametrize(
+    ("keys", "capability", "cuda", "refused"),
+    [
+        ({}, (8, 0), (13, 0), r"capability 8\.9 or newer, and H1 has 8\.0; set \[float8\] em"),
+        ({}, (8, 9), (0,), ""),
+        ({"recipe_name": "mxfp8"}, (9, 0), (13, 0), r"10\.x, and H1 has 9\.0; set .* emulate"),
+        ({"recipe_name": "mxfp8"}, (12, 0), (13, 0), r"10\.x, and H1 has 12\.0; set"),
+        ({"recipe_name": "mxfp8"}, (10, 3), (0,), ""),
+        (SCALED, (8, 9), (13, 0), r"in_matmul = true needs .* 9\.x, .*12\.9 .*; set .* = false"),
+        (SCALED, (10, 0), (13, 0), r"in_matmul = true needs .* 9\.x, "),
+        (SCALED, (9, 0), (12, 8), r"in_matmul = true needs .* 9\.x, "),
+        (SCALED, (9, 4), (0,), r"in_matmul = true needs .* 9\.x, "),
+        (SCALED, (9, 0), (12, 9), ""),
+    ],
+)
+def test_gpus_that_a_recipe_runs_on(keys, capability, cuda, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H1")
+    monkeypatch.setattr(convert, "CUDA_VERSION", cuda)
+    if not refused:
+        assert not must_emulate(Float8Config(**keys), device=torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match=refused):
+        must_emulate(Float8Config(**keys), device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("device", "emulate", "why"), [("cpu", False, "on CPU all are"), ("cuda", True, "emulate = tr")]
+)
+def test_emulated_matmuls_do_not_scale_gradients(device: str, emulate: bool, why: str) -> None:
+    assert must_emulate(Float8Config(emulate=emulate), device=torch.device(device))
+    with pytest.raises(ConfigError, match=f"in_matmul = true has no effect .*, and {why}"):
+        must_emulate(Float8Config(**SCALED, emulate=emulate), device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("enabled", "precompute", "calls"), [(True, False, 0), (False, True, 0), (True, True, 1)]
+)
+def test_scales_are_precomputed_only_where_asked_for(enabled, precompute, calls, monkeypatch):
+    seen: list[nn.Module] = []
+    monkeypatch.setattr(torchao.float8, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
+    key = {"precompute_float8_dynamic_scale_for_fsdp": precompute}
+    update_scales(nn.Linear(1, 1), Float8Config(enable_float8_linear=enabled, **key))
+    assert len(seen) == calls
+
+
+# ----- convert_to_mxfp8, MXFP8Linear -----
+
+
+def two_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
+
+
+def test_mxfp8_linears_keep_their_weights() -> None:
+    model = two_linears()
+    weights = dict(model.named_parameters())
+    convert_to_mxfp8(model, ["1"], emulate=True)
+    assert [type(linear) for linear in model] == [nn.Linear, MXFP8Linear] and model[1].emulate
+    assert repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
+    found = dict(model.named_parameters())
+    assert found.keys() == weights.keys() and all(found[name] is weights[name] for name in weights)
+
+
+def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -> None:
+    model = two_linears().to("meta")
+    convert_to_mxfp8(model, ["0", "1"], emulate=False)
+    output = model(torch.empty(2, 32, 64, device="meta"))
+    output.sum().backward()
+    assert output.shape == (2, 32, 64) and model[0].weight.grad.shape == (96, 64)
+
+
+@pytest.mark.parametrize("tokens", [16, 48])
+def test_tokens_that_are_no_multiple_of_32_have_no_weight_gradient(tokens: int) -> None:
+    model = two_linears()
+    convert_to_mxfp8(model, ["0"], emulate=True)
+    output = model(torch.randn(tokens, 64))
+    with pytest.raises(AssertionError, match=f"{tokens}.* must be divisible by block_size 32"):
+        output.sum().backward()
+
+
+def test_a_torchao_without_mxfp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
+    monkeypatch.setattr("torchao.__version__", "0.17.0")
+    with pytest.raises(ConfigError, match=r"needs torchao 0.18, .* 0.17.0 does not offer it"):
+        convert_to_mxfp8(two_linears(), ["0"], emulate=True)
+
+
+PRINT_WHETHER_LOADED = """
+import sys, torch, torchtitan_lite.float8.convert as convert
+print("torchao.prototype.moe_training" in sys.modules)
+model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
+convert.convert_to_mxfp8(model, ["0"], emulate=False)
+print("torchao.prototype.moe_training" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(version("torchao").startswith("0.17."), reason="a torchao without MXFP8")
+def test_the_prototype_of_mxfp8_is_loaded_for_its_users_alone_and_says_nothing() -> None:
+    command = [sys.executable, "-c", PRINT_WHETHER_LOADED]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("False\nTrue\n", "")

@@ -1,8 +1,7 @@
-"""The CPU's peaks: how they are measured, and kept in the run folder."""
+"""The peaks of a CPU: how they are measured, and kept in the run folder."""
 
 import itertools
 import json
-import logging
 import os
 import socket
 from pathlib import Path
@@ -24,8 +23,6 @@ def one_rank_on_two_cores(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(hardware, "usable_cores", lambda: {0, 1})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -43,13 +40,14 @@ def calls(monkeypatch) -> list[str]:
 
 
 @pytest.fixture
-def log(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("torchtitan_lite"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="torchtitan_lite")
-    return caplog
+def file(tmp_path) -> Path:
+    return tmp_path / "peaks.json"
 
 
-def test_the_peak_is_the_best_of_many_matmuls(monkeypatch):
+# ----- measure_peak -----
+
+
+def test_measure_peak_takes_the_best_of_many_matmuls(monkeypatch):
     # One matmul takes 2 ms, all others, which another process interrupts, 30 ms.
     seconds = itertools.chain([0.03] * 3, [0.002], itertools.repeat(0.03))
     pauses = itertools.chain.from_iterable((0.0, s) for s in seconds)
@@ -58,37 +56,39 @@ def test_the_peak_is_the_best_of_many_matmuls(monkeypatch):
     assert measure_peak("fp32", CPU) == pytest.approx(2 * 256**3 / 0.002 / 1e12)
 
 
-def test_ranks_measure_on_one_thread(tmp_path, monkeypatch, calls):
-    threads: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    find_cpu_peaks(MEASURED, file=tmp_path / "peaks.json")
-    assert (calls, threads) == (["bf16", "fp32"], [1, 1])
-
-
-def test_measuring_leaves_the_random_state_alone(monkeypatch):
+def test_measure_peak_leaves_the_random_state_alone(monkeypatch):
     monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.001)
     before = torch.get_rng_state()
     assert measure_peak("bf16", CPU) > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_precisions_are_measured_in_one_order_whatever_order_they_come_in(tmp_path, calls):
+# ----- find_cpu_peaks -----
+
+
+def test_find_cpu_peaks_measures_on_one_thread(file, monkeypatch, calls):
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if threads == [1] else 2)
+    assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 2 * 0.2}
+    assert threads == [1, 2]
+
+
+def test_find_cpu_peaks_measures_in_one_order_on_all_ranks(tmp_path, calls):
     for precisions in (["fp32", "bf16"], ["bf16", "fp32"]):
         assert find_cpu_peaks(precisions, file=tmp_path / str(precisions)) == MEASURED
     assert calls == ["bf16", "fp32"] * 2
 
 
-def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
-    faster = {"bf16": 0.15, "fp32": 0.3}
-    on_all_ranks = hardware.on_all_ranks
-    monkeypatch.setattr(
-        hardware,
-        "on_all_ranks",
-        lambda make: (
-            ranks if isinstance((ranks := on_all_ranks(make))[0], tuple) else [*ranks, faster]
-        ),
-    )
-    assert find_cpu_peaks(MEASURED, file=tmp_path / "peaks.json") == {"bf16": 0.2, "fp32": 0.3}
+def test_find_cpu_peaks_takes_the_largest_of_the_ranks(file, monkeypatch, calls):
+    on_all_ranks, faster = hardware.on_all_ranks, {"bf16": 0.15, "fp32": 0.3}
+
+    def on_two_ranks(make):
+        ranks = on_all_ranks(make)
+        return ranks if isinstance(ranks[0], tuple) else [*ranks, faster]
+
+    monkeypatch.setattr(hardware, "on_all_ranks", on_two_ranks)
+    assert find_cpu_peaks(MEASURED, file=file) == {"bf16": 0.2, "fp32": 0.3}
 
 
 @pytest.mark.parametrize(
@@ -96,87 +96,76 @@ def test_the_peak_is_the_largest_of_the_ranks(tmp_path, monkeypatch, calls):
     [
         (1, [], 1),
         (8, [], 2),
-        (1, [{0, 1}], 1),
         (2, [{0, 1}], 1),
         (1, [{0, 1}] * 3, 0.5),
         (2, [{2, 3}], 2),  # ranks that are pinned share no core
         (2, [{1, 2}], 1.5),
     ],
 )
-def test_a_rank_has_its_threads_but_no_more_than_its_share_of_the_cores(
-    monkeypatch, threads, others, rank_threads
-):
+def test_rank_threads_are_at_most_a_share_of_the_cores(monkeypatch, threads, others, rank_threads):
     here, elsewhere = socket.gethostname(), ("another host", {0, 1})
+    ranks = [elsewhere, *((here, cores) for cores in others)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(
-        hardware,
-        "on_all_ranks",
-        lambda make: [make(), elsewhere, *((here, cores) for cores in others)],
-    )
+    monkeypatch.setattr(hardware, "on_all_ranks", lambda make: [make(), *ranks])
     assert hardware._rank_threads() == pytest.approx(rank_threads)
 
 
-def test_peaks_are_kept_and_only_those_that_are_missing_are_measured(tmp_path, calls, log):
-    file = tmp_path / "peaks.json"
+# ----- find_cpu_peaks, peaks.json -----
+
+
+def test_find_cpu_peaks_measures_only_what_is_not_kept(file, calls, notices):
     assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
-    assert log.messages == []
-    assert find_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
-    assert find_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
+    assert notices.messages == []
+    for _ in range(2):
+        assert find_cpu_peaks(["bf16", "fp32"], file=file) == MEASURED
     assert calls == ["bf16", "fp32"]
-    assert [str(file) in message for message in log.messages] == [True, True]
+    assert [str(file) in message for message in notices.messages] == [True, True]
     assert json.loads(file.read_text()) == {"cpu": cpu_name(), "threads": 1, "tflops": MEASURED}
 
 
+def kept(cpu: str, threads: int) -> bytes:
+    return json.dumps({"cpu": cpu, "threads": threads, "tflops": {"bf16": 9.0}}).encode()
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "said"),
     [
-        b"",
-        b'{"cpu": "x", "thr',
-        b"\xff\xfe",
-        b"[1]",
-        b'{"cpu": "x"}',
-        b'{"cpu": "x", "threads": 1, "tflops": [1]}',
-        b'{"cpu": "x", "threads": 1, "tflops": {"bf16": "fast"}}',
-        b'{"cpu": "x", "threads": 1, "tflops": {"bf16": 0}}',
-        b'{"cpu": "x", "threads": 1, "tflops": {"bf16": NaN}}',
-        b'{"cpu": "x", "threads": 1, "tflops": {"int8": 1.0}}',
-        b'{"cpu": "x", "threads": 1' + b"0" * 400 + b', "tflops": {}}',
-        b"[" * 100_000,
+        (b"", "damaged"),
+        (b'{"cpu": "x", "thr', "damaged"),
+        (b"\xff\xfe", "damaged"),
+        (b'{"cpu": "x"}', "damaged"),
+        (b'{"cpu": "x", "threads": 1, "tflops": {"bf16": 0}}', "damaged"),
+        (b'{"cpu": "x", "threads": 1, "tflops": {"bf16": NaN}}', "damaged"),
+        (b'{"cpu": "x", "threads": 1, "tflops": {"int8": 1.0}}', "damaged"),
+        (b'{"cpu": "x", "threads": 1' + b"0" * 400 + b', "tflops": {}}', "damaged"),
+        (b"[" * 100_000, "damaged"),
+        (kept("Another", 1), f"Another, 1 threads a rank, and this is {cpu_name()}, 1 threads"),
+        (kept(cpu_name(), 4), f"4 threads a rank, and this is {cpu_name()}, 1 threads"),
     ],
 )
-def test_a_damaged_file_is_said_and_replaced(tmp_path, calls, log, content):
-    file = tmp_path / "peaks.json"
+def test_find_cpu_peaks_replaces_what_it_cannot_use(file, calls, notices, content, said):
     file.write_bytes(content)
     assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
-    (message,) = log.messages
-    assert f"{file} is damaged" in message
-    assert json.loads(file.read_text())["tflops"] == {"bf16": 0.2}
+    (message,) = notices.messages
+    assert str(file) in message and said in message
+    here = {"cpu": cpu_name(), "threads": 1, "tflops": {"bf16": 0.2}}
+    assert json.loads(file.read_text()) == here
 
 
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path, calls):
-    os.mkfifo(tmp_path / "peaks.json")
-    assert find_cpu_peaks(["bf16"], file=tmp_path / "peaks.json") == {"bf16": 0.2}
+def test_find_cpu_peaks_does_not_wait_for_a_pipe(file, calls):
+    os.mkfifo(file)
+    assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
 
 
-def test_a_folder_in_place_of_the_file_is_refused(tmp_path, calls):
-    with pytest.raises(ConfigError, match=f"{tmp_path} is not a file, and a run keeps one there"):
+def test_find_cpu_peaks_refuses_a_folder(tmp_path, calls):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not a file"):
         find_cpu_peaks(["bf16"], file=tmp_path)
 
 
-@pytest.mark.parametrize(("cpu", "threads"), [("Another", 1), (None, 4)])
-def test_peaks_of_another_cpu_or_number_of_threads_are_said_and_replaced(
-    tmp_path, calls, log, cpu, threads
-):
-    file, here = tmp_path / "peaks.json", cpu_name()
-    file.write_text(json.dumps({"cpu": cpu or here, "threads": threads, "tflops": {"bf16": 9.0}}))
-    assert find_cpu_peaks(["bf16"], file=file) == {"bf16": 0.2}
-    (message,) = log.messages
-    for part in (str(file), f"{cpu or here}, {threads} threads", f"{here}, 1 threads"):
-        assert part in message
-    assert json.loads(file.read_text()) == {"cpu": here, "threads": 1, "tflops": {"bf16": 0.2}}
+# ----- cpu_name -----
 
 
-def test_the_cpu_is_named_by_its_model_else_by_its_architecture(monkeypatch):
+def test_cpu_name_is_the_model_else_the_architecture(monkeypatch):
     lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(Path, "read_text", lambda path: lines)

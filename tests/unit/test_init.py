@@ -18,10 +18,14 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_std, init_weights, truncated_normal
 from torchtitan_lite.models.llama3 import Transformer
 
+# ----- truncated_normal, init_weights, init_std -----
+
 ARGS = ModelArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=40, max_seq_len=16
 )
 MASK = (1 << 64) - 1
+TRUNCATED_STD = 0.98658
+"""Of a normal truncated at 3: sqrt(1 - 2 * 3 phi(3) / (2 Phi(3) - 1))."""
 
 
 def reference_uniform(index: int, key: int) -> float:
@@ -35,26 +39,18 @@ def reference_uniform(index: int, key: int) -> float:
 def test_values_are_truncated_normals_of_splitmix64s_uniform_numbers() -> None:
     indices, key = [0, 1, 77, 2**31, 10**12], -(2**62) + 5
     values = truncated_normal(torch.tensor(indices), key=key, std=0.5)
+    tail = 0.5 * (1 - math.erf(3 / math.sqrt(2)))
     for index, value in zip(indices, values.tolist(), strict=True):
-        below = 0.5 * (
-            1 + math.erf(value / 0.5 / math.sqrt(2))
-        )  # the share of an untruncated normal below it
-        tail = 0.5 * (1 - math.erf(3 / math.sqrt(2)))
-        assert (below - tail) / (1 - 2 * tail) == pytest.approx(
-            reference_uniform(index, key), abs=1e-6
-        )
+        below = 0.5 * (1 + math.erf(value / 0.5 / math.sqrt(2)))  # share of an untruncated normal
+        uniform = (below - tail) / (1 - 2 * tail)
+        assert uniform == pytest.approx(reference_uniform(index, key), abs=1e-6)
 
 
 def test_values_have_the_moments_and_bounds_of_the_truncated_normal() -> None:
     values = truncated_normal(torch.arange(1_000_000), key=3, std=2.0)
-    assert values.abs().max() <= 6.0
+    assert 5.9 < values.abs().max() <= 6.0
     assert values.mean().abs() < 0.01
-    # Variance of a normal truncated at +-c: 1 - 2 c phi(c) / (2 Phi(c) - 1).
-    c = 3.0
-    shrunk = 1 - 2 * c * math.exp(-c * c / 2) / math.sqrt(2 * math.pi) / math.erf(c / math.sqrt(2))
-    assert values.std().item() == pytest.approx(2 * math.sqrt(shrunk), rel=0.005)
-    lagged = torch.corrcoef(torch.stack((values[1:], values[:-1])))[0, 1]
-    assert lagged.abs() < 0.005
+    assert values.std().item() == pytest.approx(2 * TRUNCATED_STD, rel=0.005)
 
 
 def make_model(seed: int, *, tied: bool = False) -> Transformer:
@@ -70,15 +66,12 @@ def test_weights_depend_on_seed_and_name_only() -> None:
     for name, weight in one.named_parameters():
         assert torch.equal(weight, same.get_parameter(name))
         assert weight.ndim == 1 or not torch.equal(weight, other.get_parameter(name))
-    assert not torch.equal(
-        one.layers["0"].feed_forward.w1.weight, one.layers["0"].feed_forward.w3.weight
-    )
+    feed_forward = one.layers["0"].feed_forward
+    assert not torch.equal(feed_forward.w1.weight, feed_forward.w3.weight)
     assert torch.equal(one.norm.weight, torch.ones(64))
 
 
-def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(monkeypatch):
     whole = make_model(0).output.weight
     monkeypatch.setattr(init, "CHUNK", 64 * 7)  # rows made 7 at a time
     assert torch.equal(make_model(0).output.weight, whole)
@@ -98,7 +91,7 @@ def test_a_part_of_a_weight_has_the_values_it_has_in_the_whole(
 def test_standard_deviations(name: str, std: float) -> None:
     assert init_std(name, ARGS) == pytest.approx(std)
     weight = make_model(0).get_parameter(name)
-    assert weight.std().item() == pytest.approx(0.9866 * std, rel=0.05)
+    assert weight.std().item() == pytest.approx(TRUNCATED_STD * std, rel=0.05)
 
 
 def test_a_tied_matrix_has_the_embeddings_values_by_the_outputs_deviation() -> None:
@@ -114,8 +107,6 @@ def test_a_shard_has_the_values_of_its_part_of_the_whole() -> None:
     model.weight = nn.Parameter(distribute_tensor(torch.empty(50, 5), mesh["tp"], [Shard(0)]))
     fully_shard(model, mesh=mesh["dp_shard"])
     init._fill(model.weight, key=7, std=1.0)
-    dist.destroy_process_group()
-
     whole = torch.empty(50, 5)
     init._fill(whole, key=7, std=1.0)
     part = whole.chunk(3)[1].chunk(4)[3]  # tensor parallelism splits first

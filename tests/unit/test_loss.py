@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import grad
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.loss import IGNORED, CrossEntropy
+
+# ----- CrossEntropy, of_logits, of_linear -----
 
 EAGER = CrossEntropy(compiled=False)
 
@@ -30,37 +33,29 @@ def sample(dtype: torch.dtype, *, vocab_size: int = 103) -> tuple[Tensor, Tensor
     return x.requires_grad_(), weight.requires_grad_(), labels
 
 
-def gradients(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, of)
-
-
 def test_the_loss_is_the_sum_of_minus_log_probabilities_of_the_labels_that_count() -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
     labels[1, 2] = IGNORED
     log_p = logits.double().log_softmax(-1)
-    expected = -sum(
-        log_p[b, s, labels[b, s]] for b in range(2) for s in range(3) if (b, s) != (1, 2)
-    )
-    torch.testing.assert_close(
-        EAGER.of_logits(logits, labels).double(), expected, rtol=1e-6, atol=0
-    )
-    torch.testing.assert_close(
-        EAGER.of_logits(logits, labels, scale=0.5).double(), expected / 2, rtol=1e-6, atol=0
-    )
+    counted = [(b, s) for b in range(2) for s in range(3) if (b, s) != (1, 2)]
+    expected = -sum(log_p[b, s, labels[b, s]] for b, s in counted)
+    for scale in (1.0, 0.5):
+        total = EAGER.of_logits(logits, labels, scale=scale).double()
+        torch.testing.assert_close(total, scale * expected, rtol=1e-6, atol=0)
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
     logits, labels = torch.randn(4, 64, 100).bfloat16(), torch.randint(0, 100, (4, 64))
     total = EAGER.of_logits(logits, labels)
     assert total.dtype is torch.float32
-    torch.testing.assert_close(total, EAGER.of_logits(logits.float(), labels), rtol=0, atol=0)
+    assert torch.equal(total, EAGER.of_logits(logits.float(), labels))
 
 
 def test_labels_that_are_all_ignored_cost_nothing_and_move_nothing() -> None:
     logits = torch.randn(1, 4, 7, requires_grad=True)
     total = EAGER.of_logits(logits, torch.full((1, 4), IGNORED))
-    (gradient,) = gradients(total, logits)
+    (gradient,) = grad(total, logits)
     assert total.item() == 0.0
     assert not gradient.any()
 
@@ -75,11 +70,9 @@ def test_the_logits_that_it_is_given_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("chunk_tokens", "piece_tokens", "compiled"),
-    [(48, 48, False), (48, 7, False), (20, 7, False), (1, 1, False), (20, 7, True)],
+    [(48, 48, False), (20, 7, False), (1, 1, False), (20, 7, True)],
 )
-def test_fused_with_the_linear_it_is_equal_within_float32_rounding(
-    chunk_tokens: int, piece_tokens: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_with_the_linear_it_is_equal(chunk_tokens, piece_tokens, compiled, monkeypatch):
     x, weight, labels = sample(torch.float32)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * len(weight))
     monkeypatch.setattr(loss, "PIECE_LOGITS", piece_tokens * len(weight))
@@ -87,15 +80,11 @@ def test_fused_with_the_linear_it_is_equal_within_float32_rounding(
     total = CrossEntropy(compiled=compiled).of_linear(x, weight, labels, scale=1 / 48)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     # Of a loss that is scaled once more, as by anything that follows it.
-    for found, right in zip(
-        gradients(3 * total, x, weight), gradients(3 * expected, x, weight), strict=True
-    ):
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+    found, right = grad(3 * total, (x, weight)), grad(3 * expected, (x, weight))
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 
-def test_pieces_of_a_large_linear_take_the_memory_of_its_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pieces_of_a_large_linear_take_the_memory_of_its_gradient(monkeypatch):
     monkeypatch.setattr(loss, "PIECE_LOGITS", 1)
     x, weight, labels = sample(torch.float32)  # dim 16: two copies of 8 tokens' logits
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -105,14 +94,11 @@ def test_pieces_of_a_large_linear_take_the_memory_of_its_gradient(
 
 def test_in_bfloat16_one_chunk_computes_what_the_plain_path_does() -> None:
     x, weight, labels = sample(torch.bfloat16)
-    expected, total = (
-        plain_loss(x @ weight.t(), labels) / 48,
-        EAGER.of_linear(x, weight, labels, scale=1 / 48),
-    )
+    expected = plain_loss(x @ weight.t(), labels) / 48
+    total = EAGER.of_linear(x, weight, labels, scale=1 / 48)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-    for found, right in zip(
-        gradients(total, x, weight), gradients(expected, x, weight), strict=True
-    ):
+    found_grads, expected_grads = grad(total, (x, weight)), grad(expected, (x, weight))
+    for found, right in zip(found_grads, expected_grads, strict=True):
         assert found.dtype is torch.bfloat16
         error = (found.float() - right.float()).norm() / right.float().norm()
         assert error < 2e-3  # a rounding to bfloat16 is 2^-9
@@ -122,10 +108,9 @@ def test_without_gradients_none_are_made() -> None:
     x, weight, labels = sample(torch.float32)
     with torch.no_grad():
         total = EAGER.of_linear(x, weight, labels)
+        expected = plain_loss(x @ weight.t(), labels)
     assert not total.requires_grad
-    torch.testing.assert_close(
-        total, plain_loss(x @ weight.t(), labels).detach(), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
 
 
 def test_its_backward_cannot_run_twice() -> None:
@@ -140,24 +125,19 @@ def peak_bytes(loss: Callable[..., Tensor], *operands: Tensor) -> int:
     """Allocated at once by a loss of `operands` and its backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss(*operands).backward()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    allocated = accumulate(
-        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
-    )
-    return max(allocated)
+    events = profiler.profiler.kineto_results.events()
+    events = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_it_takes_at_most_a_quarter_of_the_memory_of_the_plain_path(compiled: bool) -> None:
-    tokens, vocab_size, dim = 4096, 64128, 16
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_takes_at_most_a_quarter_of_the_memory_of_the_plain_path(compiled, monkeypatch):
+    tokens, vocab_size, dim = 512, 16032, 16
+    monkeypatch.setattr(loss, "PIECE_LOGITS", tokens * vocab_size // 32)
     x = torch.randn(1, tokens, dim).bfloat16().requires_grad_()
     weight = torch.randn(vocab_size, dim).bfloat16().requires_grad_()
     labels = torch.randint(vocab_size, (1, tokens))
-    plain = peak_bytes(
-        lambda x, weight, labels: plain_loss(x @ weight.t(), labels), x, weight, labels
-    )
+    plain = peak_bytes(lambda x, weight: plain_loss(x @ weight.t(), labels), x, weight)
     ours = CrossEntropy(compiled=compiled)
     ours.of_linear(x, weight, labels).backward()  # compiles
     x.grad = weight.grad = None

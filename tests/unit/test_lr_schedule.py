@@ -7,6 +7,8 @@ import pytest
 from torchtitan_lite.config import LRSchedulerConfig, log_odd_schedule
 from torchtitan_lite.lr_schedule import DECAYS, lr_factor
 
+# ----- lr_factor, DECAYS, log_odd_schedule -----
+
 
 def factors(steps: int, *, of: int | None = None, **schedule: object) -> list[float]:
     """Shares of the peak in the first `steps` steps of a run of `of`, by default the same."""
@@ -14,18 +16,18 @@ def factors(steps: int, *, of: int | None = None, **schedule: object) -> list[fl
     return [lr_factor(step, training_steps=of or steps, **keys) for step in range(1, steps + 1)]
 
 
-def test_warm_up_then_linear_decay_over_all_that_is_left() -> None:
-    assert factors(6, warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
-
-
-def test_warm_up_stable_decay() -> None:
-    assert factors(10, warmup_steps=1, decay_ratio=0.3) == pytest.approx(
-        [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]
-    )
-
-
-def test_no_decay() -> None:
-    assert factors(4, warmup_steps=0, decay_ratio=0.0) == [1.0] * 4
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"warmup_steps": 2}, [1 / 3, 2 / 3, 4 / 5, 3 / 5, 2 / 5, 1 / 5]),
+        ({"warmup_steps": 1, "decay_ratio": 0.3}, [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]),
+        ({"warmup_steps": 0, "decay_ratio": 0.0}, [1.0] * 4),
+        ({"warmup_steps": 0, "total_steps": 9}, [0.9, 0.8, 0.7]),  # and not the steps trained
+        ({"warmup_steps": 200}, [0.2, 0.4, 0.6, 0.8]),  # a run shorter than its warm-up
+    ],
+)
+def test_warm_up_constant_phase_and_decay(schedule, expected):
+    assert factors(len(expected), **schedule) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -41,44 +43,29 @@ def test_decays_end_at_min_lr_factor(decay_type: str, halfway: float) -> None:
     assert past_the_end == pytest.approx(0.1)
 
 
-def test_the_schedule_spans_total_steps_rather_than_the_steps_trained() -> None:
-    assert factors(3, warmup_steps=0, total_steps=9) == pytest.approx([0.9, 0.8, 0.7])
-
-
-def test_a_schedule_shorter_than_its_warm_up_only_warms_up() -> None:
-    assert factors(4, warmup_steps=200) == pytest.approx([0.2, 0.4, 0.6, 0.8])
-
-
-@pytest.mark.parametrize("decay_type", DECAYS)
-def test_a_decay_of_the_table_is_a_choice_of_the_config(decay_type: str) -> None:
-    assert LRSchedulerConfig(decay_type=decay_type).decay_type == decay_type
-    assert DECAYS[decay_type](0.0) == 1 and DECAYS[decay_type](1.0) == pytest.approx(0)
-
-
-def test_another_decay_is_refused_with_the_choices() -> None:
+def test_the_decays_of_the_table_are_the_choices_of_the_config() -> None:
+    for decay_type, decay in DECAYS.items():
+        assert LRSchedulerConfig(decay_type=decay_type).decay_type == decay_type
+        assert decay(0.0) == 1 and decay(1.0) == pytest.approx(0)
     with pytest.raises(ValueError, match="'linear', 'sqrt' or 'cosine'"):
         LRSchedulerConfig(decay_type="step")
 
 
 @pytest.mark.parametrize(
-    ("steps", "total_steps", "said"),
-    [(20, None, "20"), (200, None, ""), (20, 1000, ""), (300, 50, "50")],
+    ("keys", "steps", "start", "reported"),
+    [
+        ({"warmup_steps": 200}, 20, 0, r"shortened to 20, "),
+        ({"warmup_steps": 200}, 200, 0, ""),
+        ({"warmup_steps": 200, "total_steps": 1000}, 20, 0, ""),
+        ({"warmup_steps": 200, "total_steps": 50}, 300, 0, r"shortened to 50, "),
+        # A schedule that begins in an earlier run, at a negative step, ends before this run.
+        ({"warmup_steps": 0}, 6, -4, r"ends at step 2 of 6; set total_steps = 10"),
+        ({"warmup_steps": 0, "total_steps": 10}, 6, -4, ""),
+        ({"warmup_steps": 0}, 6, 4, ""),
+        ({"warmup_steps": 0, "total_steps": 3}, 6, 0, ""),
+    ],
 )
-def test_a_warm_up_longer_than_the_schedule_is_said_to_be_shortened(
-    steps: int, total_steps: int | None, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        schedule = LRSchedulerConfig(warmup_steps=200, total_steps=total_steps)
-        log_odd_schedule(schedule, steps=steps, start=0)
-    assert [f"shortened to {said}, and" in message for message in caplog.messages] == [True] * bool(
-        said
-    )
-
-
-def test_a_schedule_that_ends_before_the_run_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """As where a new run takes the schedule of an earlier one, but not its steps."""
-    for start, total in ((0, None), (-4, 10), (4, None), (0, 3)):
-        log_odd_schedule(LRSchedulerConfig(total_steps=total), steps=6, start=start)
-    assert not caplog.text
-    log_odd_schedule(LRSchedulerConfig(), steps=6, start=-4)
-    assert "ends at step 2 of 6; set total_steps = 10" in caplog.text
+def test_a_schedule_shorter_than_warm_up_or_run_is_reported(keys, steps, start, reported, notices):
+    log_odd_schedule(LRSchedulerConfig(**keys), steps=steps, start=start)
+    assert len(notices.messages) == bool(reported)
+    assert reported in notices.text

@@ -1,42 +1,32 @@
 """StepObserver: the counts of what a step runs, and their comparison with the config."""
 
-from dataclasses import replace
+import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from sample_models import SMALL, on_meta, ready
 from torch import nn
 
-from torchtitan_lite.config import Float8Config
-from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.observe import Asked, StepObserver
-from torchtitan_lite.float8.selection import select_linears
-from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer
 
-ARGS = ModelArgs(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, max_seq_len=16
-)
+# ----- StepObserver -----
+
 TENSORWISE = Asked(linears=14, matmuls=42, matmuls_run_in="float32")
 
 
-def build(recipe: str | None, *filters: str, emulate: bool = True) -> nn.Module:
-    with torch.device("meta"):
-        model = Transformer(ARGS)
-    if recipe is not None:
-        float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe)
-        choices = select_linears(model, filter_fqns=filters, tp_degree=1, tokens=32)
-        convert_linears(model, choices, float8=float8, emulate=emulate)
-    model.to_empty(device="cpu")
-    init_weights(model, seed=0, buffer_device=torch.device("cpu"))
-    return model.bfloat16()
+def build(recipe: str | None) -> nn.Module:
+    return ready(on_meta(SMALL, recipe)).bfloat16()
+
+
+def train(model: nn.Module) -> None:
+    model(torch.arange(32).view(2, 16)).float().logsumexp(-1).sum().backward()
 
 
 def observe(model: nn.Module) -> StepObserver:
     with StepObserver() as observer:
-        model(torch.arange(32).view(2, 16)).float().logsumexp(-1).sum().backward()
+        train(model)
     return observer
 
 
@@ -45,38 +35,29 @@ def observe(model: nn.Module) -> StepObserver:
     [
         (None, {"bfloat16": 45}),
         ("tensorwise", {"float32": 42, "bfloat16": 3}),
-        ("rowwise", {"float32": 42, "bfloat16": 3}),
         ("rowwise_with_gw_hp", {"float32": 28, "bfloat16": 17}),
     ],
 )
-def test_matmuls_are_counted_by_the_type_they_run_in(
-    recipe: str | None, matmuls: dict[str, int]
-) -> None:
+def test_matmuls_are_counted_by_the_type_they_run_in(recipe, matmuls):
     observer = observe(build(recipe))
     assert observer.matmuls == matmuls
     assert not observer.fsdp_gathers and not observer.tp_gathers
 
 
 def test_observing_changes_no_gradient() -> None:
-    gradients = []
-    for seen in (True, False):
-        model = build("tensorwise")
-        if seen:
-            observe(model)
-        else:
-            model(torch.arange(32).view(2, 16)).float().logsumexp(-1).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *gradients))
+    observed, plain = build("tensorwise"), build("tensorwise")
+    observe(observed)
+    train(plain)
+    pairs = zip(observed.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
 def test_a_step_that_runs_as_asked_has_no_mismatch_and_is_described() -> None:
     model = build("tensorwise")
     observer = observe(model)
     assert observer.mismatches(model, TENSORWISE) == []
-    assert observer.lines(model, TENSORWISE) == [
-        "14 of 15 linears are of float8; matmuls: 42 in float32, 3 in bfloat16 "
-        "(float8 is emulated in float32)"
-    ]
+    (line,) = observer.lines(model, TENSORWISE)
+    assert re.match(r"14 of 15 linears .*: 42 in float32, 3 in bfloat16 .*emulated", line)
 
 
 def test_a_linear_that_is_no_longer_of_float8_is_a_mismatch() -> None:
@@ -91,27 +72,22 @@ def test_a_linear_that_is_no_longer_of_float8_is_a_mismatch() -> None:
 
 
 def test_float8_that_nobody_asked_for_is_a_mismatch() -> None:
-    model = build("tensorwise")
-    observer = observe(model)
+    observer = StepObserver()
     observer.matmuls["float8"] = 2
     observer.fsdp_gathers["float8"] = 1
-    assert observer.mismatches(model, Asked(linears=14)) == [
+    assert observer.mismatches(nn.Module(), Asked()) == [
         "2 matmuls in float8, and none was asked for",
         "1 gathers of weights in float8, and none was asked for",
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"fsdp_gathers": 2}, "0 gathers of weights in float8, and at least 2 were asked for"),
-        ({"tp_gathers": 8}, "0 gathers of activations in float8, and at least 8 were asked for"),
-        ({"fused": 2}, "0 collectives fused with matmuls, and at least 2 were asked for"),
-    ],
-)
-def test_a_gather_that_did_not_happen_is_a_mismatch(change: dict[str, int], message: str) -> None:
-    model = build("tensorwise")
-    assert observe(model).mismatches(model, replace(TENSORWISE, **change)) == [message]
+def test_a_gather_that_did_not_happen_is_a_mismatch() -> None:
+    asked = Asked(fsdp_gathers=2, tp_gathers=8, fused=3)
+    assert StepObserver().mismatches(nn.Module(), asked) == [
+        "0 gathers of weights in float8, and at least 2 were asked for",
+        "0 gathers of activations in float8, and at least 8 were asked for",
+        "0 collectives fused with matmuls, and at least 3 were asked for",
+    ]
 
 
 def test_real_float8_matmuls_and_fused_ones_are_counted() -> None:
@@ -124,6 +100,4 @@ def test_real_float8_matmuls_and_fused_ones_are_counted() -> None:
     fused = MagicMock(overloadpacket=SimpleNamespace(__name__="fused_all_gather_scaled_matmul"))
     observer.__torch_dispatch__(fused, (), (shard, [shard, shard, shard]))
     assert observer.matmuls == {"float8": 4} and observer.tp_gathers == {"float8": 1}
-    assert observer.lines(nn.Module(), Asked(fused=1))[-1] == (
-        "gathers of activations: 1 in float8, 1 collectives fused with matmuls"
-    )
+    assert "1 in float8, 1 collectives fused" in observer.lines(nn.Module(), Asked(fused=1))[-1]

@@ -1,13 +1,14 @@
 """One data-parallel rank trains as FSDP2 would, bit by bit, with one copy of each weight a step."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sample_models import SMALL, on_meta, ready
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
@@ -24,10 +25,7 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan_lite.float8.convert import convert_linears, update_scales
-from torchtitan_lite.float8.selection import select_linears
-from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.optim import build_optimizer
@@ -36,46 +34,33 @@ from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.torchao_types import is_float8_tensor
 
-ARGS = ModelArgs(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=128, max_seq_len=32
-)
+# ----- needs_no_fsdp, apply_mixed_precision, WeightCopies -----
+
+ARGS = replace(SMALL, ffn_dim=128, vocab_size=128, max_seq_len=32)
 TOKENS = torch.arange(3 * 64).reshape(3, 2, 32) * 7 % 128  # of three microbatches
-GATHERED = {"recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True}
+TENSORWISE = {"recipe_name": "tensorwise"}
+GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def alone() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     microbatches: int = 1
     tp: int = 1  # of two ranks, that of this process and one that sends nothing
     tied: bool = False
     ac: str = "none"
     compiled: bool = False
-    float8: dict[str, Any] = dataclasses.field(default_factory=dict)
-    training: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def float8_config(self) -> Float8Config:
-        return Float8Config.model_validate(
-            {"enable_float8_linear": bool(self.float8), **self.float8}
-        )
+    float8: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Transformer:
         training = TrainingConfig(seq_len=32, local_batch_size=2, **self.training)
-        with torch.device("meta"):
-            model = Transformer(dataclasses.replace(ARGS, tie_embeddings=self.tied))
-            model = model.to(getattr(torch, training.dtype))
-        if self.float8:
-            choices = select_linears(model, filter_fqns=(), tp_degree=self.tp, tokens=64)
-            convert_linears(model, choices, float8=self.float8_config, emulate=True)
+        args = replace(ARGS, tie_embeddings=self.tied)
+        model = on_meta(args, dtype=getattr(torch, training.dtype), **self.float8)
         parallel.parallelize(
             [model],
             build_mesh(ParallelDegrees(1, 1, 1, self.tp), device_type="cpu"),
@@ -85,9 +70,7 @@ class Case:
             training=training,
             flash=False,
         )
-        model.to_empty(device="cpu")
-        init_weights(model, seed=0)
-        return model
+        return ready(model)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -97,16 +80,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def loss(model: Transformer, tokens: Tensor) -> Tensor:
-    total: Tensor = model(
-        tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens, scale=1 / 64)
-    )
+    of_linear = CrossEntropy(compiled=False).of_linear
+    total: Tensor = model(tokens, partial(of_linear, labels=tokens, scale=1 / 64))
     return total
 
 
 def train(case: Case, model: Transformer, *, steps: int = 3) -> list[Tensor]:
     """The losses, with a validation after each step, the gradient norms, and the last weights."""
     optimizer = build_optimizer(model.parameters(), OptimizerConfig(lr=1e-2))
-    update_scales(model, case.float8_config)
+    float8 = Float8Config(enable_float8_linear=bool(case.float8), **case.float8)
+    update_scales(model, float8)
     seen = []
     for _ in range(steps):
         for i in range(case.microbatches):
@@ -118,7 +101,7 @@ def train(case: Case, model: Transformer, *, steps: int = 3) -> list[Tensor]:
         seen.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         optimizer.step()
         optimizer.zero_grad()
-        update_scales(model, case.float8_config)
+        update_scales(model, float8)
         with torch.no_grad():
             seen.append(loss(model, TOKENS[0]))
     # FSDP does not put all masters back after a pass without gradients.
@@ -126,30 +109,24 @@ def train(case: Case, model: Transformer, *, steps: int = 3) -> list[Tensor]:
 
 
 CASES = {
-    "bf16": Case(),
     "microbatches": Case(microbatches=3),
     "full": Case(ac="full"),
     "selective": Case(ac="selective"),
     "tied": Case(tied=True, microbatches=2),
     "compiled": Case(compiled=True, microbatches=2, ac="full"),
-    "tensorwise": Case(float8={"recipe_name": "tensorwise"}, microbatches=2),
-    "tensorwise, compiled": Case(float8={"recipe_name": "tensorwise"}, compiled=True),
-    "rowwise": Case(float8={"recipe_name": "rowwise"}, ac="selective", compiled=True),
+    "tensorwise": Case(float8=TENSORWISE, microbatches=2),
     "gathered": Case(float8=GATHERED, microbatches=2, ac="full"),
-    "gathered, compiled": Case(float8=GATHERED, microbatches=2, compiled=True),
     "gathered, tied": Case(float8=GATHERED, tied=True),
     "precomputed": Case(float8=GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}),
     "TP": Case(tp=2, microbatches=2),
     "TP, tied": Case(tp=2, tied=True, ac="selective"),
-    "TP, tensorwise, compiled": Case(tp=2, float8={"recipe_name": "tensorwise"}, compiled=True),
     "TP, gathered": Case(tp=2, float8=GATHERED, microbatches=2, ac="full"),
+    "rowwise, compiled": Case(float8={"recipe_name": "rowwise"}, ac="selective", compiled=True),
+    "gathered, compiled": Case(float8=GATHERED, microbatches=2, compiled=True),
+    "TP, compiled": Case(tp=2, float8=TENSORWISE, compiled=True),
 }
-TYPES = [
-    {"dtype": dtype, "mixed_precision_param": compute, "mixed_precision_reduce": reduce}
-    for dtype in ("float32", "bfloat16")
-    for compute in ("float32", "bfloat16")
-    for reduce in ("float32", "bfloat16")
-]
+SLOW = [name for name in CASES if name.endswith(", compiled")]
+FLOATS = ("float32", "bfloat16")
 
 
 def check_as_fsdp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,16 +147,18 @@ def check_as_fsdp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(value, right, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in CASES],
+)
 def test_it_trains_as_with_fsdp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_as_fsdp(CASES[name], monkeypatch)
 
 
-@pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(types.values()))
-def test_it_sums_gradients_in_the_types_of_fsdp(
-    types: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_as_fsdp(Case(microbatches=3, training=types), monkeypatch)
+@pytest.mark.parametrize("types", [*product(FLOATS, repeat=3)], ids="-".join)
+def test_it_sums_gradients_in_the_types_of_fsdp(types, monkeypatch):
+    keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+    check_as_fsdp(Case(microbatches=3, training=dict(zip(keys, types, strict=True))), monkeypatch)
 
 
 class Written(TorchDispatchMode):
@@ -187,21 +166,26 @@ class Written(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements: dict[str, list[int]] = {}
+        self.elements: dict[str, list[int]] = {"_foreach_copy_": [], "clamp": [], "_to_copy": []}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name == "_foreach_copy_":
-            self.elements.setdefault(name, []).append(sum(each.numel() for each in args[0]))
-        elif name in ("clamp", "_to_copy") and args[0].ndim == 2:
-            self.elements.setdefault(name, []).append(args[0].numel())
+            self.elements[name].append(sum(each.numel() for each in args[0]))
+        elif name in self.elements and args[0].ndim == 2:
+            self.elements[name].append(args[0].numel())
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_copies_each_weight_once_and_casts_each_gradient_once() -> None:
-    case = Case(microbatches=3)
+def trained(case: Case) -> Transformer:
+    """A model after one step."""
     model = case.build()
     train(case, model, steps=1)
+    return model
+
+
+def test_a_step_copies_each_weight_once_and_casts_each_gradient_once() -> None:
+    model = trained(Case(microbatches=3))
     elements = sum(weight.numel() for weight in model.parameters())
     in_norms = 5 * ARGS.dim
     for i in range(3):
@@ -210,23 +194,20 @@ def test_a_step_copies_each_weight_once_and_casts_each_gradient_once() -> None:
             total = loss(model, TOKENS[i])
         with Written() as backward:
             total.backward()
-        assert forward.elements.get("_foreach_copy_", []) == ([elements] if i == 0 else [])
+        assert forward.elements["_foreach_copy_"] == ([elements] if i == 0 else [])
         # Later gradients are added to the first ones.
-        casts = sum(backward.elements.get("_to_copy", []))
-        assert casts == (elements - in_norms if i == 0 else 0)
+        assert sum(backward.elements["_to_copy"]) == (elements - in_norms if i == 0 else 0)
 
 
 def test_a_step_casts_weights_to_float8_once() -> None:
-    case = Case(microbatches=2, float8=GATHERED)
-    model = case.build()
-    train(case, model, steps=1)
+    model = trained(Case(microbatches=2, float8=GATHERED))
     linears = [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
     casts = []
     for i in range(2):
         start_microbatch(model, ParallelismConfig(), last=i == 1)
         with Written() as written:
             model.copies.enter()
-        casts.append(written.elements.get("clamp", []))
+        casts.append(written.elements["clamp"])
         loss(model, TOKENS[i]).backward()
     assert casts == [[weight.numel() for weight in linears], []]
 
@@ -235,26 +216,27 @@ def bytes_of_copies(model: Transformer) -> int:
     return sum(weight.storage.size() for weight in model.copies._weights)
 
 
-def test_copies_live_from_the_first_forward_of_a_step_to_its_last_backward() -> None:
-    model = Case(tied=True).build()
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_live_from_the_first_forward_of_a_step_to_its_last_backward(tied: bool) -> None:
+    model = Case(tied=tied).build()
     masters = list(model.parameters())
     elements = sum(weight.numel() for weight in masters)
     for last in (False, True):
         start_microbatch(model, ParallelismConfig(), last=last)
         total = loss(model, TOKENS[0])
         assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
-        assert bytes_of_copies(model) == 2 * elements
+        # The last one frees the embedding before its backward pass, unless the output needs it.
+        freed = 128 * 64 if last and not tied else 0
+        assert bytes_of_copies(model) == 2 * (elements - freed)
         total.backward()
         assert all(map(lambda a, b: (a is b) is last, model.parameters(), masters))
         assert all((weight.grad is not None) is last for weight in masters)
     assert bytes_of_copies(model) == 0
-    assert model.output.weight is model.tok_embeddings.weight is masters[0]
+    assert (model.output.weight is model.tok_embeddings.weight) is tied
 
 
-@pytest.mark.parametrize("float8", [{}, {"emulate": True}], ids=["bf16", "float8"])
-def test_backward_passes_of_a_pipeline_follow_each_other_and_compute_again(
-    float8: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("float8", [{}, TENSORWISE], ids=["bf16", "float8"])
+def test_backward_passes_of_a_pipeline_follow_each_other_and_compute_again(float8):
     gradients = []
     for forwards in ((0,), (1,)), ((0, 1), ()):  # one after another, or both at once
         model = Case(ac="full", float8=float8).build()
@@ -268,35 +250,19 @@ def test_backward_passes_of_a_pipeline_follow_each_other_and_compute_again(
         torch.testing.assert_close(both, one, rtol=0, atol=0)
 
 
-def test_the_last_microbatch_frees_the_embedding_before_its_backward() -> None:
-    model = Case().build()
-    for last, freed in ((False, 0), (True, 2 * 128 * 64)):
-        start_microbatch(model, ParallelismConfig(), last=last)
-        total = loss(model, TOKENS[0])
-        elements = sum(weight.numel() for weight in model.parameters())
-        assert bytes_of_copies(model) == 2 * elements - freed
-        total.backward()
-
-
 def raise_error(x: Tensor, weight: Tensor) -> Tensor:
     raise ArithmeticError
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda model: torch.no_grad()(loss)(model, TOKENS[0]),
-        lambda model: pytest.raises(ArithmeticError, model, TOKENS[0], raise_error),
-    ],
-    ids=["validation", "error"],
-)
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("float8", [{}, GATHERED], ids=["bf16", "gathered"])
-def test_nothing_is_left_in_the_model(
-    run: Callable[[Transformer], object], float8: dict[str, Any]
-) -> None:
+def test_a_validation_or_an_error_leaves_nothing_in_the_model(fails, float8):
     model = Case(float8=float8).build()
     masters = list(model.parameters())
-    run(model)
+    if fails:
+        pytest.raises(ArithmeticError, model, TOKENS[0], raise_error)
+    else:
+        torch.no_grad()(loss)(model, TOKENS[0])
     assert all(map(lambda a, b: a is b, model.parameters(), masters))
     assert bytes_of_copies(model) == 0
 
@@ -308,11 +274,8 @@ def test_masters_are_plain_tensors() -> None:
     assert sum(map(is_float8_tensor, model.parameters())) == 7 * ARGS.n_layers
 
 
-def test_ranks_that_split_the_model_only_need_no_fsdp() -> None:
+def test_ranks_that_split_the_model_only_need_no_fsdp_unless_weights_are_in_cpu_memory() -> None:
     model = Case(tp=2).build()
     assert not isinstance(model, FSDPModule)
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
-
-
-def test_weights_in_cpu_memory_need_fsdp() -> None:
     assert isinstance(Case(training={"enable_cpu_offload": True}).build(), FSDPModule)

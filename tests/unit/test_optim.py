@@ -1,6 +1,7 @@
 """The optimizer's update, its moments in few bits, and the steps that have no update."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,36 +13,31 @@ from torchtitan_lite import optim
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
 
-
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_implementations_make_the_same_update(implementation: str) -> None:
-    def updated(**kwargs: object) -> torch.Tensor:
-        torch.manual_seed(0)
-        linear = nn.Linear(8, 8, bias=False)
-        optimizer = build_optimizer(
-            linear.parameters(), OptimizerConfig(lr=0.1, beta2=0.9, eps=1e-6, **kwargs)
-        )
-        for _ in range(3):
-            linear(torch.ones(1, 8)).square().sum().backward()
-            optimizer.step()
-        assert optimizer.defaults["fused"] is (kwargs.get("implementation") == "fused")
-        return linear.weight.detach()
-
-    torch.manual_seed(0)
-    reference = nn.Linear(8, 8, bias=False)
-    adamw = torch.optim.AdamW(
-        reference.parameters(), lr=0.1, betas=(0.9, 0.9), eps=1e-6, weight_decay=0.1
-    )
-    for _ in range(3):
-        reference(torch.ones(1, 8)).square().sum().backward()
-        adamw.step()
-    torch.testing.assert_close(updated(implementation=implementation), reference.weight.detach())
-
-
 SETTINGS = [
     *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),
     {"state_dtype": "bfloat16"},
 ]
+
+# ----- build_optimizer, step_unless, BFloat16AdamW -----
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_implementations_make_the_same_update(implementation: str) -> None:
+    weights = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        linear = nn.Linear(8, 8, bias=False)
+        config = OptimizerConfig(lr=0.1, beta2=0.9, eps=1e-6, implementation=implementation)
+        settings = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+        optimizer = torch.optim.AdamW(linear.parameters(), **settings)
+        if ours:
+            optimizer = build_optimizer(linear.parameters(), config)
+            assert optimizer.defaults["fused"] is (implementation == "fused")
+        for _ in range(3):
+            linear(torch.ones(1, 8)).square().sum().backward()
+            optimizer.step()
+        weights.append(linear.weight)
+    torch.testing.assert_close(*weights)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -62,38 +58,24 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: dict[str, str]) -> 
     assert all(torch.equal(state[name], expected_state[name]) for name in state)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reads"),
-    [
-        ({"implementation": "fused"}, 0),
-        ({"implementation": "foreach"}, 1),
-        ({"state_dtype": "bfloat16"}, 0),
-    ],
-)
-def test_what_decides_on_the_device(
-    settings: dict[str, str], reads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("settings", "reads"), [*zip(SETTINGS, (0, 1, 1, 0), strict=True)])
+def test_what_decides_on_the_device(settings, reads, monkeypatch):
     weight = nn.Parameter(torch.ones(3))
     optimizer = build_optimizer([weight], OptimizerConfig(**settings))
     weight.grad = torch.ones(3)
     step_unless(optimizer, torch.tensor(0.0))  # makes the state
-    read = []
-    original = torch.Tensor.item
-    monkeypatch.setattr(
-        torch.Tensor, "item", lambda tensor: read.append(tensor) or original(tensor)
-    )
+    read, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: read.append(x) or item(x))
     found_inf = torch.tensor(0.0)
     step_unless(optimizer, found_inf)
     assert sum(tensor is found_inf for tensor in read) == reads
 
 
-def test_an_update_that_waits_for_the_device_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    parameters = [nn.Parameter(torch.ones(3))]
-    with caplog.at_level("INFO"):
-        build_optimizer(parameters, OptimizerConfig())
-        assert not caplog.records
-        build_optimizer(parameters, OptimizerConfig(implementation="foreach"))
-    assert 'implementation = "foreach" waits for the device in every step' in caplog.text
+def test_an_update_that_waits_for_the_device_says_so(notices: pytest.LogCaptureFixture) -> None:
+    build_optimizer([nn.Parameter(torch.ones(3))], OptimizerConfig())
+    assert not notices.text
+    build_optimizer([nn.Parameter(torch.ones(3))], OptimizerConfig(implementation="foreach"))
+    assert 'implementation = "foreach" waits for the device' in notices.text
 
 
 def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
@@ -111,10 +93,11 @@ def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
     return weight.detach(), optimizer.state[weight]
 
 
-@pytest.mark.parametrize(("settings", "share"), zip(SETTINGS, (0, 0.5, 0.5, 0.001), strict=True))
-def test_weights_in_bfloat16_have_moments_in_bfloat16(
-    settings: dict[str, str], share: float
-) -> None:
+SHARES = (0, 0.5, 0.5, 0.001)
+
+
+@pytest.mark.parametrize(("settings", "share"), [*zip(SETTINGS, SHARES, strict=True)])
+def test_weights_in_bfloat16_have_moments_in_bfloat16(settings, share):
     """Almost all weights are AdamW's step in float32, rounded once. Other implementations than the
     fused one round in between."""
     torch.manual_seed(0)
@@ -132,8 +115,9 @@ def test_weights_in_bfloat16_have_moments_in_bfloat16(
 
 def test_moments_in_bfloat16_update_nearly_as_float32_does() -> None:
     expected, _ = updates("float32", steps=20)
-    found, _ = updates("bfloat16", steps=20)
+    found, state = updates("bfloat16", steps=20)
     assert (found - expected).norm() / expected.norm() < 0.01
+    assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.bfloat16
     first, _ = updates("bfloat16", steps=1)  # computed before anything is rounded
     torch.testing.assert_close(first, updates("float32", steps=1)[0])
 
@@ -151,8 +135,9 @@ def test_a_second_moment_falls_with_its_gradients() -> None:
         return optimizer.state[weight]["exp_avg_sq"].float()
 
     expected, found = second_moment("float32"), second_moment("bfloat16")
-    assert found[:, ::2].mean() == pytest.approx(expected[:, ::2].mean().item(), rel=0.1)
-    assert found[:, 1::2].mean() == pytest.approx(expected[:, 1::2].mean().item(), rel=0.05)
+    for half, rel in ((0, 0.1), (1, 0.05)):
+        mean = expected[:, half::2].mean().item()
+        assert found[:, half::2].mean() == pytest.approx(mean, rel=rel)
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
@@ -169,17 +154,9 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 
 def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
-    graph = make_fx(lambda x, step: optim._round_stochastically(x, step))(
-        torch.ones(8), torch.ones(())
-    )
+    graph = make_fx(optim._round_stochastically)(torch.ones(8), torch.ones(()))
     constants = [value for node in graph.graph.nodes for value in node.args if type(value) is int]
     assert len(constants) > 5 and all(-(2**31) <= value < 2**31 for value in constants)
-
-
-def test_what_the_moments_take() -> None:
-    _, state = updates("bfloat16", steps=1)
-    types = {name: tensor.dtype for name, tensor in state.items() if name != "step"}
-    assert types == dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
 
 
 def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,21 +168,18 @@ def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -
     assert (found - expected).norm() / expected.norm() < 1e-3
 
 
+# ----- UpdateGuard, clip_gradients -----
+
+
 def guarded(
-    losses: list[float], norms: list[float] | None = None, **training: Any
+    losses: list[float], norms: list[float] | None = None, *, factor: float = 0.0, **before: Any
 ) -> tuple[UpdateGuard, list[float]]:
     """A guard after steps of such losses and gradient norms, and what it said of each."""
-    guard = UpdateGuard(
-        TrainingConfig(**training),
-        device=torch.device("cpu"),
-        skipped_steps=3,
-        consecutive_skips=0,
-        loss_mean=None,
-    )
+    before = {"skipped_steps": 3, "consecutive_skips": 0, "loss_mean": None} | before
+    training = TrainingConfig(loss_spike_factor=factor)
+    guard = UpdateGuard(training, device=torch.device("cpu"), **before)
     pairs = zip(losses, norms or [1.0] * len(losses), strict=True)
-    return guard, [
-        guard.found_inf(torch.tensor(loss), torch.tensor(norm)).item() for loss, norm in pairs
-    ]
+    return guard, [guard.found_inf(*map(torch.tensor, pair)).item() for pair in pairs]
 
 
 def test_a_loss_or_gradient_that_is_not_finite_has_no_update_and_counts() -> None:
@@ -217,30 +191,17 @@ def test_a_loss_or_gradient_that_is_not_finite_has_no_update_and_counts() -> Non
 
 
 def test_a_spike_is_measured_against_the_mean_of_the_losses_that_counted() -> None:
-    guard, skipped = guarded([2.0, 4.0, 6.2, 6.0, math.nan], loss_spike_factor=3.0)
+    guard, skipped = guarded([2.0, 4.0, 6.2, 6.0, math.nan], factor=3.0)
     assert skipped == [0, 0, 1, 0, 1]  # 3 * (0.98 * 2 + 0.02 * 4) = 6.12
     assert guard.loss_mean.item() == pytest.approx(0.98 * 2.04 + 0.02 * 6.0)
-
-
-def test_spikes_are_no_reason_unless_asked_for() -> None:
-    assert guarded([2.0, 200.0])[1] == [0, 0]
+    assert guarded([2.0, 200.0])[1] == [0, 0]  # without a factor none counts
 
 
 def test_the_mean_goes_on_where_it_was() -> None:
-    training = TrainingConfig(loss_spike_factor=2.0)
-    guard = UpdateGuard(
-        training, device=torch.device("cpu"), skipped_steps=0, consecutive_skips=4, loss_mean=2.5
-    )
-    assert guard.found_inf(torch.tensor(5.5), torch.tensor(1.0)) == 1
-    assert guard.consecutive_skips == 5
-    assert guard.found_inf(torch.tensor(4.5), torch.tensor(1.0)) == 0
-
-
-class Ranks:
-    """Stands in for the group of a pipeline."""
-
-    def __init__(self, size: int) -> None:
-        self.size = lambda: size
+    before = {"consecutive_skips": 4, "loss_mean": 2.5}
+    guard, skipped = guarded([5.5], factor=2.0, **before)
+    assert skipped == [1] and guard.consecutive_skips == 5
+    assert guarded([5.5, 4.5], factor=2.0, **before)[1] == [1, 0]
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e3])
@@ -250,7 +211,7 @@ def test_gradients_are_clipped_as_by_torch_to_the_bit(max_norm: float) -> None:
     for weight, other in zip(ours.parameters(), reference.parameters(), strict=True):
         weight.grad = torch.randn_like(weight)
         other.grad = weight.grad.clone()
-    norm = clip_gradients(ours.parameters(), max_norm, stages=Ranks(1))
+    norm = clip_gradients(ours.parameters(), max_norm, stages=SimpleNamespace(size=lambda: 1))
     assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), max_norm))
     for weight, other in zip(ours.parameters(), reference.parameters(), strict=True):
         assert torch.equal(weight.grad, other.grad)
@@ -261,6 +222,6 @@ def test_the_norm_of_a_pipeline_is_over_all_stages(monkeypatch: pytest.MonkeyPat
     weight.grad = torch.tensor([0.0, 3.0])
     # The other stage's gradients have a norm of 4.
     monkeypatch.setattr(optim.dist, "all_reduce", lambda squares, group: squares.add_(16))
-    norm = clip_gradients([weight], 1.0, stages=Ranks(2))
+    norm = clip_gradients([weight], 1.0, stages=SimpleNamespace(size=lambda: 2))
     assert norm.item() == 5.0
     torch.testing.assert_close(weight.grad, torch.tensor([0.0, 0.6]))

@@ -14,18 +14,21 @@ ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/mfu.svg"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = spec_from_file_location("plot_plan", ROOT / "scripts/plot_plan.py")
     assert spec and spec.loader
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses looks it up
+    monkeypatch.setitem(sys.modules, "plot_plan", module)  # where dataclasses looks it up
     spec.loader.exec_module(module)
     return module
 
 
 def texts(picture: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
+
+
+# ----- plot_plan -----
 
 
 def test_the_picture_shows_the_planners_figures(script: ModuleType) -> None:
@@ -36,9 +39,7 @@ def test_the_picture_shows_the_planners_figures(script: ModuleType) -> None:
             assert sum(bar.ideal.values()) / bar.real == pytest.approx(bar.percent / 100)
             expected += [bar.figure, f"{bar.real:.1f} real", f"{bar.percent:.2f} %"]
             expected += [f"{microseconds:.1f} {peak}" for peak, microseconds in bar.ideal.items()]
-    headline, *shown = texts(PICTURE)
-    assert headline.startswith("Microseconds of a token")
-    assert shown == expected
+    assert texts(PICTURE)[1:] == expected
 
 
 def test_the_same_figures_make_the_same_file(script: ModuleType, tmp_path: Path) -> None:
@@ -48,19 +49,13 @@ def test_the_same_figures_make_the_same_file(script: ModuleType, tmp_path: Path)
         script.main(["--output", str(output)])
     assert once.read_bytes() == again.read_bytes()
     assert texts(once) == texts(PICTURE)
+    with pytest.raises(ConfigError, match=r"--output .*/none/x\.svg: No such file"):
+        script.draw({}, tmp_path / "none/x.svg")
 
 
 def test_without_matplotlib_the_extra_is_named(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(
-        ConfigError, match=r"needs matplotlib: pip install \"torchtitan-lite\[plots\]\""
-    ):
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install .*-lite\[plots\]"):
         script.draw({}, tmp_path / "picture.svg")
-
-
-def test_a_file_that_cannot_be_written_is_refused(script: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match=r"--output .*/none/x\.svg: No such file"):
-        script.draw({}, tmp_path / "none/x.svg")

@@ -1,19 +1,17 @@
 """The planner against published runs, none of which set a constant."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
-from published_plans import RATE_LIMIT, RATIO_LIMIT, UNKNOWN, format_page, plan_run
-from published_runs import PUBLISHED_RUNS, PublishedRun
+from published_plans import RATE_LIMIT, RATIO_LIMIT, format_page, plan_run
+from published_runs import PUBLISHED_RUNS
 
-from torchtitan_lite.planner.prediction import RESOLUTION
+PAGE = Path(__file__).parents[2] / "docs/published.md"
 
-# Planned by the tests: planning all of them takes longer than to collect all tests.
-KNOWN = [run for run in PUBLISHED_RUNS if not run.name.startswith(tuple(UNKNOWN))]
-RATIOS = [run for run in PUBLISHED_RUNS if run.baseline]
-# What is further off, in percent: AMD's runs; torchtitan's ring of keys and values; some of
-# Megatron's; and ratios to a run in bf16 of which the batch or whether it was compiled is not
-# published, or to casts in each microbatch.
+# Limits in percent of what is further off than the others: AMD's runs; torchtitan's ring of keys
+# and values; some of Megatron's; and ratios to a run in bf16 of which the batch or whether it was
+# compiled is not published, or to casts in each microbatch.
 RATE_MISSES = {
     "AO MI300X bf16": 26,
     "AO MI300X tensorwise": 40,
@@ -44,37 +42,38 @@ RATIO_MISSES = {
     "dgxc 24.09 H100 405B 576 FP8": 25,
 }
 
+# ----- plan_run -----
 
-def name(run: PublishedRun) -> str:
-    return run.name
-
-
-@pytest.mark.parametrize("run", KNOWN, ids=name)
-def test_the_rate_is_near_the_published_one(run: PublishedRun) -> None:
-    planned = plan_run(run)
-    limit = RATE_MISSES.get(run.name, RATE_LIMIT)
-    assert abs(planned.error) <= limit
-    assert (abs(planned.error) > RATE_LIMIT) == (run.name in RATE_MISSES)
+# Medians of the errors, rates and ratios, in percent. Ranks of a pipeline take long to plan.
+in_stages = pytest.mark.parametrize(
+    ("in_stages", "rate", "ratio"),
+    [(False, 11, 5), pytest.param(True, 16, 18, marks=pytest.mark.slow)],
+)
 
 
-@pytest.mark.parametrize("run", RATIOS, ids=name)
-def test_the_gain_of_float8_is_near_the_published_one(run: PublishedRun) -> None:
-    planned = plan_run(run)
-    assert planned.ratio_error is not None
-    limit = RATIO_MISSES.get(run.name, RATIO_LIMIT)
-    assert abs(planned.ratio_error) <= limit
-    assert (abs(planned.ratio_error) > RATIO_LIMIT) == (run.name in RATIO_MISSES)
+@in_stages
+def test_predictions_are_near_published_rates_and_ratios(in_stages, rate, ratio):
+    planned = [plan_run(run) for run in PUBLISHED_RUNS if run.in_stages == in_stages]
+    rates = {each.run.name: abs(each.error) for each in planned if not each.unknown}
+    ratios = {each.run.name: abs(each.ratio_error) for each in planned if each.ratios}
+    for errors, misses, limit, middle in (
+        (rates, RATE_MISSES, RATE_LIMIT, rate),
+        (ratios, RATIO_MISSES, RATIO_LIMIT, ratio),
+    ):
+        assert {name: e for name, e in errors.items() if e > misses.get(name, limit)} == {}
+        assert median(errors.values()) <= middle
+
+    # Where float8 changes both rates by more than 5 %, it helps in both or hurts in both.
+    gains = [[ratio - 1 for ratio in each.ratios] for each in planned if each.ratios]
+    assert [gain for gain in gains if min(map(abs, gain)) > 0.05 and gain[0] * gain[1] < 0] == []
 
 
-@pytest.mark.parametrize("run", RATIOS, ids=name)
-def test_float8_never_helps_where_it_hurt(run: PublishedRun) -> None:
-    planned = plan_run(run)
-    assert planned.ratios is not None
-    published, predicted = (ratio - 1 for ratio in planned.ratios)
-    if abs(published) > RESOLUTION and abs(predicted) > RESOLUTION:
-        assert (published > 0) == (predicted > 0)
+# ----- published_plans, published.md -----
 
 
-def test_the_page_has_these_figures() -> None:
-    page = Path(__file__).parents[2] / "docs" / "published.md"
-    assert page.read_text() == format_page()
+@pytest.mark.slow  # it plans every run
+def test_the_tables_of_the_page_are_those_of_the_planner():
+    def rows(page: str) -> list[str]:
+        return [line for line in page.splitlines() if line.startswith(("|", "- "))]
+
+    assert rows(PAGE.read_text()) == rows(format_page())

@@ -1,16 +1,13 @@
 """Emulated float8 is each recipe: its casts, computed here by hand, and how near its matmuls come
 to exact ones. And real float8 matmuls take the sizes that selection takes."""
 
-from collections import OrderedDict
 from contextlib import nullcontext
-from itertools import combinations
-from statistics import mean
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gemms import RECIPES, Data, Gemms, exact_gemms, make_data, run_linear, sqnr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.selection import select_linears
+
+# ----- RECIPES, select_linears -----
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -111,10 +110,8 @@ def test_emulation_has_the_casts_of_its_recipe_and_multiplies_them(recipe: str) 
             continue
         wide_gradient = E5M2 if recipe == "tensorwise" and role != "output" else E4M3
         left, right = (
-            cast(source, granularity, dtype, powers_of_two=recipe != "tensorwise")
-            for source, granularity, dtype in zip(
-                sources, granularities, (wide_gradient, E4M3), strict=True
-            )
+            cast(*each, powers_of_two=recipe != "tensorwise")
+            for each in zip(sources, granularities, (wide_gradient, E4M3), strict=True)
         )
         for expected, (numbers, scales) in zip((left, right), seen, strict=True):
             assert numbers.dtype == expected.numbers.dtype
@@ -124,21 +121,6 @@ def test_emulation_has_the_casts_of_its_recipe_and_multiplies_them(recipe: str) 
         assert (getattr(computed, role) - product).norm() < 1e-6 * product.norm()
 
 
-def test_no_recipe_computes_what_another_does() -> None:
-    data = make_data(outliers=True)
-    computed = {recipe: run_linear(recipe, data) for recipe in (None, *RECIPES)}
-    same = {
-        (one, other, role)
-        for one, other in combinations(computed, 2)
-        for role, ours, theirs in zip(Gemms._fields, computed[one], computed[other], strict=True)
-        if ours.equal(theirs)
-    }
-    assert same == {
-        ("rowwise", "rowwise_with_gw_hp", "output"),
-        (None, "rowwise_with_gw_hp", "grad_weight"),
-    }
-
-
 @pytest.mark.parametrize(("recipe", "outliers"), FLOORS)
 def test_sqnr_against_exact_matmuls(recipe: str, outliers: bool) -> None:
     for seed in range(3):
@@ -146,20 +128,6 @@ def test_sqnr_against_exact_matmuls(recipe: str, outliers: bool) -> None:
         reached = sqnr(run_linear(recipe, data), exact_gemms(data))
         floors = FLOORS[recipe, outliers]
         assert all(ours > floor for ours, floor in zip(reached, floors, strict=True)), reached
-
-
-def test_finer_scales_are_nearer_on_data_with_outliers() -> None:
-    data = make_data(outliers=True)
-    tensorwise, rowwise, gw_hp, mxfp8 = (
-        sqnr(run_linear(recipe, data), exact_gemms(data)) for recipe in RECIPES
-    )
-    assert mean(gw_hp) > mean(mxfp8) > mean(rowwise) > mean(tensorwise)
-    # Role by role too, but that gw_hp scales the weight as a whole for grad_input, which costs next
-    # to nothing.
-    assert all(fine > coarse + 2 for fine, coarse in zip(rowwise, tensorwise, strict=True))
-    assert gw_hp.output == rowwise.output
-    assert gw_hp.grad_input == pytest.approx(rowwise.grad_input, abs=0.05)
-    assert gw_hp.grad_weight > rowwise.grad_weight + 20
 
 
 SIZES = st.sampled_from([8, 16, 24, 32, 48, 100])
@@ -182,19 +150,11 @@ def cuda_multiplies(rows: int, summed: int, columns: int) -> bool:
 
 
 @given(tokens=SIZES, in_features=SIZES, out_features=SIZES, gw_hp=st.booleans())
-@settings(deadline=None)
-def test_selection_refuses_the_sizes_that_torch_refuses(
-    tokens: int, in_features: int, out_features: int, gw_hp: bool
-) -> None:
-    taken = [
-        cuda_multiplies(tokens, in_features, out_features),
-        cuda_multiplies(tokens, out_features, in_features),
-    ]
+def test_selection_refuses_the_sizes_that_torch_refuses(tokens, in_features, out_features, gw_hp):
+    matmuls = [(tokens, in_features, out_features), (tokens, out_features, in_features)]
     if not gw_hp:
-        taken.append(cuda_multiplies(out_features, tokens, in_features))
-    linear = nn.Sequential(
-        OrderedDict(wq=nn.Linear(in_features, out_features, bias=False, device="meta"))
-    )
-    refused = pytest.raises(ConfigError, match="not a multiple of 16")
-    with nullcontext() if all(taken) else refused:
+        matmuls.append((out_features, tokens, in_features))
+    taken = all(cuda_multiplies(*sizes) for sizes in matmuls)
+    linear = nn.ModuleDict({"wq": nn.Linear(in_features, out_features, bias=False, device="meta")})
+    with nullcontext() if taken else pytest.raises(ConfigError, match="not a multiple of 16"):
         select_linears(linear, filter_fqns=(), tp_degree=1, tokens=None if gw_hp else tokens)

@@ -17,18 +17,20 @@ from torchtitan_lite.errors import CheckpointError
 
 @pytest.fixture
 def run(tmp_path):
-    folder = tmp_path / "run" / "checkpoint"
-    write_checkpoint(folder, 10)
-    write_checkpoint(
-        folder,
-        20,
-        world_size=1,
-        mesh={"dp_shard": 1, "tp": 1},
-        config="[float8]\nrecipe_name = 'x'\n",
-    )
-    (tmp_path / "run" / "a").mkdir()
-    (tmp_path / "run" / "config.toml").touch()
-    return tmp_path / "run"
+    """A run folder: step 10 is of float8, step 20 of a config that has a recipe and not uses it."""
+    run = tmp_path / "run"
+    write_checkpoint(run / "checkpoint", 10)
+    config = "[float8]\nrecipe_name = 'x'\n"
+    mesh = {"dp_shard": 1, "tp": 1}
+    write_checkpoint(run / "checkpoint", 20, world_size=1, mesh=mesh, config=config)
+    for step in (10, 20):
+        os.utime(step_folder(run / "checkpoint", step) / "manifest.json", (1.5e9, 1.5e9))
+    (run / "a").mkdir()
+    (run / "config.toml").touch()
+    return run
+
+
+# ----- step_folders -----
 
 
 def test_checkpoints_are_found(run):
@@ -40,39 +42,45 @@ def test_checkpoints_are_found(run):
     assert step_folders(aside) == [aside]
 
 
-@pytest.mark.parametrize("name", ["a", "config.toml"])
-def test_a_folder_without_checkpoints_is_refused(run, name):
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{name} has no checkpoints: name a run folder, its folder of checkp",
-    ):
-        step_folders(run / name)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run/a", r"a has no checkpoints: name a run folder, its folder of checkp"),
+        ("run/config.toml", r"config.toml has no checkpoints: name a run folder"),
+        ("", r"is no checkpoint; .* holds .*/other, .*/run: name one\.$"),
+        ("missing", r"missing is missing; .* holds .*/other, .*/run: name one\.$"),
+        ("checkpoint/step-00000010", r"step-00000010 is missing; .* holds .*/run: name one\.$"),
+        ("run/checkpoint/step-00000030", r"30 is missing; .* holds .*10, .*20: name one\.$"),
+        ("hf", r"hf is a Hugging Face model; .*-lite convert import .*/hf NEW_FOLDER\.$"),
+        ("runs", r"runs holds .*/previous/2026: name one"),
+    ],
+)
+def test_what_is_near_is_named(run, name, message):
+    write_checkpoint(run.parent / "other/checkpoint", 10)
+    (run.parent / "hf").mkdir()
+    (run.parent / "hf/config.json").touch()
+    if name == "runs":
+        write_checkpoint(run.parent / "runs/previous/2026/checkpoint", 10)
+    with pytest.raises(CheckpointError, match=message):
+        step_folders(run.parent / name)
 
 
-def test_checkpoints_of_an_earlier_run_are_named(tmp_path):
-    write_checkpoint(tmp_path / "previous/2026/checkpoint", 10)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} holds .*/previous/2026: name one"):
-        step_folders(tmp_path)
+# ----- summarize, format_summaries -----
 
 
 def test_a_row_is_what_the_manifest_says(run):
     path = step_folder(run / "checkpoint", 10)
-    os.utime(path / "manifest.json", (1.5e9, 1.5e9))
     size = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
     mesh = {"dp_shard": 2, "tp": 1}
     assert summarize(path) == CheckpointSummary(
         str(path), 10, [], 5120, 1.5e9, size, 2, mesh, "tensorwise"
     )
-    assert (
-        summarize(step_folder(run / "checkpoint", 20)).float8 is None
-    )  # a recipe, but switched off
+    assert summarize(step_folder(run / "checkpoint", 20)).float8 is None
 
 
 def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     folder = run / "checkpoint"
-    for step in (10, 20):
-        os.utime(step_folder(folder, step) / "manifest.json", (1.5e9, 1.5e9))
     (step_folder(folder, 20) / "__0_0.distcp").unlink()
     (folder / "step-00000030").mkdir()
     assert format_summaries([summarize(path) for path in step_folders(run)]).splitlines() == [
@@ -83,27 +91,6 @@ def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
         "30    -       -                    -      -      -           -           "
         "broken: manifest.json: No such file or directory",
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", r"is no checkpoint; .* holds .*/other, .*/run: name one\.$"),
-        ("missing", r"missing is missing; .* holds .*/other, .*/run: name one\.$"),
-        ("checkpoint/step-00000010", r"step-00000010 is missing; .* holds .*/run: name one\.$"),
-        ("run/checkpoint/step-00000030", r"30 is missing; .* holds .*10, .*20: name one\.$"),
-        (
-            "hf",
-            r"hf is a Hugging Face model; .*-lite convert import .*/hf NEW_FOLDER\.$",
-        ),
-    ],
-)
-def test_what_is_near_is_named(run, name, message):
-    write_checkpoint(run.parent / "other" / "checkpoint", 10)
-    (run.parent / "hf").mkdir()
-    (run.parent / "hf" / "config.json").touch()
-    with pytest.raises(CheckpointError, match=message):
-        step_folders(run.parent / name)
 
 
 def test_a_table_of_hostile_configs(run):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.config import load_config
+from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.planner.plan import find_device, make_plan
 
@@ -23,16 +23,27 @@ SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
 }
 
 
-def test_every_shipped_config_is_listed() -> None:
+def load(name: str, world_size: int, *overrides: str) -> Config:
+    words = ["--job.config_file", f"{FOLDER}/{name}.toml", *overrides]
+    return load_config(words, world_size=world_size)
+
+
+# ----- train_configs -----
+
+
+def test_every_shipped_config_is_listed():
     assert {path.stem for path in FOLDER.glob("*.toml")} == SHIPPED.keys()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name: str) -> None:
+def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name):
     world_size, flavor, tp = SHIPPED[name]
-    config = load_config(["--job.config_file", f"{FOLDER}/{name}.toml"], world_size=world_size)
+    config = load(name, world_size)
     assert (config.model.flavor, config.parallelism.tensor_parallel_degree) == (flavor, tp)
     assert config.job.dump_folder == f"./outputs/{name}"
+
+
+BATCH_8 = "--training.local_batch_size=8", "--activation_checkpoint.mode=none"
 
 
 @pytest.mark.parametrize(
@@ -41,16 +52,7 @@ def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name: str) -> No
         ("llama3_150m", 1, "L4", ["--model.vocab_size=32000"]),
         ("llama3_350m", 1, "L4", ["--model.vocab_size=32000"]),
         ("llama3_1b", 1, "L4", []),
-        (
-            "llama3_1b",
-            1,
-            "H100 SXM",
-            [
-                "--training.local_batch_size=8",
-                "--activation_checkpoint.mode=none",
-                "--optimizer.state_dtype=float32",
-            ],
-        ),
+        ("llama3_1b", 1, "H100 SXM", [*BATCH_8, "--optimizer.state_dtype=float32"]),
         ("llama3_8b", 8, "H100 SXM", []),
         ("llama3_8b_long", 8, "H100 SXM", []),
         ("llama3_8b_long", 8, "H200", ["--activation_checkpoint.mode=full"]),
@@ -58,14 +60,11 @@ def test_a_shipped_config_loads_and_has_a_run_folder_of_its_own(name: str) -> No
         ("llama3_405b", 256, "H100 SXM", []),
     ],
 )
-def test_a_shipped_config_fits_the_devices_that_it_names(
-    name: str, world_size: int, device: str, overrides: list[str]
-) -> None:
-    words = ["--job.config_file", f"{FOLDER}/{name}.toml", *overrides]
-    config = load_config(words, world_size=world_size)
+def test_a_shipped_config_fits_the_devices_that_it_names(name, world_size, device, overrides):
+    config = load(name, world_size, *overrides)
     assert make_plan(config, world_size=world_size, device=find_device(device))["memory"]["fits"]
 
 
-def test_the_wrong_number_of_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="world size, 1; run 2 or 4 processes"):
-        load_config(["--job.config_file", f"{FOLDER}/llama3_405b.toml"], world_size=1)
+def test_the_wrong_number_of_processes_is_refused():
+    with pytest.raises(ConfigError, match="world size, 1; run 2 or 4"):
+        load("llama3_405b", 1)
