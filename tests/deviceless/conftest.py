@@ -12,5 +12,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     else:
         return
     for item in items:
-        if "deviceless" in item.keywords:
+        if item.get_closest_marker("deviceless"):
             item.add_marker(pytest.mark.skip(reason=reason))

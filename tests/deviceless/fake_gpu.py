@@ -26,6 +26,8 @@ REAL = re.compile(r"cuFile|cudnnGet")
 """Those among them that need no device."""
 COUNTER = struct.Struct("Q248s")
 """What fake_gpu.c calls so."""
+WAITS = ("wait for ", "copy from device to pageable")
+"""How the names of calls begin in which the host waits for the device."""
 
 
 def build() -> Path:

@@ -1,5 +1,6 @@
 """A program of the project on the fake GPU: `program.py train ARGUMENTS`, under torchrun, or
 `program.py bench ARGUMENTS`, `program.py gpu_day ARGUMENTS`, or its part `program.py kernel_times`.
+A training run writes how often the host has waited for the device whenever a step begins.
 
 It adds the models of these tests. It switches off what needs values or times of a device (the
 checks that new and saved weights are finite, the choice of a text's next token, the stages' vote
@@ -8,6 +9,7 @@ the fake GPU does not have.
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,19 @@ from typing import Any
 import torch
 import torch.distributed.pipelining.stage as pipeline_stage
 from autotuning import take_first_configurations
+from fake_gpu import WAITS, count_calls
 from running import FLAVORS_OF_TESTS
 
 import torchtitan_lite.bench
-from torchtitan_lite import generate, train
+from torchtitan_lite import __main__, generate, train
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.errors import run_script
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models import init
 from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.trainer import Trainer
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path += [str(SCRIPTS), str(SCRIPTS / "benchmarks")]
+sys.path.append(str(Path(__file__).parents[2] / "scripts/benchmarks"))
 
 
 def take_all_shapes_as_known() -> None:
@@ -41,6 +45,20 @@ def take_all_shapes_as_known() -> None:
     setattr(pipeline_stage.PipelineStage, name, known)
 
 
+def note_waits() -> None:
+    """Let a trainer write the waits of its process so far, a line at the beginning of each step."""
+    train_step = Trainer.train_step
+    folder, rank = Path(os.environ["FAKE_GPU_COUNTS"]), os.environ["RANK"]
+
+    def noted_step(self: Trainer, step: int) -> StepValues:
+        calls = count_calls((folder / f"rank{rank}-{os.getpid()}").read_bytes())
+        with (folder / f"waits{rank}").open("a") as file:
+            print(sum(n for name, n in calls.items() if name.startswith(WAITS)), file=file)
+        return train_step(self, step)
+
+    Trainer.train_step = noted_step
+
+
 # The benchmark's rows run this program too.
 torchtitan_lite.bench.TRAIN = (str(Path(__file__).resolve()), "train")
 FLAVORS.update(FLAVORS_OF_TESTS)
@@ -54,7 +72,10 @@ take_all_shapes_as_known()
 if __name__ == "__main__":
     name = sys.argv.pop(1)
     if name == "train":
+        note_waits()
         train.main()
+    elif name == "bench":
+        __main__.main("bench")
     else:
         program = importlib.import_module(name)
         if name == "gpu_day":

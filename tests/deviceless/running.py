@@ -3,24 +3,30 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import warm
 from fake_gpu import build, environment, read_counts
+from launching import launcher
 
 from torchtitan_lite.models.flavors import FLAVORS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
 TWO_LAYERS = Path(__file__).with_name("two_layers.toml")
+STEPS = 5
+"""Of that config."""
+SMALL = ("--model.flavor=small_two_layers", "--training.seq_len=256")
+"""Overrides for a model that is trained on the CPU, or written to a disk."""
 
-# Memory on a fake GPU is addresses: two layers of the real size take no more time than two small
-# ones. Where they are written to a disk, or trained on the CPU, they are small.
+# Memory on a fake GPU is addresses: two layers of the real size take no more time than small ones.
 FLAVORS_OF_TESTS = {
     "8B_two_layers": dataclasses.replace(FLAVORS["8B"], n_layers=2, vocab_size=0),
     "small_two_layers": dataclasses.replace(
@@ -56,16 +62,26 @@ class Run:
         return self.records[-1]["memory_gib"]
 
     @property
-    def waits(self) -> int:
-        """How often the hosts of all ranks waited for their devices."""
-        waits = ("wait for ", "copy from device to pageable")
-        calls = sum(self.rank_calls, Counter[str]())
-        return sum(n for name, n in calls.items() if name.startswith(waits))
+    def waits(self) -> list[list[int]]:
+        """How often the host of each rank had waited for its device when each step began."""
+        files = sorted(self.folder.glob("calls/waits*"))
+        return [[int(count) for count in file.read_text().split()] for file in files]
 
-    @property
-    def float8_matmuls(self) -> dict[str, int]:
-        """Matmuls in float8 by their types and scales."""
-        return {name: n for name, n in self.calls.items() if name.startswith("matmul e")}
+
+def float8_matmuls(calls: Mapping[str, int]) -> dict[str, int]:
+    """Matmuls in float8 by their types and scales."""
+    return {name: n for name, n in calls.items() if name.startswith("matmul e")}
+
+
+@cache
+def start_server() -> dict[str, str]:
+    """Start the server that forks the processes, on the fake GPU. Return its environment."""
+    settings = environment(build())
+    # After any question to CUDA itself, a process that is forked could not use it.
+    by_nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with mock.patch.dict(os.environ, settings | by_nvml):
+        forkserver.ensure_running()
+    return settings
 
 
 def run(
@@ -80,30 +96,15 @@ def run(
     counts = folder / "calls"
     counts.mkdir(parents=True)
     settings = {"FAKE_GPU_COUNT": str(gpus), "FAKE_GPU_COUNTS": str(counts), "OMP_NUM_THREADS": "1"}
-    everything = (
-        os.environ | environment(build()) | settings | {"PYTHONPATH": str(ROOT)} | dict(env or {})
-    )
-    result = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=everything,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(warm.__file__).parent)])}
+    everything = os.environ | start_server() | settings | paths | dict(env or {})
+    result = warm.python(words, cwd=ROOT, env=everything, timeout=timeout)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-6000:]
     return Run(folder, [read_counts(counts, rank) for rank in range(gpus)])
 
 
 def train(folder: Path, *overrides: str, gpus: int = 1, **options: Any) -> Run:
     """The main job with the config of these tests, by torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    words = [
-        "train",
-        "--job.config_file",
-        str(TWO_LAYERS),
-        "--job.dump_folder",
-        str(folder),
-        *overrides,
-    ]
-    return run(folder, *torchrun, str(PROGRAM), *words, gpus=gpus, **options)
+    config = ["--job.config_file", str(TWO_LAYERS), "--job.dump_folder", str(folder)]
+    words = [*launcher(gpus), str(PROGRAM), "train", *config, *overrides]
+    return run(folder, *words, gpus=gpus, **options)

@@ -45,6 +45,9 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[Pass]:
     return count(tmp_path_factory.mktemp("bf16"), "bf16")
 
 
+# ----- TransformerBlock, context_parallel -----
+
+
 def test_a_block_in_bf16_moves_what_its_norms_and_activations_need(bf16: list[Pass]) -> None:
     # Elements of 2 bytes per token; beside them are the rotary tables, of 8 MiB in each pass.
     forward = 9 * D + 2 * (D + KV) + 3 * F
@@ -72,6 +75,9 @@ def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
     # Kept too: keys and values of the other rank, and outputs both of chunks and in one piece.
     kept = 2 * M * (2 * KV + D) / 2**20
     assert forward.returned - bf16[0].returned == pytest.approx(kept, rel=0.01)
+
+
+# ----- RECIPES, compiled_casts, casts_scaled_in_matmul, GATHERED_WEIGHT -----
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).with_name("transposes.py")
 
 
-def test_a_reduction_stores_a_transposed_cast_unless_patched(tmp_path: Path) -> None:
+# ----- store_transposes_in_tiles -----
+
+
+def test_store_transposes_in_tiles_changes_what_a_reduction_stores(tmp_path: Path) -> None:
     out = tmp_path / "kinds.json"
     run(tmp_path, str(PROGRAM), str(out))
     assert json.loads(out.read_text()) == [["strided"], ["contiguous", "transposing"]]

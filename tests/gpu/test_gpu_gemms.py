@@ -20,6 +20,9 @@ ON_UNITS = [
 ]
 
 
+# ----- convert_linears, RECIPES -----
+
+
 @pytest.mark.parametrize("recipe", ON_UNITS)
 @pytest.mark.parametrize("outliers", [False, True])
 def test_real_matmuls_are_the_emulated_ones(recipe: str, outliers: bool) -> None:

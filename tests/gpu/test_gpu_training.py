@@ -15,6 +15,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 FLOAT8 = "--float8.enable_float8_linear"
 
 
+# ----- recipe_name, emulate -----
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_real_float8_trains_as_emulated_float8_does(recipe: str, tmp_path: Path) -> None:
     settings = [FLOAT8, "--float8.recipe_name", recipe, "--training.steps=10"]
@@ -33,10 +36,11 @@ def test_mxfp8_trains_on_blackwell_and_is_refused_elsewhere(tmp_path: Path) -> N
     else:
         result = torchrun(*train_arguments(tmp_path, *settings), processes=1)
         assert result.returncode != 0
-        assert (
-            'recipe_name = "mxfp8" needs a GPU of compute capability 10.x'
-            in result.stdout + result.stderr
-        )
+        refusal = 'recipe_name = "mxfp8" needs a GPU of compute capability 10.x'
+        assert refusal in result.stdout + result.stderr
+
+
+# ----- StepObserver, log_numerics_freq -----
 
 
 @pytest.mark.parametrize("compiled", [[], ["--compile.enable"]], ids=["eager", "compiled"])
@@ -63,6 +67,9 @@ def test_a_run_says_that_it_multiplied_in_float8_and_measures_its_casts(
         assert 15 < figures["sqnr_db"] < 45 and figures["saturation"] == 0
 
 
+# ----- parallelize: FSDP, tensor_parallel, enable_async_tensor_parallel -----
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize(
     "layout", [[], ["--parallelism.tensor_parallel_degree=2"]], ids=["fsdp", "tp"]
@@ -79,29 +86,24 @@ def test_two_gpus_that_gather_float8_train_as_one_does(layout: list[str], tmp_pa
 def test_collectives_that_are_fused_with_matmuls_train_as_others_do(
     float8: list[str], tmp_path: Path
 ) -> None:
-    settings = [
-        *float8,
-        "--parallelism.tensor_parallel_degree=2",
-        "--compile.enable",
-        "--training.steps=10",
-    ]
+    compiled = ["--compile.enable", "--training.steps=10"]
+    settings = [*float8, "--parallelism.tensor_parallel_degree=2", *compiled]
     apart = losses(tmp_path / "apart", *settings, processes=2)
     # Deterministic, so that a block of which nothing is fused ends the run.
     settings += ["--parallelism.enable_async_tensor_parallel", "--debug.deterministic"]
     assert losses(tmp_path / "fused", *settings, processes=2) == pytest.approx(apart, rel=5e-3)
 
 
+# ----- compile -----
+
+
 def test_compiled_float8_takes_little_more_memory_than_bf16(tmp_path: Path) -> None:
     # Weights and activations are kept in bf16 by both; what float8 adds are casts, of one linear at
     # a time.
-    sizes = [
-        "--training.seq_len=2048",
-        "--training.local_batch_size=8",
-        "--training.steps=5",
-        "--compile.enable",
-    ]
+    sizes = ["--training.seq_len=2048", "--training.local_batch_size=8", "--training.steps=5"]
+    compiled = [*sizes, "--compile.enable"]
     peaks = {
-        name: train(tmp_path / name, *sizes, *settings, processes=1)[-1]["memory_gib"]
+        name: train(tmp_path / name, *compiled, *settings, processes=1)[-1]["memory_gib"]
         for name, settings in (("bf16", []), ("float8", [FLOAT8]))
     }
     assert peaks["float8"] < 1.15 * peaks["bf16"], peaks
@@ -114,6 +116,9 @@ def test_compiled_float8_with_its_all_gather_trains_as_eager_float8_does(tmp_pat
     assert compiled == pytest.approx(eager, rel=5e-3)
 
 
+# ----- attend, document_mask -----
+
+
 def test_flex_attention_is_attention_under_the_dense_mask() -> None:
     torch.manual_seed(0)
     starts = document_starts(torch.randint(0, 100, (2, 500)), bos_id=0)
@@ -122,27 +127,27 @@ def test_flex_attention_is_attention_under_the_dense_mask() -> None:
 
     def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, v = (tensor.to(device, dtype).requires_grad_() for tensor in inputs)
-        out = attend(
-            q, k, v, document_mask(starts.to(device), torch.arange(starts.shape[1], device=device))
-        )
+        mask = document_mask(starts.to(device), torch.arange(starts.shape[1], device=device))
+        out = attend(q, k, v, mask)
         out.backward(weights.to(device, dtype))
         return [tensor.detach().cpu().float() for tensor in (out, q.grad, k.grad, v.grad)]
 
-    for actual, expected in zip(
-        run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True
-    ):
+    pairs = zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True)
+    for actual, expected in pairs:
         assert ((actual - expected).norm() / expected.norm()).item() < 2e-2
 
 
 def test_masked_documents_train_compiled_and_checkpointed_as_eager(tmp_path: Path) -> None:
     settings = ["--training.document_mask", "--training.steps=10"]
     eager = losses(tmp_path / "eager", *settings, processes=1)
-    kept = losses(
-        tmp_path / "kept", *settings, "--activation_checkpoint.mode=selective", processes=1
-    )
+    selective = "--activation_checkpoint.mode=selective"
+    kept = losses(tmp_path / "kept", *settings, selective, processes=1)
     compiled = losses(tmp_path / "compiled", *settings, "--compile.enable", processes=1)
     assert kept == pytest.approx(eager, rel=1e-3)
     assert compiled == pytest.approx(eager, rel=5e-3)
+
+
+# ----- log_freq, measure_peak -----
 
 
 def test_a_logged_step_waits_for_the_device_no_more_often_than_another(tmp_path: Path) -> None:
@@ -159,6 +164,9 @@ def test_peaks_are_measured_below_the_data_sheets(tmp_path: Path) -> None:
     assert record["hfu"] >= record["mfu"]
 
 
+# ----- async_mode -----
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -172,11 +180,8 @@ def test_peaks_are_measured_below_the_data_sheets(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_bit_by_bit_from_a_pinned_snapshot(
     settings: list[str], tmp_path: Path
 ) -> None:
-    saved = [
-        "--checkpoint.enable",
-        "--checkpoint.interval=5",
-        "--checkpoint.async_mode=async_with_pinned_mem",
-    ]
+    mode = "--checkpoint.async_mode=async_with_pinned_mem"
+    saved = ["--checkpoint.enable", "--checkpoint.interval=5", mode]
     settings = [*settings, *saved, "--debug.deterministic", "--lr_scheduler.total_steps=20"]
     straight = train(tmp_path / "straight", *settings, "--training.steps=20", processes=1)
     train(tmp_path / "resumed", *settings, "--training.steps=10", processes=1)

@@ -104,8 +104,8 @@ def format_longest(answer: Mapping[str, Any]) -> str:
     title = "Longest sequences of {model} on {world_size} x {device}".format_map(request)
     notes = (
         "One sequence at a time on the cp ranks that share it, one microbatch a step; other keys "
-        "as in the config. Up to {limit:,} tokens, in multiples of 1,024. GiB: reserved at most, "
-        "of {memory_gib:g}. Tokens/s: per device."
+        "as in the config. Up to {limit:,} tokens, in multiples of 1,024. GiB: reserved, of "
+        "{memory_gib:g}. Tokens/s: per device."
     ).format_map(request)
     table = format_rows(columns, rows, right=(0, 1, 4, 5, 6))
     return "\n\n".join([title, table, *(fill(each, 80) for each in (notes, *left_out))])

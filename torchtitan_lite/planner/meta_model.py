@@ -30,12 +30,14 @@ from .step import StepTime
 
 HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 RESERVED_RATIO = 1.26
-"""Upper bound of reserved memory over the estimated peak. The ratio is 1.18 to 1.26 in eight
-measurements that torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. One reason: memory
-that one of FSDP's streams frees cannot be used by the others. Where that is much of it, more is
-reserved: 1.30 for two layers of 8B and 4,096 tokens on 2 ranks, counted on a fake H100."""
+"""Reserved memory over the estimated peak: the highest of eight measurements, 1.18 to 1.26, that
+torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. It is not a bound: memory that one of
+FSDP's streams frees cannot be used by the others. Where a rank has few tokens, such fragmentation
+adds up to 4 % (4,096 tokens: 1.30) or 11 % (2,048: 1.40), counted on a fake H100 for two layers of
+8B."""
 RESERVED_RATIO_WITHOUT_FSDP = 1.1
-"""The same without FSDP: at most 1.095 for 2 and 4 layers of 8B, counted on a fake H100."""
+"""The same without FSDP: 1.095 for 2 and 4 layers of 8B, 1.11 for two stages with tensor
+parallelism, counted on a fake H100."""
 
 
 def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
@@ -84,11 +86,11 @@ class Workload:
 
     @property
     def reserved_ratio(self) -> float:
-        """Upper bound of the memory that a GPU reserves in a step, over the largest moment."""
+        """Memory that a GPU reserves in a step, over the largest moment."""
         return RESERVED_RATIO_WITHOUT_FSDP if without_fsdp(self.job) else RESERVED_RATIO
 
     def reserved_gib(self, *, on_cpu: bool = False) -> float:
-        """Return an upper bound of the memory that a GPU reserves in a step, in GiB."""
+        """Return the memory that a GPU reserves in a step, in GiB, by `reserved_ratio`."""
         return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu)) / 2**30
 
 

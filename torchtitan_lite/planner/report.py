@@ -192,7 +192,7 @@ def _memory(memory: Plan) -> str:
         if name not in ("name", "total") and size
     ]
     rows.append(("peak", f"{peak['total'] / GIB:,.2f}", f"at: {peak['name']}"))
-    rows.append(("reserved, at most", f"{memory['reserved'] / GIB:,.2f}", _fit(memory)[1]))
+    rows.append(("reserved", f"{memory['reserved'] / GIB:,.2f}", _fit(memory)[1]))
     table = _table(("GiB", "", ""), rows, notes=True)
     if memory["fits"]:
         return table

@@ -114,7 +114,7 @@ def format_stages(pipeline: Mapping[str, Any]) -> str:
         "" if equal is None else f"; {equal:.1%} if stages were equal and sending took no time"
     )
     text = (
-        "GFLOPs: per token. GiB: that the rank reserves at most. F and B: forward and backward of "
+        "GFLOPs: per token. GiB: that the rank reserves. F and B: forward and backward of "
         "a microbatch. Idle: part of the step in which the rank waits for others, on average "
         f"{pipeline['bubble']:.1%} with {pipeline['microbatches']} microbatches in "
         f"{pipeline['schedule']}{formula}. A rank sends "
