@@ -78,8 +78,6 @@ def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
 
 
 # ----- RECIPES, compiled_casts, casts_scaled_in_matmul, GATHERED_WEIGHT -----
-
-
 @pytest.mark.parametrize(
     "name",
     [

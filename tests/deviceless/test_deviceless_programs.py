@@ -15,8 +15,6 @@ pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 
 
 # ----- async_mode -----
-
-
 def test_async_with_pinned_mem_saves_what_a_run_resumes_from(tmp_path: Path) -> None:
     mode = "--checkpoint.async_mode=async_with_pinned_mem"
     saves = (*SMALL, "--checkpoint.enable", "--checkpoint.interval=1", mode)
@@ -28,8 +26,6 @@ def test_async_with_pinned_mem_saves_what_a_run_resumes_from(tmp_path: Path) -> 
 
 
 # ----- bench -----
-
-
 def test_bench_measures_all_of_its_quick_rows(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     words = ["bench", "--quick", "--budget", "840", "--out", str(out)]
@@ -40,8 +36,6 @@ def test_bench_measures_all_of_its_quick_rows(tmp_path: Path) -> None:
 
 
 # ----- gpu_day, kernel_times, add_measured -----
-
-
 def test_gpu_day_times_every_kernel_and_keeps_results_that_plans_read(tmp_path: Path) -> None:
     out = tmp_path / "day"
     words = ["gpu_day", "run", "--out", str(out), "--only", "kernels", "--budget", "840"]

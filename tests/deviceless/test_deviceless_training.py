@@ -267,8 +267,6 @@ def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 # ----- generate, samples -----
-
-
 @pytest.mark.parametrize("layout", [(), (PP,)], ids=["FSDP", "pipeline"])
 def test_samples_of_a_run(layout: tuple[str, ...], tmp_path: Path) -> None:
     prompts = ["--validation.enable", '--validation.prompts=["def", "import os"]']

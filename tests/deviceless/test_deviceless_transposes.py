@@ -11,8 +11,6 @@ PROGRAM = Path(__file__).with_name("transposes.py")
 
 
 # ----- store_transposes_in_tiles -----
-
-
 def test_store_transposes_in_tiles_changes_what_a_reduction_stores(tmp_path: Path) -> None:
     out = tmp_path / "kinds.json"
     run(tmp_path, str(PROGRAM), str(out))

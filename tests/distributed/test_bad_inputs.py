@@ -26,8 +26,6 @@ def assert_named(arguments: str, message: str) -> None:
 
 
 # ----- launch, ConfigError -----
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("arguments", BEFORE_START)
 def test_launch_refuses_a_bad_config(arguments: str, refused: Refuse) -> None:
@@ -37,8 +35,6 @@ def test_launch_refuses_a_bad_config(arguments: str, refused: Refuse) -> None:
 
 
 # ----- train, RunError -----
-
-
 @pytest.mark.parametrize("arguments", AT_START)
 def test_train_refuses_bad_files(arguments: str, refused: Refuse) -> None:
     code, message = refused(arguments)
@@ -47,8 +43,6 @@ def test_train_refuses_bad_files(arguments: str, refused: Refuse) -> None:
 
 
 # ----- errors.md -----
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rows", [BEFORE_START, AT_START], ids=["before start", "at start"])
 def test_errors_page_has_the_generated_table(rows: list[str], refused: Refuse) -> None:

@@ -12,8 +12,6 @@ OVERRIDES += ["--float8.enable_float8_linear"]
 
 
 # ----- bare_loop, Trainer -----
-
-
 @pytest.mark.timeout(240)
 def test_the_bare_loop_has_the_losses_of_the_trainer(tmp_path: Path) -> None:
     ours = losses(tmp_path, *OVERRIDES, processes=2)

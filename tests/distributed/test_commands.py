@@ -87,8 +87,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 # ----- README.md, run_train.sh -----
-
-
 @pytest.mark.quick
 @pytest.mark.timeout(1000)
 def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None:
@@ -104,8 +102,6 @@ def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None
 
 
 # ----- list_commands: README.md and docs/ -----
-
-
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))])
 def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project) -> None:

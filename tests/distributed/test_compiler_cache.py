@@ -18,8 +18,6 @@ except Exception as error:
 
 
 # ----- explain_compiler -----
-
-
 @pytest.mark.timeout(300)  # the compiler reads all of torch's headers
 def test_a_cut_off_file_of_the_cache_is_told_with_the_folder_to_remove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,8 +71,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, datasets: str) -> li
 
 
 # ----- TrainingBatches -----
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("global_batch_size", "runs"),
@@ -97,8 +95,6 @@ def test_samples_are_in_one_order_on_any_processes_through_resumes(
 
 
 # ----- epochs -----
-
-
 @pytest.mark.timeout(300)
 def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
     tmp_path: Path,
@@ -123,8 +119,6 @@ def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
 
 
 # ----- allow_data_change -----
-
-
 @pytest.mark.timeout(300)
 def test_data_that_changed_is_refused_on_resume_unless_allowed(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt", lines=100)

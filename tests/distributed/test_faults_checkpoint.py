@@ -73,8 +73,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ----- Checkpointer, load_random_state -----
-
-
 @pytest.mark.parametrize(
     ("settings", "resumed_settings", "faults"),
     [
@@ -106,8 +104,6 @@ def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
 
 
 # ----- kill_runs, Checkpointer -----
-
-
 @pytest.mark.timeout(600)
 def test_kills_at_any_moment_cost_steps_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,8 +125,6 @@ def test_kills_at_any_moment_cost_steps_and_nothing_else(
 
 
 # ----- Watchdog -----
-
-
 def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(folder, f"{STEPS}=100000") as torchrun:
@@ -152,8 +146,6 @@ def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Pat
 
 
 # ----- Checkpointer, find_resume -----
-
-
 @pytest.mark.timeout(600)
 def test_another_layout_goes_on_from_the_same_state_with_the_same_samples(tmp_path: Path) -> None:
     batch = ["--training.global_batch_size=12", f"{INTERVAL}=20"]
@@ -215,8 +207,6 @@ def test_a_save_that_fails_in_the_background_stops_the_run(tmp_path: Path) -> No
 
 
 # ----- Checkpointer: a full disk -----
-
-
 @pytest.mark.quick
 def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
     folder = small_disk / "run"
@@ -230,8 +220,6 @@ def test_a_full_disk_keeps_the_checkpoint_before(small_disk: Path) -> None:
 
 
 # ----- metrics.jsonl, metrics/writers -----
-
-
 def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing import event_accumulator  # takes a second
 
@@ -252,8 +240,6 @@ def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
 
 
 # ----- save_request_file -----
-
-
 def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     touch = fault("touch", "forward 4", 0, path=f"{folder}/SAVE")
@@ -263,8 +249,6 @@ def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 # ----- last_save_model_only, initial_load_path, exclude_from_loading -----
-
-
 def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     straight: Path, tmp_path: Path
 ) -> None:
@@ -300,8 +284,6 @@ def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
 
 
 # ----- initial_load_in_hf, last_save_in_hf -----
-
-
 def test_a_hugging_face_model_is_trained_and_given_back(tmp_path: Path) -> None:
     import transformers  # takes seconds
 

@@ -84,8 +84,6 @@ def one_rank() -> None:
 
 
 # ----- find_resume, verify_checkpoint -----
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -204,8 +202,6 @@ def test_a_changed_id_that_no_step_reads_is_named_at_the_end_of_a_run_that_is_do
 
 
 # ----- Checkpointer -----
-
-
 def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
     folder, foreign = tmp_path / "run", tmp_path / "foreign"
     foreign.mkdir()

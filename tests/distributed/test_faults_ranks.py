@@ -320,8 +320,6 @@ def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path)
 
 
 # ----- max_minutes, find_time_limit -----
-
-
 def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
     launcher: Launcher, straight: Path, half_done: Path
 ) -> None:
@@ -501,8 +499,6 @@ def test_an_error_that_nobody_expects_on_one_rank_ends_all(
 
 
 # ----- RunFolder -----
-
-
 def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     launcher: Launcher, folder: Path
 ) -> None:
@@ -530,8 +526,6 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
 
 
 # ----- check_started_alike -----
-
-
 def test_nodes_that_were_started_differently_train_nothing(
     launcher: Launcher, folder: Path
 ) -> None:
@@ -557,8 +551,6 @@ def test_nodes_that_were_started_differently_train_nothing(
 
 
 # ----- Checkpointer: a full disk -----
-
-
 def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(
     launcher: Launcher, small_disk: Path
 ) -> None:

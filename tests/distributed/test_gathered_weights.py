@@ -25,8 +25,6 @@ GATHERS = {
 
 
 # ----- fsdp_reshard_after_forward, fsdp_reduce_gradients -----
-
-
 @pytest.mark.parametrize("layout", SETTINGS)
 def test_gathers_change_no_bit_and_reductions_only_the_order_of_sums(
     layout: str, tmp_path: Path

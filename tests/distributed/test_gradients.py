@@ -20,8 +20,6 @@ LAYOUTS = {
 
 
 # ----- context_parallel, pipeline: gradients -----
-
-
 @pytest.mark.timeout(300)
 def test_gradients_are_those_of_one_process_within_rounding() -> None:
     """In float32, by parameter. Few are compiled, which takes long."""

@@ -80,8 +80,6 @@ def models(hf_models: tuple[Path, Digests]) -> Models:
 
 
 # ----- init_weights -----
-
-
 def test_weights_are_the_same_on_any_mesh(models: Models) -> None:
     one = models(1)["FSDP"]["weights"]
     assert len(one) == 2 * 9 + 3
@@ -90,8 +88,6 @@ def test_weights_are_the_same_on_any_mesh(models: Models) -> None:
 
 
 # ----- load_hf -----
-
-
 def test_a_hugging_face_model_is_loaded_into_any_mesh(
     models: Models, hf_models: tuple[Path, Digests]
 ) -> None:
@@ -102,8 +98,6 @@ def test_a_hugging_face_model_is_loaded_into_any_mesh(
 
 
 # ----- apply_fsdp -----
-
-
 @pytest.mark.parametrize(
     ("name", "bytes_per_weight"), [("FSDP", 2), ("FSDP, all_gather", 1), ("FSDP, tied", 2)]
 )
@@ -174,8 +168,6 @@ def document_squares(window: list[int], quarters: set[int]) -> int:
 
 
 # ----- mfu_documents, attention_imbalance -----
-
-
 def test_a_run_counts_the_attention_of_the_documents_that_its_ranks_had(tmp_path: Path) -> None:
     """Of four ranks two share each window: one has the outer quarters, the other the inner ones. A
     step has two microbatches of two windows."""

@@ -72,8 +72,6 @@ def failed(folder: Path) -> dict[str, str]:
 
 
 # ----- pairwise -----
-
-
 def test_the_subset_has_every_pair_of_values() -> None:
     factors = (matrix.RECIPES, matrix.LAYOUTS, matrix.CHECKPOINTING, matrix.MODES)
     wanted = {pair for one, other in combinations(factors, 2) for pair in product(one, other)}
@@ -138,8 +136,6 @@ def test_mfu_counts_the_same_documents_on_any_layout(folder: Path) -> None:
 
 
 # ----- matrix_page -----
-
-
 def test_the_page_shows_what_came_of_the_cells(folder: Path) -> None:
     lines = matrix_page.page(folder, CONTEXT, PIPELINES, steps=STEPS).splitlines()
     rows, header = [], []

@@ -63,8 +63,6 @@ def test_smoke_cells_have_every_value() -> None:
 
 
 # ----- Trainer -----
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_trainer_trains_as_on_one_process(cell: Cell, folder: Path, failed: dict[str, str]) -> None:
     assert cell.name not in failed, failed[cell.name]

@@ -35,8 +35,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 # ----- log_numerics_freq -----
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_processes_lose_what_one_does(

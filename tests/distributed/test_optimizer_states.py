@@ -14,8 +14,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 # ----- state_dtype -----
-
-
 def test_bfloat16_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
     common = ["--lr_scheduler.total_steps=8", "--checkpoint.enable"]
     bfloat16 = [*common, "--optimizer.state_dtype=bfloat16"]

@@ -65,8 +65,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ----- make_store -----
-
-
 @pytest.mark.timeout(600)
 def test_the_run_after_a_kill_ends_with_the_same_store(corpus: Path, tmp_path: Path) -> None:
     """Also of a run after several kills: each third store is killed again."""

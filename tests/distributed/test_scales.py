@@ -51,8 +51,6 @@ def scales(run: Path) -> list[Scales]:
 
 
 # ----- precompute_float8_dynamic_scale_for_fsdp -----
-
-
 @pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
 def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(layout: str, runs: Runs) -> None:
     """Also over several microbatches, over a step without an update, and over a resume."""

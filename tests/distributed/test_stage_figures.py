@@ -6,9 +6,8 @@ import pytest
 from launching import train
 from matrix import PP, SCHEDULES
 
+
 # ----- bubble_pct, stage_mfu -----
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_stages_add_up_to_the_job(tmp_path: Path, schedule: str) -> None:

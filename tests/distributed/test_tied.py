@@ -32,8 +32,6 @@ def parts(folder: Path, settings: Mapping[str, list[str]]) -> dict[str, list[str
 
 
 # ----- tie_embeddings -----
-
-
 def test_tied_embeddings_train_and_resume_in_any_layout(tmp_path: Path) -> None:
     steps = f"{STEPS}=10"
     together = {name: [*COMMON, steps, *overrides] for name, overrides in RUNS.items()}

@@ -11,9 +11,8 @@ from torchtitan_worker import LAYOUTS, make_weights
 
 from torchtitan_lite.checkpoint.torchtitan_folder import load_torchtitan
 
+
 # ----- initial_load_path: a folder of torchtitan -----
-
-
 @pytest.mark.timeout(120)
 def test_weights_arrive_bit_by_bit_on_other_numbers_of_processes(tmp_path: Path) -> None:
     """From two processes to two and one, and from one to two."""

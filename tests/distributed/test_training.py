@@ -21,9 +21,8 @@ from launching import (
 )
 from matrix import PP, STEPS
 
+
 # ----- Trainer, log_freq -----
-
-
 @pytest.mark.timeout(300)
 def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--metrics.log_freq=3", "--float8.enable_float8_linear"]
@@ -38,8 +37,6 @@ def test_a_logged_step_reads_nothing_that_another_does_not(tmp_path: Path) -> No
 
 
 # ----- convert_linears -----
-
-
 @pytest.mark.timeout(300)
 def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
     command = [sys.executable, *launcher(1), *train_arguments(tmp_path, f"{STEPS}=1")]
@@ -52,8 +49,6 @@ def test_a_run_in_bf16_does_not_load_torchao(tmp_path: Path) -> None:
 
 
 # ----- validation.enable -----
-
-
 @pytest.mark.quick
 @pytest.mark.timeout(300)
 def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
@@ -71,8 +66,6 @@ def test_validation_is_the_same_on_any_number_of_processes_and_moves_nothing(
 
 
 # ----- enable_cpu_offload, deterministic, fsdp_reshard_after_forward -----
-
-
 @pytest.mark.timeout(300)
 def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> None:
     others = [
@@ -86,8 +79,6 @@ def test_offload_determinism_and_resharding_change_no_loss(tmp_path: Path) -> No
 
 
 # ----- RunFolder, config.toml, status -----
-
-
 @pytest.mark.timeout(300)
 def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_one_aside(
     tmp_path: Path,
@@ -123,8 +114,6 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
 
 
 # ----- gc_freq, profile_freq -----
-
-
 @pytest.mark.timeout(300)
 def test_garbage_collection_and_traces_are_in_no_steps_time(tmp_path: Path) -> None:
     settings = [f"{STEPS}=6", "--training.gc_freq=3"]

@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 # ----- CrossEntropy -----
-
-
 def test_the_loss_takes_at_most_a_quarter_of_the_memory_of_the_plain_path() -> None:
     plain, *ours = measure_losses(tokens=8192, vocab_size=128256, dim=1024)
     for cost in ours:
@@ -60,8 +58,6 @@ def test_moments_in_bfloat16_train_nearly_as_float32_does(tmp_path: Path) -> Non
 
 
 # ----- attention_backend -----
-
-
 def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
     output = finish(*train_arguments(tmp_path, "--training.steps=2"), processes=1)
     (chosen,) = re.findall(r"attention by (\w+)", output)
@@ -69,8 +65,6 @@ def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
 
 
 # ----- init_distributed -----
-
-
 def test_memory_is_taken_in_segments_that_grow() -> None:
     code = (
         "import torch, torchtitan_lite.parallel.distributed as d; from torchtitan_lite.config "
@@ -87,8 +81,6 @@ def test_memory_is_taken_in_segments_that_grow() -> None:
 
 
 # ----- memory_budget -----
-
-
 def test_compiled_float8_takes_less_memory_by_a_budget(tmp_path: Path) -> None:
     sizes = ["--training.seq_len=2048", "--training.local_batch_size=8", "--training.steps=3"]
     compiled = [*sizes, "--compile.enable", "--float8.enable_float8_linear"]
@@ -101,8 +93,6 @@ def test_compiled_float8_takes_less_memory_by_a_budget(tmp_path: Path) -> None:
 
 
 # ----- bench -----
-
-
 def test_the_quick_benchmark_measures_all_of_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, "scripts/bench.py", "--quick", "--out", str(out)]

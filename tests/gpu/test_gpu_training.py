@@ -41,8 +41,6 @@ def test_mxfp8_trains_on_blackwell_and_is_refused_elsewhere(tmp_path: Path) -> N
 
 
 # ----- StepObserver, log_numerics_freq -----
-
-
 @pytest.mark.parametrize("compiled", [[], ["--compile.enable"]], ids=["eager", "compiled"])
 def test_a_run_says_that_it_multiplied_in_float8_and_measures_its_casts(
     compiled: list[str], tmp_path: Path
@@ -165,8 +163,6 @@ def test_peaks_are_measured_below_the_data_sheets(tmp_path: Path) -> None:
 
 
 # ----- async_mode -----
-
-
 @pytest.mark.parametrize(
     "settings",
     [

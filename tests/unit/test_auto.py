@@ -265,8 +265,6 @@ def test_float8_that_is_turned_on_has_no_key_that_its_recipe_excludes() -> None:
 
 
 # ----- MetaModel -----
-
-
 def test_another_layout_of_the_same_model_is_predicted_without_building_it_again() -> None:
     config = config_of(128, float8={"enable_float8_linear": True, "filter_fqns": ["wk"]})
     one, other = (

@@ -93,8 +93,6 @@ def test_verify_is_interrupted_by_ctrl_c(run, monkeypatch, capsys):
 
 
 # ----- checkpoint diff -----
-
-
 def test_diff(run, checkpoint):
     old, new = (run / "checkpoint" / f"step-000000{step}" for step in (10, 30))
     assert checkpoint("diff", old, old) == (0, "3 tensors are equal in every bit\n")

@@ -60,8 +60,6 @@ def test_all_broken_rules_are_named_but_those_on_unsound_tables(unsound, named):
 
 
 # ----- _check_layout, _check_model, _check_compiled -----
-
-
 @pytest.mark.parametrize(("world_size", "toml", "pattern"), [
     (6, "parallelism.context_parallel_degree = 4",
      r"parallelism] data_parallel_rep.* = 1 . 1 . 4 . 1 = 4 .* world size, 6; run 4 or 8 pro"),
@@ -152,8 +150,6 @@ def test_check_model_with_a_memory_budget(torch_version, flavor, tp, pattern, mo
 
 
 # ----- _check_float8 -----
-
-
 @pytest.mark.parametrize(("toml", "pattern"), [
     ('float8.recipe_name = "rowwise", float8.enable_fsdp_float8_all_gather = true',
      r'float8] enable_fsdp_float8_all_gather = true .* "tensorwise", not "rowwise"; set it to fal'),
@@ -206,8 +202,6 @@ def test_check_checkpoint_takes_an_export_dtype_for_either_save(key):
 
 
 # ----- _check_run_folder, RUN_FILES -----
-
-
 @pytest.mark.parametrize(("toml", "pattern"), [
     *((f'checkpoint.folder = "{folder}"',
        f'checkpoint] folder = "{folder}" must be a name within .job] dump_folder')

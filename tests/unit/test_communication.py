@@ -63,8 +63,6 @@ def test_gather_s_never_falls_with_ranks_or_bytes(nbytes, ring, more):
 
 
 # ----- rings_of -----
-
-
 def test_rings_of_a_mesh_from_tensor_parallelism_to_the_pipeline():
     degrees = ParallelDegrees(dp_replicate=2, dp_shard=3, cp=8, tp=4, pp=5)
     assert rings_of(degrees) == {

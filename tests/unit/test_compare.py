@@ -125,8 +125,6 @@ def test_compare_names_the_broken_one(tmp_path, name, which):
 
 
 # ----- config_changes -----
-
-
 def test_config_changes():
     old = '[job]\ndescription = ""\n[training]\nsteps = 10\nlr = 1e-3\ndatasets = [{path = "x"}]\n'
     new = '[job]\ndescription = "x"\n[training]\nsteps = 20\nlr = 0.001\n[debug]\nseed = 1\n'

@@ -163,8 +163,6 @@ def test_find_cpu_peaks_refuses_a_folder(tmp_path, calls):
 
 
 # ----- cpu_name -----
-
-
 def test_cpu_name_is_the_model_else_the_architecture(monkeypatch):
     lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
     monkeypatch.setattr(Path, "exists", lambda path: True)

@@ -94,8 +94,6 @@ def test_the_documented_command_prints_the_documented_report(monkeypatch, capsys
 
 
 # ----- metrics.md -----
-
-
 @pytest.mark.parametrize("group", ["STEP_FIGURES", "BETWEEN_STEPS", "CAST_FIGURES"])
 def test_the_tables_of_figures_are_generated(group):
     """`python -m torchtitan_lite.metrics.figures` prints them."""
@@ -103,8 +101,6 @@ def test_the_tables_of_figures_are_generated(group):
 
 
 # ----- float8_matrix.md -----
-
-
 def test_every_cell_of_the_matrix_trained_as_one_process_does():
     tables, _, _ = (ROOT / "docs/float8_matrix.md").read_text().partition("## Refused")
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
@@ -145,8 +141,6 @@ def test_the_current_names_of_torchtitans_keys():
 
 
 # ----- docs -----
-
-
 def test_links_lead_somewhere():
     links = [
         (page, target)

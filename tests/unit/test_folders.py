@@ -327,8 +327,6 @@ def test_a_linked_checkpoint_or_draft_is_removed_and_its_target_stays(folder, ar
 
 
 # ----- storage_errors -----
-
-
 @pytest.mark.parametrize(
     "action",
     [

@@ -37,8 +37,6 @@ def times() -> list[dict[str, Any]]:
 
 
 # ----- derive_rates -----
-
-
 def test_rates_are_recovered_from_the_times_that_the_planner_predicts_with_them(times) -> None:
     found, implausible = derive_rates(times, H100)
     assert found == pytest.approx(TRUE, rel=1e-6) and implausible == {}
@@ -48,8 +46,6 @@ def test_rates_are_recovered_from_the_times_that_the_planner_predicts_with_them(
 
 
 # ----- run_day, format_results -----
-
-
 def test_a_day_keeps_what_its_parts_measured(monkeypatch, tmp_path: Path, times) -> None:
     monkeypatch.setattr(gpu_day.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_day.torch.cuda, "device_count", lambda: 8)

@@ -83,8 +83,6 @@ def test_peaks_are_described_with_their_origins():
 
 
 # ----- measure_peak -----
-
-
 def test_measure_peak_of_a_gpu_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
     # Three times ten matmuls, of 0.1, 0.4 and 0.2 s.
     seconds = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2])

@@ -99,8 +99,6 @@ def test_transformers_computes_the_same_logits_and_gradients(args, dtype, tolera
 
 
 # ----- hf_names -----
-
-
 @EACH_FAMILY
 def test_each_parameter_has_a_name(args):
     with torch.device("meta"):

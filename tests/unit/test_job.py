@@ -64,8 +64,6 @@ def test_degrees_batches_and_shares_follow_from_the_config():
 
 
 # ----- choose, to_toml, hparams -----
-
-
 def test_chosen_values_are_written_with_a_comment_and_load_again(tmp_path):
     job = job_of(activation_checkpoint={"mode": "auto"})
     assert not job.to_toml().startswith("#")

@@ -188,8 +188,6 @@ def test_run_train_sets_up_and_hands_over_to_the_launcher(project):
 
 
 # ----- launch, agent, train: run as modules -----
-
-
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

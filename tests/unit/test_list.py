@@ -13,9 +13,8 @@ from torchtitan_lite.metrics.devices import DEVICES
 from torchtitan_lite.models.flavors import FLAVORS, count_parameters
 from torchtitan_lite.models.llama3 import Transformer
 
+
 # ----- count_parameters -----
-
-
 @pytest.mark.parametrize("name", [name for name, args in FLAVORS.items() if args.vocab_size])
 def test_count_parameters_is_the_models(name: str) -> None:
     args = FLAVORS[name]

@@ -292,8 +292,6 @@ def test_a_dump_leaves_out_what_is_unset():
 
 
 # ----- shared_settings -----
-
-
 def test_all_keys_are_shared_but_paths_of_tokenizers_and_data():
     datasets = (DatasetConfig(path="a", weight=2.0), DatasetConfig(path="b"))
     config = Config(training=TrainingConfig(datasets=datasets), optimizer=OptimizerConfig(lr=0.5))

@@ -113,8 +113,6 @@ def test_the_documented_command_prints_what_is_documented(
 
 
 # ----- check_planned -----
-
-
 def test_an_attention_kernel_that_has_no_parts_is_refused() -> None:
     space = space_of()
     with pytest.raises(ConfigError, match="--attention cudnn .* context_parallel_degree = 8; use"):

@@ -98,8 +98,6 @@ def test_resolve_stages_refuses(n_layers, config, pattern):
 
 
 # ----- rank_stages -----
-
-
 @pytest.mark.parametrize(("schedule", "expected"), [
     ("1F1B", [(0,), (1,)]),
     ("Interleaved1F1B", [(0, 2), (1, 3)]),

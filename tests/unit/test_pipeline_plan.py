@@ -177,8 +177,6 @@ def test_interleaved_stages_keep_what_they_receive_and_what_they_send() -> None:
 
 
 # ----- time_pipeline -----
-
-
 def test_the_step_is_that_of_the_slowest_stage() -> None:
     n = 8
     timed = time_pipeline(Roofline(DEVICE, RATES, pipeline_job(n=n)), [], [])

@@ -69,8 +69,6 @@ def test_predictions_are_near_published_rates_and_ratios(in_stages, rate, ratio)
 
 
 # ----- published_plans, published.md -----
-
-
 @pytest.mark.slow  # it plans every run
 def test_the_tables_of_the_page_are_those_of_the_planner():
     def rows(page: str) -> list[str]:

@@ -88,8 +88,6 @@ def test_bad_row_has_the_problem_of_the_reader_and_its_line_in_the_file(tmp_path
 
 
 # ----- rows.py in worker processes -----
-
-
 def test_workers_import_little():
     code = (
         "import sys, torchtitan_lite.data.rows, torchtitan_lite.data.sources\n"
@@ -99,8 +97,6 @@ def test_workers_import_little():
 
 
 # ----- reading -----
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [

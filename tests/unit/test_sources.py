@@ -111,8 +111,6 @@ def test_reading_is_lazy_and_ends_at_the_first_bad_row(tmp_path):
 
 
 # ----- chunks, CHUNK_BYTES -----
-
-
 @pytest.mark.parametrize("chunk_bytes", [1, 40, 100, 10_000])
 def test_chunks_have_the_rows_of_the_source_in_order(tmp_path, monkeypatch, chunk_bytes):
     pyarrow = pytest.importorskip("pyarrow")
@@ -230,8 +228,6 @@ def test_folder_that_cannot_be_listed(tmp_path, monkeypatch):
 
 
 # ----- fingerprint_now -----
-
-
 def test_fingerprint_follows_names_sizes_times_and_field(tmp_path):
     def fingerprint(**options: str) -> str:
         return open_source(str(tmp_path), **options).fingerprint

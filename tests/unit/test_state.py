@@ -110,8 +110,6 @@ def test_a_wrapped_weight_is_saved_plain_and_shared(sharded):
 
 
 # ----- Snapshot -----
-
-
 def test_a_snapshot_keeps_its_values_and_reuses_its_memory(sharded):
     def locals_of(copy):
         return [each.to_local() if isinstance(each, DTensor) else each for each in copy.values()]
@@ -133,8 +131,6 @@ def test_a_snapshot_keeps_its_values_and_reuses_its_memory(sharded):
 
 
 # ----- check_finite -----
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_found(bad):
     state = {"a": torch.full((1000,), 3e38), "b": torch.zeros(2, 3), "empty": torch.zeros(0)}

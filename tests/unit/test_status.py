@@ -122,8 +122,6 @@ def test_clocks_that_differ_give_no_negative_times() -> None:
 
 
 # ----- find_runs -----
-
-
 def test_a_folder_without_a_valid_status_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"{", b"[]", b'{"state": "running"}', b"\xff" * 99, b'{"state": 1}' * 9):
         (tmp_path / "status.json").write_bytes(content)

@@ -276,8 +276,6 @@ def test_a_full_disk_under_the_cache(corpus, monkeypatch, code):
 
 
 # ----- make_store, exclusive -----
-
-
 def test_one_process_makes_a_store_and_the_others_wait(source, cache):
     fork = multiprocessing.get_context("fork")
     locked, started = fork.Event(), fork.Semaphore(0)

@@ -35,8 +35,6 @@ def refusal(tmp_path: Path, text: str) -> str:
 
 
 # ----- KEYS, FOREIGN, ALIASES -----
-
-
 def test_every_key_of_torchtitan_is_known_and_no_key_of_ours_is_foreign():
     assert len(NAMES) == 173
     current = [current_name(name) for name in NAMES]

@@ -134,8 +134,6 @@ def test_launch_takes_names_beyond_ascii_in_the_c_locale(tmp_path):
 
 
 # ----- asks_for_help -----
-
-
 @pytest.mark.parametrize(
     ("words", "asked"),
     [

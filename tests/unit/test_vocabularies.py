@@ -154,8 +154,6 @@ def test_bytes_of_ids_add_up_to_the_bytes_of_the_text(form, request):
 
 
 # ----- _pieces, MAX_TEXT, MAX_RUN -----
-
-
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [

@@ -173,9 +173,7 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
     return store
 
 
-def open_cached(
-    source: Source, tokenizer: Tokenizer, *, cache_dir: Path | None = None
-) -> TokenStore:
+def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME.
 
     The first process to ask makes them while the others wait, once per machine or shared file
@@ -183,7 +181,7 @@ def open_cached(
     the cache cannot be written otherwise."""
     key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = (cache_dir or home / "torchtitan_lite" / "tokens") / key
+    folder = home / "torchtitan_lite" / "tokens" / key
     try:
         return make_store(folder, source, tokenizer, replace_damaged=True)
     except OSError as error:
