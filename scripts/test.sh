@@ -13,7 +13,8 @@ if (($#)) && [[ $1 != --all ]]; then exec "$python" -m pytest "$@"; fi
 "$python" -m ruff format --check
 "$python" -m mypy
 
-parallel=(--numprocesses 2 --dist loadgroup --durations 15)
+# A file's tests share runs, so one worker has them; files in conftest.py's order.
+parallel=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 "$python" -m pytest -m "not slow" "${parallel[@]}"
 if (($# == 0)); then exit; fi
 

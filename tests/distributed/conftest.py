@@ -10,13 +10,10 @@ from launching import ENV, FOLDER
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file on one worker, as they share runs; and count all of them as slow
-    that are not marked as quick."""
+    """Count as slow what is not marked as quick."""
     for item in items:
-        if item.path.parent == FOLDER:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-            if not item.get_closest_marker("quick"):
-                item.add_marker("slow")
+        if item.path.parent == FOLDER and not item.get_closest_marker("quick"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,9 +20,10 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Refuse:
 
 
 def assert_named(arguments: str, message: str) -> None:
-    """Assert that a message has the name or the value of the last option or variable."""
+    """Assert that a message has the key, the value or the table of the last option or variable."""
     words = re.findall(r"[\w./]+", re.split(r"--| (?=[A-Z]+=)", arguments)[-1])
-    assert any(word in message or word.rpartition(".")[2] in message for word in words), message
+    names = [*words, words[0].rpartition(".")[2], f"[{words[0].partition('.')[0]}] ("]
+    assert any(name in message for name in names), message
 
 
 # ----- launch, ConfigError -----

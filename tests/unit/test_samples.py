@@ -1,4 +1,4 @@
-"""Samples of a run; tests/distributed/test_samples.py has those of real runs."""
+"""Samples of a run; tests/distributed/test_samples_runs.py has those of real runs."""
 
 from types import SimpleNamespace
 from typing import Any
