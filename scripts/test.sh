@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh: set up on first use, then lint, check types and run the quick tests, two at a time: 12 minutes on two cores.
+# test.sh: set up on first use, then lint, check types and run the quick tests, two at a time: 8 minutes on two cores.
 # test.sh --all: the slow tests too, and tests/deviceless if TORCHTITAN_LITE_CUDA_PYTHON names a Python for them.
 # test.sh PYTEST-ARGUMENTS: only run pytest, in the project's folder.
 set -euo pipefail

@@ -75,6 +75,7 @@ def hf_dir(tmp_path: Path) -> Path:
 WORDS = [f"--training.seq_len={SEQ_LEN}", "--training.mixed_precision_param=float32"]
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(300)
 def test_a_hugging_face_model_has_transformers_loss(hf_dir: Path) -> None:
     data = hf_dir.parent / "text.txt"
