@@ -83,9 +83,7 @@ CONTEXT_CHECKPOINTING = {
     **PIPELINE_CHECKPOINTING,
     BUDGET: (f"{AC}=memory_budget", "--activation_checkpoint.memory_budget=0.3"),
 }
-USUAL = dict.fromkeys((*LAYOUTS, *MORE_LAYOUTS, *CONTEXT_LAYOUTS), 4) | dict.fromkeys(
-    ("FSDP", "TP", "CP"), 2
-)
+USUAL = dict.fromkeys((*LAYOUTS, *CONTEXT_LAYOUTS), 4) | dict.fromkeys(("FSDP", "TP", "CP"), 2)
 """The fewest processes on which a layout does all that it does."""
 MODES = {"eager": (), "compile": ("--compile.enable",)}
 LOSS = {"loss parallel": (), "logits gathered": ("--parallelism.disable_loss_parallel",)}
