@@ -243,7 +243,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
         return None
     try:
         tokenizer = build_tokenizer(path)
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         logger.warning(f"{missing}{error}")
         return None
 

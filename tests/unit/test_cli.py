@@ -63,6 +63,9 @@ def test_the_help_of_train_names_the_variables_and_the_keys():
         ("train --job.config debug_model", r"\[job\] config = .* did you mean --job.config_file"),
         ("data mak", "invalid choice: 'mak' .*did you mean make"),
         ("data make a b --worker 2", "unrecognized arguments: --worker 2; did you mean --workers"),
+        ("compare ~no-user/a", "runs: ~no-user/a: the folder ~no-user is not known; write the"),
+        ("data make ~no-user/a b", "source: ~no-user/a: the folder ~no-user is not known"),
+        ("train --job.config_file ~no-user/x", "config_file ~no-user/x: the folder ~no-user is"),
         ("tokenizer", "tokenizer: the following arguments are required: --output; --help shows"),
     ],
 )

@@ -145,6 +145,7 @@ def test_empty_tables_count_only_where_their_name_is_unknown(tmp_path: Path) -> 
         ('base = "a.toml"', "cycle: T/a.toml -> T/a.toml;"),
         ('base = "gone.toml"', r"T/gone.toml \(base files: T/a.toml -> T/gone.toml\): .*No such"),
         ('base = "loop.toml"', "loop.toml.*: cannot be read: Too many levels of symbolic links"),
+        ('base = "~no-user/b"', r"base = .~no-user/b. \(from T/a.toml\): .* ~no-user is not known"),
         ("base = 3", r"base = 3 \(from T/a.toml\): must be the path"),
         (b'description = "\xff"', "^T/a.toml: not valid TOML: .*byte 0xff in position 15"),
         ("[training]\nsteps = ten\n", r"^T/a.toml: not valid TOML: .*at line 2, column 9"),

@@ -173,6 +173,32 @@ def test_a_wrong_command_line_is_refused(words, pattern, run_toml):
     assert re.match(pattern, message), message
 
 
+@pytest.mark.parametrize("key", [
+    'job.dump_folder = "P"', 'model.tokenizer_path = "P"', 'training.dataset_path = "P"',
+    'training.datasets = [{path = "P"}]', 'validation.dataset_path = "P"',
+    'checkpoint = {initial_load_path = "P", enable = true}',
+])  # fmt: skip
+def test_expand_user_is_called_for_every_path(key, run_toml, monkeypatch):
+    def setting(path: str) -> str:
+        return key.replace("P", path)
+
+    monkeypatch.setenv("HOME", "/home/me")
+    run_toml.write_text(setting("~/x"))
+    assert '"/home/me/x"' in dump_config(load()) and "~" not in dump_config(load())
+    run_toml.write_text(setting("x/~"))
+    assert '"x/~"' in dump_config(load())
+
+    # Another user's home that does not exist, and a process without a home.
+    run_toml.write_text(setting("~nobody-here/x"))
+    (message,) = problems()
+    assert re.search('"~nobody-here/x".* [(]from .*~nobody-here is not known; write the', message)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a KeyError, as for an unknown uid
+    run_toml.write_text(setting("~/x"))
+    (message,) = problems()
+    assert re.search('"~/x".* [(]from run.toml[)]: the folder ~ is not known; set HOME', message)
+
+
 def test_load_config_names_all_that_is_wrong(run_toml):
     Path("base.toml").write_text("[training]\nsteps = 0\n[trainng]\nx = 1\ny = 2\n")
     run_toml.write_text(

@@ -22,6 +22,8 @@ from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError, StorageError
 
+from .parser import path_text
+
 
 def count(minimum: int) -> Callable[[str], int]:
     """Return an argparse type: a whole number of at least `minimum`."""
@@ -40,13 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenizer = argparse.ArgumentParser(add_help=False)
     tokenizer.add_argument(
         "--tokenizer",
+        type=path_text,
         default="",
         help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one "
         "(default: the shipped one)",
     )
 
     make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
-    make.add_argument("source", help="text files, hf:NAME or a dataset: see data --help")
+    text = "text files, hf:NAME or a dataset: see data --help"
+    make.add_argument("source", type=path_text, help=text)
     make.add_argument("store", type=Path, help="folder to make")
     make.add_argument(
         "--text-field",

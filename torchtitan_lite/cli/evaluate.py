@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchtitan_lite.logger import logger
 
-from .parser import Parser
+from .parser import Parser, path_text
 
 
 def add_arguments(parser: Parser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_keys()
     parser.add_argument("source", type=Path, metavar="SOURCE", help="where the weights are")
     text = "token store or text to evaluate on (default: the run's validation data)"
-    parser.add_argument("--data", metavar="PATH", help=text)
+    parser.add_argument("--data", type=path_text, metavar="PATH", help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from torchtitan_lite.errors import ConfigError
 
+from .parser import path_text
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -35,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--top-p", type=float, default=1.0, metavar="X", help=text)
     option("--seed", type=int, default=0, metavar="N", help="seed of the samples (default: 0)")
     option("--ignore-eos", action="store_true", help="go on after the end of a document")
-    option("--tokenizer", metavar="PATH", help="file or folder (default: the model's own)")
+    text = "file or folder (default: the model's own)"
+    option("--tokenizer", type=path_text, metavar="PATH", help=text)
     option("--device", metavar="NAME", help="cpu or cuda:N (default: a GPU if there is one)")
     text = "of weights and computation (default: bfloat16 on a GPU, else float32)"
     option("--dtype", choices=("bfloat16", "float32"), help=text)

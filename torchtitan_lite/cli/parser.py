@@ -3,8 +3,10 @@
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lite.config import expand_user
 from torchtitan_lite.config.keys import KEYS, closest
 from torchtitan_lite.errors import ConfigError
 
@@ -24,6 +26,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _formatter, "allow_abbrev": False, **settings})
+        self.register("type", Path, lambda text: Path(path_text(text)))
         self.takes_keys = False
 
     def add_keys(self) -> None:
@@ -64,6 +67,14 @@ class Parser(argparse.ArgumentParser):
                 for parser in action.choices.values():
                     words |= parser._known()
         return words
+
+
+def path_text(text: str) -> str:
+    """Return a path in which ~ is the user's home: an argparse type, of type=Path too."""
+    try:
+        return expand_user(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
 def split_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -9,12 +9,13 @@ from pathlib import Path
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.tokenizer import train_tokenizer
 
+from .parser import path_text
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
-        "--source", default="pystdlib", help="pystdlib (default), a folder, a file, or hf:DATASET"
-    )
+    text = "pystdlib (default), a folder, a file, or hf:DATASET"
+    parser.add_argument("--source", type=path_text, default="pystdlib", help=text)
     parser.add_argument(
         "--text-field", default="text", help="field of rows that holds the text (default: text)"
     )

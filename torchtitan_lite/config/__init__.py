@@ -35,3 +35,4 @@ from .sections import (
     TrainingConfig,
     ValidationConfig,
 )
+from .types import expand_user

@@ -15,6 +15,7 @@ from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, did_you_mean, show, show_key
 from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
+from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
@@ -68,7 +69,7 @@ def read_files(path: Path) -> list[Layer]:
             return layers
         if not isinstance(base, str) or "\0" in base:
             raise ConfigError(f"base = {show(base)} (from {path}): must be the path of a TOML file")
-        path = path.parent / base
+        path = path.parent / expand_user(base, what=f"base = {show(base)} (from {path}): ")
 
 
 def shipped_configs() -> list[str]:
@@ -78,7 +79,8 @@ def shipped_configs() -> list[str]:
 
 def find_config(name: str) -> Path:
     """Return the path of a config: a file, or else the shipped config of that name."""
-    path, shipped = Path(name).expanduser(), SHIPPED / f"{name.removesuffix('.toml')}.toml"
+    path = Path(expand_user(name, what=f"--{CONFIG_FILE} {name}: "))
+    shipped = SHIPPED / f"{name.removesuffix('.toml')}.toml"
     is_name = "/" not in name and not path.is_file()
     return shipped if is_name and shipped.exists() else path
 

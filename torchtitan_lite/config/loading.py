@@ -33,6 +33,7 @@ RULES = {
     "tuple_type": "must be a list, in brackets",
     "model_type": "must be a {type}",
     "missing": "must be set",
+    "value_error": "{error}",
     "greater_than": "must be above {gt:,.12g}",
     "greater_than_equal": "must be at least {ge:,.12g}",
     "less_than": "must be below {lt:,.12g}",

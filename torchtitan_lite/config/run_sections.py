@@ -9,9 +9,9 @@ from .types import (
     Count,
     DatasetName,
     ExcludedState,
-    Folder,
     Name,
     Names,
+    PathName,
     Peak,
     Positive,
     Seconds,
@@ -22,7 +22,7 @@ from .types import (
 
 
 class JobConfig(Section):
-    dump_folder: Folder = "./outputs"
+    dump_folder: PathName = "./outputs"
     """Run folder: everything that the run leaves behind is under it."""
     description: str = ""
     """Free text, printed at start and kept in the run folder."""
@@ -55,7 +55,7 @@ class CheckpointConfig(Section):
     """Save during training, from a snapshot in CPU memory; pinned: copied faster (GPU runs)."""
     load_step: AllOrCount = -1
     """Step to resume from, and no other; -1: the newest that verifies, if any; 0: a new run."""
-    initial_load_path: Folder | None = None
+    initial_load_path: PathName | None = None
     """Weights for a new run: folder of a checkpoint, also torchtitan's, or a Hugging Face model."""
     initial_load_in_hf: bool = False
     """Refuse any but a Hugging Face model; without initial_load_path it is model.tokenizer_path."""
@@ -80,7 +80,7 @@ class ValidationConfig(Section):
     """Batches of local_batch_size sequences, divided among ranks; -1: all data (held out: 1 %)."""
     dataset: DatasetName | None = None
     """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
-    dataset_path: Name | None = None
+    dataset_path: PathName | None = None
     """Token store or text to validate on, as in training.dataset_path."""
     prompts: Names = ()
     """Texts to continue at each validation, greedily, by rank 0: samples.jsonl, TensorBoard."""

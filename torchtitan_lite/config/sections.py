@@ -31,6 +31,8 @@ from .types import (
     Name,
     Names,
     NonNegative,
+    PathName,
+    PathOrEmpty,
     Positive,
     RecipeName,
     ScheduleName,
@@ -79,7 +81,7 @@ class ModelConfig(Section):
     """Share one matrix between the embedding and the projection to the vocabulary."""
     norm_eps: Annotated[float, Field(gt=0, le=1)] | None = None
     """Added to the mean square in each RMSNorm; without a flavor unset: 1e-5."""
-    tokenizer_path: Text = ""
+    tokenizer_path: PathOrEmpty = ""
     """sentencepiece, tiktoken or tokenizer.json file, or its folder; "": the shipped one."""
 
     @property
@@ -123,7 +125,7 @@ class LRSchedulerConfig(Section):
 class DatasetConfig(Section):
     """One of the [[training.datasets]]."""
 
-    path: Name
+    path: PathName
     """Text or token store, in a form that training.dataset_path takes."""
     weight: Positive = 1.0
     """Share of the samples, in proportion to the weights of the others."""
@@ -132,7 +134,7 @@ class DatasetConfig(Section):
 class TrainingConfig(Section):
     dataset: DatasetName = "pystdlib"
     """Dataset, if dataset_path is unset: Python's standard library, or c4 (needs dataset_path)."""
-    dataset_path: Name | None = None
+    dataset_path: PathName | None = None
     """Token store, or text: .txt .md .rst .py .jsonl .json (.gz, .zst) .parquet; unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
     """Instead of dataset_path, several: [[training.datasets]], each a path and a weight (1.0)."""

@@ -1,14 +1,29 @@
 """Types of the values in a config, and what every section has in common."""
 
-import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 from torchtitan_lite.data.datasets import DATASETS
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.lr_schedule import DECAYS
 from torchtitan_lite.parallel.schedules import SCHEDULES
+
+
+def expand_user(path: str, *, what: str = "") -> str:
+    """Return `path` with ~ or ~user at its start replaced by that user's home. Raises ConfigError,
+    which begins with `what`, if the home is not known."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError as error:
+        home = path.partition("/")[0]
+        fix = "set HOME, or write" if home == "~" else "write"
+        raise ConfigError(
+            f"{what}the folder {home} is not known; {fix} the path in full"
+        ) from error
+
 
 MOST = 99_999_999
 """Highest count. The name of a checkpoint's folder has as many digits for the step."""
@@ -25,8 +40,9 @@ NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 """Strings that the operating system takes."""
 Name = Annotated[Text, Field(min_length=1)]
-Folder = Annotated[Name, AfterValidator(os.path.expanduser)]
-"""A path in which ~ is the user's home."""
+PathOrEmpty = Annotated[Text, AfterValidator(expand_user)]
+"""A path, in which ~ is the user's home, or ""."""
+PathName = Annotated[Name, AfterValidator(expand_user)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
 ExcludedState = Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_lite.config import TrainingConfig, ValidationConfig
+from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
 from torchtitan_lite.errors import DataError, StorageError
 from torchtitan_lite.files import DISK_FULL
 from torchtitan_lite.logger import logger
@@ -142,7 +142,7 @@ def open_data(
             ways = _ways_out(DATASETS[row.sample_of], option)
             raise DataError(f"{row.path} is in torchtitan's repository, not here; {ways}")
         # A store is read where it is; other text becomes a store in the cache.
-        if is_store(folder := Path(row.path).expanduser()):
+        if is_store(folder := Path(row.path)):
             return _check_tokenizer(TokenStore(folder), tokenizer)
         return open_cached(build_source(path or dataset, row), tokenizer)
     except (DataError, StorageError) as error:
@@ -180,8 +180,9 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     system; a damaged store is made again. Raises StorageError if the disk is full, DataError if
     the cache cannot be written otherwise."""
     key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = home / "torchtitan_lite" / "tokens" / key
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
+    folder = Path(home) / "torchtitan_lite" / "tokens" / key
     try:
         return make_store(folder, source, tokenizer, replace_damaged=True)
     except OSError as error:

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config import expand_user
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.logger import logger
 
@@ -95,7 +96,7 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
         chunks, fingerprint = _open_hf_dataset(dataset)
         return Source(dataset.path, parser, lambda: chunks, lambda: fingerprint)
 
-    root = Path(dataset.path).expanduser()
+    root = Path(dataset.path)
     if not root.exists():
         raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
     is_readable = root.is_file() and root.name.lower().endswith(ENDINGS + JSON_ENDINGS)
@@ -222,10 +223,10 @@ def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
     dataset on the hub (both streamed, a chunk for each data file). Raises DataError."""
     datasets = _import("datasets", wanted_by=row.path, extra="hf")
     name, split = row.path.removeprefix(HF_PREFIX), row.hf_split
-    folder = Path(name).expanduser()
-    saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
 
     with reading(row.path, Exception):  # the library lets errors of many libraries pass
+        folder = Path(expand_user(name))
+        saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
         if saved:
             table = datasets.load_from_disk(saved[0])
             pieces = min(len(table), table.data.nbytes // CHUNK_BYTES) or 1

@@ -20,6 +20,7 @@ from typing import Any
 
 import sentencepiece
 
+from torchtitan_lite.config import expand_user
 from torchtitan_lite.documents import read_json_object, read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
@@ -136,7 +137,7 @@ def _panics_as_errors() -> Iterator[None]:
 
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
     """Open the tokenizer in a file or folder; for "" the one shipped with the package."""
-    return Tokenizer(Path(tokenizer_path).expanduser() if tokenizer_path else SHIPPED_MODEL)
+    return Tokenizer(Path(expand_user(tokenizer_path)) if tokenizer_path else SHIPPED_MODEL)
 
 
 def train_tokenizer(
