@@ -6,11 +6,17 @@ import sys
 if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
     del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
+import re
 import signal
 
 from torchtitan_lite.cli import PROGRAM, run_command
 from torchtitan_lite.errors import run_script
 from torchtitan_lite.logger import init_logger
+
+OF_A_JOB = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+)
+"""Names of the variables that describe a process of a job."""
 
 
 def main(*command: str) -> None:
@@ -19,6 +25,9 @@ def main(*command: str) -> None:
     if sys.argv[1:2] == ["train"]:
         os.environ.setdefault("LAUNCHED_AS", f"{PROGRAM} train")
     else:
+        # A command is one process, also in a pod or under torchrun, which set these for a job.
+        for name in filter(OF_A_JOB.fullmatch, list(os.environ)):
+            del os.environ[name]
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has seen enough
         init_logger(sys.stderr)  # standard output has the answer alone
     run_script(run_command)

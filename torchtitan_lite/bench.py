@@ -10,7 +10,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import device_name, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.parallel.alone import ALONE
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.run_folder import read_status
 
@@ -177,16 +177,11 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
     config, run, log = folder / "config.toml", folder / "run", folder / "log.txt"
     config.write_text(dump_config(row.config))
     words = ["--job.config_file", str(config), "--job.dump_folder", str(run)]
-    with socket.socket() as free:  # it trains alone, in an environment as torchrun would set it
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, *TRAIN, *words],
-            env={**os.environ, **alone, **address},
+            env=os.environ | ALONE,
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the benchmark alone

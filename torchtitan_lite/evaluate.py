@@ -5,7 +5,6 @@ linears, in one process and without torch.compile.
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -31,11 +30,9 @@ from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
 from torchtitan_lite.models.loss import IGNORED
 from torchtitan_lite.optim import build_optimizer
-from torchtitan_lite.parallel.distributed import build_mesh, init_distributed
+from torchtitan_lite.parallel.alone import init_alone
+from torchtitan_lite.parallel.distributed import build_mesh
 
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-"""Variables that torchrun would set."""
 LONGEST_WINDOW = 2048
 """Of a Hugging Face model's text, in tokens, unless [training] seq_len is given."""
 ONE_PROCESS = {
@@ -95,9 +92,7 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
         words += [f"--{key}={value}" for key, value in forced.items()]
         config = load_config([*words, *overrides], world_size=1)
 
-    for name, value in TORCHRUN.items():
-        os.environ.setdefault(name, value)
-    device = init_distributed(config.comm)
+    device = init_alone()
     job, tokenizer = prepare_job(config, device=device)
     batches = build_validation_batches(job, tokenizer, progress=progress)
     return measure(job, tokenizer, batches, device=device)

@@ -24,13 +24,16 @@ ARGS = ModelArgs(**SIZES, vocab_size=2256, max_seq_len=64)
 SEQ_LEN = 32
 TP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "pipeline"))
 ROWWISE, BF16 = "--float8.recipe_name=rowwise", "--float8.enable_float8_linear=false"
+POD = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+POD |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Variables of a process of a job, which a command ignores."""
 TEXT = "The text of an evaluation: 語 and 😀, and so on. " * 40
 
 
 def evaluate(*words: str | Path, code: int = 0) -> tuple[dict[str, Any], str]:
     """Return the figures of `evaluate` and what it logged. It must end with the exit code."""
     command = ["-m", "torchtitan_lite", "evaluate", *map(str, words), "--json"]
-    result = warm.python(command, cwd=ROOT, env=ENV, timeout=200)
+    result = warm.python(command, cwd=ROOT, env=ENV | POD, timeout=200)
     assert result.returncode == code, result.stderr
     return json.loads(result.stdout or "{}"), result.stderr
 

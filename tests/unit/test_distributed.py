@@ -7,10 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.config import CommConfig, DebugConfig
+from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.parallel import distributed
-from torchtitan_lite.parallel.distributed import connect_store, init_distributed, set_determinism
+from torchtitan_lite.parallel.alone import init_alone, own_store
+from torchtitan_lite.parallel.distributed import (
+    build_mesh,
+    connect_store,
+    init_distributed,
+    set_determinism,
+)
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -82,6 +89,36 @@ def test_connect_store_separates_the_keys_of_attempts(agent_serves, monkeypatch)
     assert also_first.get("address") == b"old"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not connect_store(5).check(["address"])
+
+
+# ----- own_store, init_alone -----
+
+
+def listening() -> set[str]:
+    """Return the inodes of this process's sockets that listen for TCP connections."""
+    tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    listens = {row[9] for row in rows if row[3] == "0A"}
+    files = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+    return listens & {file.rpartition("[")[2].strip("]") for file in files}
+
+
+def test_a_process_alone_needs_no_network(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    before = listening()
+    assert init_alone() == torch.device("cpu")
+    connect_store(5).set("key", "value")
+    assert connect_store(5).get("key") == b"value"
+    assert on_rank0(lambda: 3) == 3 and on_all_ranks(lambda: 4) == [4]
+    mesh = build_mesh(ParallelDegrees(1, 1, 1, 1), device_type="cpu")
+    total = torch.ones(2)
+    dist.all_reduce(total, group=mesh["tp"].get_group())
+    assert total.tolist() == [1, 1] and listening() == before
+
+    # Of a job, each process meets the others.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert own_store() is None
 
 
 def test_set_determinism_seeds_and_is_deterministic_only_if_asked(monkeypatch):

@@ -46,7 +46,7 @@ from .manifest import (
     write_manifest,
 )
 from .reading import METADATA, SafeReader, first_failure, open_on_all_ranks
-from .resume import DISK_TIMEOUT, Resume, verify
+from .resume import Resume, new_disk_group, verify
 from .torchtitan_folder import load_torchtitan
 
 RANDOM_FILE = "rank-{:05d}.json"
@@ -90,7 +90,7 @@ class Checkpointer:
         if settings.load_only:
             logger.info("no checkpoint is saved: [checkpoint] load_only = true")
 
-        self.group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+        self.group = new_disk_group()
         if settings.async_mode != "disabled":
             on_gpu = device.type == "cuda"
             # Without this, the thread would use the first GPU.

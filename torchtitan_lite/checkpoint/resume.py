@@ -133,12 +133,18 @@ def _excluded(
     return excluded
 
 
+def new_disk_group() -> dist.ProcessGroup:
+    """Return a group of all ranks that exchanges values on CPU, and that waits for slow disks."""
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"  # fake: a process alone
+    return dist.new_group(backend=backend, timeout=DISK_TIMEOUT)
+
+
 def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
     """Return the manifest of the checkpoint at `path` after comparing the files with it.
 
     The sizes of all files are compared, and the contents of the small ones, or with `hashes` of
     all; each rank reads a share. Collective. Raises BrokenCheckpoint with the path."""
-    group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+    group = new_disk_group()
     share = (dist.get_rank(), dist.get_world_size())
     try:
         with folders.naming(path):

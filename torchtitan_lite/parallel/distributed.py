@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
 from torchtitan_lite.errors import ConfigError
 
+from .alone import own_store
+
 # NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
 NCCL_EXTRA_SECONDS = 30
 # From the slowest link to the fastest: neighbouring ranks share tensor parallelism.
@@ -61,7 +63,9 @@ def connect_store(timeout_s: float) -> dist.Store:
 
     Each attempt of a job has its own keys: after a restart the store still holds what the attempt
     before left there, such as the addresses of its process group."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store = own_store()
+    if store is None:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
