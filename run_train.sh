@@ -5,4 +5,5 @@ set -euo pipefail
 root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=$("$root/scripts/setup.sh")
 export PYTHONSAFEPATH=1 # Python 3.11 imports nothing from the working directory then
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # the environment may have another checkout's package
 LAUNCHED_AS=$(printf %q "$0") exec "$python" -m torchtitan_lite train "$@" # LAUNCHED_AS: for the command to go on

@@ -6,4 +6,5 @@ set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then sed -n '2,4s/^# //p' "$0" && exit; fi
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 python=$("$root/scripts/setup.sh" dev)
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # the environment may have another checkout's package
 exec "$python" "$root/scripts/benchmarks/gpu_day.py" run "$@"

@@ -3,7 +3,11 @@
 import os
 import sys
 
-if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
+if (
+    __name__ == "__main__"
+    and not getattr(sys.flags, "safe_path", False)  # else the first one is PYTHONPATH's
+    and sys.path[0] == os.getcwd()  # noqa: PTH109
+):
     del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import re

@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import socket
+from functools import cache
 from pathlib import Path
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -52,6 +53,12 @@ def usable_cores() -> set[int]:
     if not hasattr(os, "sched_getaffinity"):  # not on Linux
         return set(range(os.cpu_count() or 1))
     return os.sched_getaffinity(0)
+
+
+@cache
+def own_sources() -> str:
+    """Return the beginning of the hash of this package's sources, as they are at the first call."""
+    return hash_sources(Path(__file__).parent)[:16]
 
 
 def hash_sources(folder: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from torchtitan_lite.errors import FINAL_EXIT_CODES, ConfigError, RunError, StorageError
-from torchtitan_lite.files import DISK_FULL, replace_file
+from torchtitan_lite.files import DISK_FULL, own_sources, replace_file
 from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
@@ -52,6 +52,7 @@ class Status:
     exit_code: int | None = None
     rank: int | None = None  # rank that the cause refers to, if any
     job: str | None = None  # agent that started the run and may restart its processes
+    sources: str | None = None  # hash of the package, as the run began
 
 
 class RunFolder:
@@ -106,8 +107,8 @@ class RunFolder:
         self._begin(before, keeps_progress=resumed_config is not None)
 
     def _begin(self, before: Status | None, *, keeps_progress: bool) -> None:
-        job = job_name(os.getppid())
-        status = Status("running", started=self.started, time=time.time(), job=job)
+        now, job = time.time(), job_name(os.getppid())
+        status = Status("running", self.started, now, job=job, sources=own_sources())
         if before is not None and keeps_progress:
             status = replace(status, step=before.step, last_checkpoint=before.last_checkpoint)
         write_status(self.path, status)

@@ -9,7 +9,7 @@ import sys
 
 if __name__ == "__main__":
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
-    if sys.path[0] == os.getcwd():  # noqa: PTH109
+    if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import errno
@@ -40,7 +40,7 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
-from torchtitan_lite.files import DISK_FULL, hash_sources
+from torchtitan_lite.files import DISK_FULL, own_sources
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
@@ -54,7 +54,7 @@ from torchtitan_lite.parallel.distributed import (
 )
 from torchtitan_lite.parallel.time_limit import find_time_limit
 from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
-from torchtitan_lite.run_folder import RunFolder, read_status
+from torchtitan_lite.run_folder import RunFolder, Status, read_status
 from torchtitan_lite.trainer import Trainer
 
 DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
@@ -138,7 +138,7 @@ def start_facts(config: Config) -> dict[str, str]:
     return {
         **shared_settings(config),
         **versions,
-        "sources of torchtitan_lite (SHA-256)": hash_sources(Path(__file__).parent)[:16],
+        "sources of torchtitan_lite (SHA-256)": own_sources(),
         "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"),
         "NGPU": str(local_world_size()),
     }
@@ -179,11 +179,22 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
 
     # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
     if on_rank0(folder.lock):
+        on_rank0(lambda: check_same_sources(read_status(folder.path)))
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
     on_rank0(begin)
     folder.join()
     return resume
+
+
+def check_same_sources(before: Status | None) -> None:
+    """Raise ConfigError if this package has changed since the last attempt of the same run."""
+    if before is not None and before.sources not in (None, own_sources()):
+        raise ConfigError(
+            f"sources of torchtitan_lite (SHA-256) were {before.sources} in the attempt before and "
+            f"are {own_sources()} in this restart (MAX_RESTARTS), which would train with other "
+            "code; start the run again to go on with that."
+        )
 
 
 def run_entries(config: Config) -> list[str]:

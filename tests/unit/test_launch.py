@@ -36,7 +36,7 @@ PYTHON = f"""#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
     "-m pip"*) echo "pip says no" >&2; exit ${{PIP_EXIT:-0}} ;;
-    "-m torchtitan_lite train"*) echo "$LAUNCHED_AS"; exit 5 ;;
+    "-m torchtitan_lite train"*) echo "$LAUNCHED_AS $PYTHONPATH"; exit 5 ;;
     -c*) exec {sys.executable} "$@" ;;
 esac
 """
@@ -182,8 +182,9 @@ def test_run_train_sets_up_and_hands_over_to_the_launcher(project):
     link.parent.mkdir()
     link.symlink_to(project.path / "run_train.sh")
     for script in (project.path / "run_train.sh", link):
-        result = project.run(str(script), "--training.steps=5", "two words")
-        assert (result.returncode, shlex.split(result.stdout)) == (5, [str(script)])
+        result = project.run(str(script), "--training.steps=5", "two words", PYTHONPATH="/mine")
+        path = f"{project.path}:/mine"  # the environment may have another checkout's package
+        assert (result.returncode, shlex.split(result.stdout)) == (5, [str(script), path])
         assert project.calls("torchtitan_lite train")[-1] == "--training.steps=5 two words"
 
 
@@ -205,6 +206,20 @@ def test_files_in_the_working_directory_are_not_imported(words, shown, tmp_path)
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert shown in result.stdout + result.stderr
+
+
+def test_each_checkout_runs_its_own_sources_in_an_environment_of_another(tmp_path):
+    # As under run_train.sh in the project's folder. Tokenizing starts processes of its own.
+    other = tmp_path / "other/torchtitan_lite/__init__.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("raise SystemExit('of another checkout')")
+    (tmp_path / "a.txt").write_text("text")
+    env = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{ROOT}:{other.parents[1]}"}
+    words = ["-m", "torchtitan_lite", "data", "make", tmp_path / "a.txt", tmp_path / "store"]
+    result = subprocess.run(
+        [sys.executable, *words, "--workers=1"], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 # ----- Launch -----

@@ -26,6 +26,7 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
+from torchtitan_lite.files import own_sources
 from torchtitan_lite.run_folder import RunFolder, Status, make_log_folder, read_end, read_status
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
@@ -91,6 +92,7 @@ def test_the_status_has_the_progress_and_the_outcome(tmp_path):
         "time": start["time"],
         "step": 0,
         "job": f"process {os.getppid()} on {socket.gethostname()}",
+        "sources": own_sources(),
     }
     progress: dict[str, Any] = {"step": 7, "last_checkpoint": "step-00000005", "loss": 2.5}
     folder.update(**progress)

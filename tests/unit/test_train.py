@@ -154,6 +154,17 @@ def test_a_folder_that_no_run_wrote_is_left_alone(world, tmp_path):
     assert names(tmp_path) == [".lock", "config.toml"]
 
 
+def test_a_restart_with_other_sources_is_refused(world, tmp_path, monkeypatch):
+    assert opened_step(tmp_path) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert opened_step(tmp_path) == 0
+    monkeypatch.setattr(train, "own_sources", lambda: "edited")
+    with pytest.raises(ConfigError, match="SHA-256. were [0-9a-f]{16} in .* are edited in this"):
+        opened_step(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert opened_step(tmp_path) == 0  # a new start may have other ones
+
+
 def test_weights_to_begin_with_are_not_moved_away(world, tmp_path):
     initial = write_checkpoint(tmp_path / "checkpoint", 10)
     with pytest.raises(ConfigError, match=r"initial_load_path = .* is in \[job\] dump_folder = "):
