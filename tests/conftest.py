@@ -30,6 +30,7 @@ from torch.distributed.pipelining import schedules
 from torchao.float8 import float8_ops, float8_training_tensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from torchtitan_lite.compiler_checks import check_compiler
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 hypothesis_settings.register_profile("untimed", deadline=None, derandomize="CI" in os.environ)
 hypothesis_settings.load_profile("untimed")
 
+check_compiler(os.environ, compiles=False, on_gpu=False)  # the cache of runs that tests start
 COMPILER_SETTINGS: tuple[Any, ...] = (
     torch.compiler.config,
     torch._dynamo.config,

@@ -1,12 +1,12 @@
 """Build a run's model: convert it to float8, cut it into stages, make them parallel."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.config import zero_bubble
+from torchtitan_lite.config import CompileConfig, zero_bubble
 from torchtitan_lite.float8.convert import must_emulate
 from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.observe import Asked
@@ -39,7 +39,7 @@ class BuiltModel:
     linears: list[str]
     """Names of the whole model's linears in float8."""
     asked: Asked
-    """Float8 operations expected of this rank in each step."""
+    """Float8 operations expected of this rank in each step, and compiled graphs."""
 
 
 def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
@@ -78,7 +78,8 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         stages = [cut_stage(meta.model, job.stages[index]) for index in indices]
     linears = [name for choice in meta.converted for name in choice.names]
     own = {name for stage in stages for name, _ in stage.named_modules()} & set(linears)
-    asked = asked_of_step(job, own, ledger=meta.ledger)
+    graphs = graphs_of_step(config.compile, stages, has_loss=len(job.stages) - 1 in indices)
+    asked = replace(asked_of_step(job, own, ledger=meta.ledger), graphs=graphs)
     parallelize(
         stages,
         mesh,
@@ -151,6 +152,14 @@ def asked_of_step(job: Job, converted: Collection[str], *, ledger: FlopsLedger) 
         # At least one fusion per block: the compiler chooses which collectives it fuses.
         fused=microbatches * len(blocks) if fuses else 0,
     )
+
+
+def graphs_of_step(compile: CompileConfig, stages: Sequence[Transformer], *, has_loss: bool) -> int:
+    """Return the least number of graphs that a rank with these stages compiles: equal blocks share
+    one."""
+    has_blocks = any(stage.layers for stage in stages)
+    parts = (compile.covers("model") and has_blocks, compile.covers("loss") and has_loss)
+    return parts.count(True)
 
 
 def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:

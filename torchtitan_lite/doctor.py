@@ -17,6 +17,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import nn
 
+from torchtitan_lite import compiler_checks
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.errors import RunError
 from torchtitan_lite.files import usable_cores
@@ -264,6 +265,7 @@ def _compare(convert: Callable[[nn.Module], object], device: torch.device) -> st
 
 def check_compiler(device: torch.device) -> str:
     """Compile a function and compare its result."""
+    compiler_checks.check_compiler(os.environ, compiles=True, on_gpu=device.type == "cuda")
     x = torch.arange(64.0, device=device)
     began = time.perf_counter()
     compiled = torch.compile(lambda y: (y * 2 + 1).relu())

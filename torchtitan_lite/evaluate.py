@@ -5,6 +5,7 @@ linears, in one process and without torch.compile.
 """
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from torchtitan_lite.build_model import build_microbatches, build_model
 from torchtitan_lite.checkpoint.folders import naming, step_folders
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress, read_manifest
+from torchtitan_lite.compiler_checks import check_compiler
 from torchtitan_lite.config import given_keys, load_config
 from torchtitan_lite.data.corpus import build_corpora, build_validation_corpus, has_own_data
 from torchtitan_lite.data.dataloader import ValidationBatches
@@ -92,6 +94,7 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
         words += [f"--{key}={value}" for key, value in forced.items()]
         config = load_config([*words, *overrides], world_size=1)
 
+    check_compiler(os.environ, compiles=False, on_gpu=False)  # attention in documents compiles
     device = init_alone()
     job, tokenizer = prepare_job(config, device=device)
     batches = build_validation_batches(job, tokenizer, progress=progress)

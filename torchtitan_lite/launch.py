@@ -18,7 +18,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lite.compiler_checks import check_compiler
 from torchtitan_lite.config import did_you_mean, find_config, load_config, shipped_configs
 from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
 from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
@@ -169,21 +169,6 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     with suppress(OSError):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     return sum(line.startswith("GPU") for line in listed.splitlines())
-
-
-def check_compiler_cache(env: Mapping[str, str], *, compiles: bool) -> None:
-    """Raise ConfigError unless the compiler's cache folder, which torch creates, is usable."""
-    folder, problem = env.get("TORCHINDUCTOR_CACHE_DIR"), ""
-    try:
-        path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-        if compiles and re.search(r"[\s'\"]", str(path)):
-            problem = f"{path} has a space or a quote, with which [compile] fails"
-    except OSError as error:
-        problem = f"cannot be written: {error}"
-    if problem:
-        raise ConfigError(f"TORCHINDUCTOR_CACHE_DIR={folder}: {problem}; set it to another folder.")
 
 
 @dataclass(frozen=True)
@@ -338,7 +323,8 @@ def main(argv: list[str]) -> NoReturn:
         hint = did_you_mean(Path(launch.config_file).stem, shipped_configs())
         raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file{hint or '; name one.'}")
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
-    check_compiler_cache(os.environ, compiles=config.compile.enable)
+    on_gpu = config.compile.enable and count_cuda_devices(os.environ) > 0
+    check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)
     since = time.time()

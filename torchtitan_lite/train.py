@@ -17,6 +17,7 @@ import math
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -25,6 +26,7 @@ from torchtitan_lite.checkpoint.folders import committed_steps, hf_folder, remov
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.collectives import on_rank0
+from torchtitan_lite.compiler_checks import check_compiler
 from torchtitan_lite.config import (
     Config,
     asks_for_help,
@@ -326,7 +328,10 @@ def main() -> None:
         return
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        exit_code = run(load_config(sys.argv[1:], world_size=world_size))
+        config = load_config(sys.argv[1:], world_size=world_size)
+        on_gpu = torch.cuda.is_available()
+        check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
+        exit_code = run(config)
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")

@@ -115,6 +115,14 @@ def test_keys_that_an_evaluation_sets_are_refused(hf_dir: Path) -> None:
             evaluation.evaluate(hf_dir, data="y", overrides=[f"--{key}={value}"])
 
 
+def test_a_compilers_cache_that_is_unusable_is_refused(
+    hf_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
+    with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR=/dev/null/cache: cannot be wr"):
+        evaluation.evaluate(hf_dir, data="y", overrides=[])
+
+
 @pytest.mark.timeout(300)
 def test_a_text_shorter_than_a_window_is_an_error(hf_dir: Path) -> None:
     (hf_dir.parent / "text.txt").write_text("short")

@@ -11,9 +11,10 @@ from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build
 from torchtitan_lite.build import build_checkpointer
-from torchtitan_lite.build_model import asked_of_step
+from torchtitan_lite.build_model import asked_of_step, graphs_of_step
 from torchtitan_lite.config import (
     CheckpointConfig,
+    CompileConfig,
     Config,
     Float8Config,
     MetricsConfig,
@@ -30,7 +31,7 @@ ROWWISE_HP = FLOAT8 | {"recipe_name": "rowwise_with_gw_hp"}
 GATHER = FLOAT8 | {"enable_fsdp_float8_all_gather": True}
 SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 8, "ffn_dim": 128, "vocab_size": 64}
 
-# ----- asked_of_step -----
+# ----- asked_of_step, graphs_of_step -----
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,17 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
         assert type(meta.model.output) is Float8Linear
         assert meta.model.output.weight is meta.model.tok_embeddings.weight
         assert sum(map(is_gathered_in_float8, meta.model.parameters())) == 14
+
+
+def test_graphs_of_step_are_at_least_one_for_blocks_and_one_for_the_loss():
+    both, off = CompileConfig(enable=True), CompileConfig()
+    loss = CompileConfig(enable=True, components=("loss",))
+    with_blocks, without = SimpleNamespace(layers=[1]), SimpleNamespace(layers=[])
+    assert graphs_of_step(both, [without, with_blocks], has_loss=True) == 2
+    assert graphs_of_step(both, [with_blocks], has_loss=False) == 1
+    assert graphs_of_step(both, [without], has_loss=True) == 1
+    assert graphs_of_step(loss, [with_blocks], has_loss=True) == 1
+    assert graphs_of_step(off, [with_blocks], has_loss=True) == 0
 
 
 @pytest.mark.parametrize(

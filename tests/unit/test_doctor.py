@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan_lite import doctor
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.doctor import Finding, Unfit, can_train, examine, format_findings
-from torchtitan_lite.errors import RunError
+from torchtitan_lite.errors import ConfigError, RunError
 from torchtitan_lite.float8.recipes import RECIPES
 
 CPU = torch.device("cpu")
@@ -64,6 +64,13 @@ def test_no_failure_ends_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_check_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert "torch.compile works" in doctor.check_compiler(CPU)
+
+
+def test_check_compiler_names_a_variable_that_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with pytest.raises(ConfigError, match="TORCH_COMPILE_DISABLE=1 turns the compiler off"):
+        doctor.check_compiler(CPU)
 
 
 def test_check_disk_and_check_peaks_measure_speeds(tmp_path: Path) -> None:

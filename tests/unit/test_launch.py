@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from torchtitan_lite.launch import (
     NEXT,
     AgentEnd,
     Launch,
-    check_compiler_cache,
     find_outcome,
     report_end,
 )
@@ -332,22 +330,15 @@ def test_a_bad_config_file_is_refused(tmp_path, monkeypatch):
         launch.main([])
 
 
-def test_check_compiler_cache_refuses_a_folder_that_is_unusable(tmp_path, monkeypatch):
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    check_compiler_cache({name: str(tmp_path / "new/cache")}, compiles=True)
-    check_compiler_cache({name: str(tmp_path / "a cache")}, compiles=False)
-    with pytest.raises(ConfigError, match=rf"{name}=.*/a cache has a space or a quote, with whic"):
-        check_compiler_cache({name: str(tmp_path / "a cache")}, compiles=True)
-    for path in ("/dev/null/cache", "/proc/cache"):
-        with pytest.raises(ConfigError, match=rf"{name}={path}: cannot be written: .*; set it"):
-            check_compiler_cache({name: path}, compiles=False)
-
-    def no_folder() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
-    with pytest.raises(ConfigError, match=f"{name}=None: cannot be written: .* No usable"):
-        check_compiler_cache({}, compiles=False)
+def test_a_compiler_that_cannot_work_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CONFIG_FILE", "debug_model")
+    monkeypatch.setattr(launch, "make_log_folder", lambda path: 1 / 0)
+    words = [f"--job.dump_folder={tmp_path}"]
+    with pytest.raises(ZeroDivisionError):
+        launch.main(words)
+    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 turns the compiler off"):
+        launch.main([*words, "--compile.enable"])
 
 
 # ----- find_outcome -----

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sample_models import SMALL, on_meta, ready
 from torch import nn
+from torch._dynamo.utils import counters
 
 from torchtitan_lite.float8.observe import Asked, StepObserver
 
@@ -88,6 +89,17 @@ def test_a_gather_that_did_not_happen_is_a_mismatch() -> None:
         "0 gathers of activations in float8, and at least 8 were asked for",
         "0 collectives fused with matmuls, and at least 3 were asked for",
     ]
+
+
+def test_blocks_that_run_eager_though_they_are_compiled_are_a_mismatch() -> None:
+    counters.clear()
+    assert StepObserver().mismatches(nn.Module(), Asked(graphs=2)) == [
+        "0 compiled graphs, and at least 2 were asked for"
+    ]
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    assert StepObserver().mismatches(nn.Module(), Asked(graphs=1)) == []
+    assert StepObserver().mismatches(nn.Module(), Asked()) == []  # as of FlexAttention
+    assert StepObserver().lines(nn.Module(), Asked(graphs=1))[-1] == "torch.compile: 1 graphs"
 
 
 def test_real_float8_matmuls_and_fused_ones_are_counted() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +40,7 @@ class Asked:
     fsdp_gathers: int = 0  # of weights in float8
     tp_gathers: int = 0  # of activations and gradients in float8
     fused: int = 0  # collectives that are fused with a matmul
+    graphs: int = 0  # compiled ones, in all steps
 
 
 class StepObserver(TorchDispatchMode):
@@ -94,7 +96,7 @@ class StepObserver(TorchDispatchMode):
 
         rank, found = next(iter(differing.items()))
         message = (
-            f"step {step} ran otherwise than [float8] and [parallelism] ask for on "
+            f"step {step} ran otherwise than [float8], [parallelism] and [compile] ask for on "
             f"{len(differing)} of {len(of_ranks)} ranks, on rank {rank}: {found}"
         )
         if deterministic:
@@ -117,6 +119,8 @@ class StepObserver(TorchDispatchMode):
             fused = f", {self.fused} collectives fused with matmuls" if asked.fused else ""
             gathers = _show(self.tp_gathers)
             lines.append(f"gathers of activations: {gathers}{fused}")
+        if asked.graphs:
+            lines.append(f"torch.compile: {compiled_graphs()} graphs")
         return lines
 
     def mismatches(self, model: nn.Module, asked: Asked) -> list[str]:
@@ -129,12 +133,19 @@ class StepObserver(TorchDispatchMode):
             "gathers of activations in float8": (self.tp_gathers["float8"], asked.tp_gathers),
             "collectives fused with matmuls": (self.fused, asked.fused),
         }
+        if asked.graphs:
+            counts["compiled graphs"] = (compiled_graphs(), asked.graphs)
         for what, (seen, least) in counts.items():
             if seen < least:
                 found.append(f"{seen} {what}, and at least {least} were asked for")
             elif seen and not least:
                 found.append(f"{seen} {what}, and none was asked for")
         return found
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has made in this process."""
+    return counters["stats"]["unique_graphs"]
 
 
 def _type_name(tensor: torch.Tensor) -> str:
