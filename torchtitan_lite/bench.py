@@ -10,7 +10,6 @@ import os
 import platform
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -177,16 +176,14 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
     config, run, log = folder / "config.toml", folder / "run", folder / "log.txt"
     config.write_text(dump_config(row.config))
     words = ["--job.config_file", str(config), "--job.dump_folder", str(run)]
-    with socket.socket() as free:  # it trains alone, in an environment as torchrun would set it
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    # It trains alone, in an environment as torchrun would set it.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, *TRAIN, *words],
-            env={**os.environ, **alone, **address},
+            env={**os.environ, **alone},
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the benchmark alone

@@ -8,6 +8,7 @@ import os
 import sys
 
 if __name__ == "__main__":
+    parent = os.getppid()  # it may end during the imports
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
     if sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
@@ -62,12 +63,13 @@ CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 """Prefix of the names of modules that the compiler loads from its cache."""
 
 
-def run(config: Config) -> int:
-    """Train with `config` in this process. Return the exit code."""
+def run(config: Config, *, parent: int | None) -> int:
+    """Train with `config` in this process, which `parent` has started. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
     watchdog = Watchdog(
         report=lambda lost: folder.fail(lost, step=watchdog.step),
         timeout_s=config.comm.init_timeout_seconds,
+        parent=parent,
     )
     try:
         stopped_by = join_and_train(config, watchdog, folder)
@@ -307,7 +309,7 @@ def is_within(folder: Path, file: str | bytes | int | None) -> bool:
 
 
 @record
-def main() -> None:
+def main(parent: int | None = None) -> None:
     """Train with the command line's config. A RunError is printed without a traceback."""
     init_logger()
     if asks_for_help(sys.argv[1:]):
@@ -315,7 +317,7 @@ def main() -> None:
         return
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        exit_code = run(load_config(sys.argv[1:], world_size=world_size))
+        exit_code = run(load_config(sys.argv[1:], world_size=world_size), parent=parent)
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")
@@ -326,4 +328,4 @@ def main() -> None:
 if __name__ == "__main__":
     gc.freeze()  # later collections scan only objects made after the imports
     gc.enable()
-    main()
+    main(parent)

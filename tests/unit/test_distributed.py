@@ -68,20 +68,26 @@ def test_a_gpus_allocator_and_trace_buffer(variable, monkeypatch):
     assert [os.environ.get(name) for name in BUFFER_SIZE] == ["7", None]
 
 
-@pytest.mark.parametrize("agent_serves", [True, False])
-def test_connect_store_separates_the_keys_of_attempts(agent_serves, monkeypatch):
+def test_connect_store_separates_the_keys_of_starts_and_attempts(monkeypatch):
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port), "RANK": "0"}
-    env |= {"WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": str(agent_serves)}
+    env |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    if not agent_serves:
-        del served
     first, also_first = connect_store(5), connect_store(5)
     first.set("address", "old")
     assert also_first.get("address") == b"old"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not connect_store(5).check(["address"])
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert not connect_store(5).check(["address"])
+
+
+def test_connect_store_of_a_single_rank_needs_no_network(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    connect_store(5).set("alone", "yes")
+    assert connect_store(5).get("alone") == b"yes"
 
 
 def test_set_determinism_seeds_and_is_deterministic_only_if_asked(monkeypatch):

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,13 +57,25 @@ def set_determinism(debug: DebugConfig) -> None:
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """Connect to the store of torchrun's job, where ranks meet. The connection and each answer may
-    take `timeout_s`. One connection serves one thread at a time.
+    """Connect to the store of torchrun's job, where ranks meet; the only rank of a job needs no
+    network for it. The connection and each answer may take `timeout_s`, but an answer of a server
+    that is stopped never comes. One connection serves one thread at a time.
 
-    Each attempt of a job has its own keys: after a restart the store still holds what the attempt
-    before left there, such as the addresses of its process group."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    Each start has keys of its own, by its name, and so has each of its attempts: after a restart
+    the store still holds what the attempt before left there, such as the addresses of its process
+    group."""
+    start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if read_rank() == (0, 1):
+        store = _own_store()
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return dist.PrefixStore(f"{start}/attempt-{attempt}", store)
+
+
+@cache
+def _own_store() -> dist.Store:
+    return dist.HashStore()
 
 
 def check_started_alike(
@@ -128,6 +141,8 @@ def init_distributed(comm: CommConfig) -> torch.device:
     else:
         backend, device = "gloo", torch.device("cpu")
 
+    if local_world_size() == world_size:
+        stay_on_loopback()
     timeout = comm.init_timeout_seconds
     store = connect_store(timeout)
     dist.init_process_group(
@@ -135,6 +150,13 @@ def init_distributed(comm: CommConfig) -> torch.device:
     )
     set_timeouts(timeout)
     return device
+
+
+def stay_on_loopback() -> None:
+    """Let the ranks of one host meet where no other host reaches them, unless the environment
+    names an interface. It also needs no host name that resolves."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def _set_up_gpu(comm: CommConfig) -> torch.device:
