@@ -7,7 +7,7 @@ whose field `sha256` is the hash of all other fields, so that damage is noticed.
 import hashlib
 import json
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -48,6 +48,23 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("is not a regular file")
     return found.st_size
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file, with their ends; one that is longer than MAX_JSON_BYTES in
+    pieces. Raises ValueError for a pipe or a device, and OSError if the file cannot be read."""
+    regular_size(path)
+    with path.open("rb") as file:
+        while line := file.readline(MAX_JSON_BYTES):
+            yield line
+
+
+def strict_json(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON, with null for numbers that are not finite, which JSON lacks."""
+    finite = json.loads(
+        json.dumps(value), parse_constant=lambda _: None
+    )  # NaN, Infinity and -Infinity
+    return json.dumps(finite, indent=indent)
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

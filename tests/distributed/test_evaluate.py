@@ -14,6 +14,7 @@ import warm
 from launching import ENV, FOLDER, ROOT, finish, train_arguments
 
 from torchtitan_lite import evaluate as evaluation
+from torchtitan_lite.config import Config
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
@@ -79,7 +80,7 @@ WORDS = [f"--training.seq_len={SEQ_LEN}", "--training.mixed_precision_param=floa
 @pytest.mark.timeout(300)
 def test_a_hugging_face_model_has_transformers_loss(hf_dir: Path) -> None:
     data = hf_dir.parent / "text.txt"
-    found, _ = evaluate(hf_dir, "--data", data, *WORDS)
+    found, _ = evaluate(hf_dir, "--data", data, *WORDS, "--training.local_batch_size=65536")
     (ids,) = build_tokenizer("").encode_documents([TEXT])
     count = (len(ids) - 1) // SEQ_LEN * SEQ_LEN
     tokens, labels = (torch.tensor(ids[at : at + count]).view(-1, SEQ_LEN) for at in (0, 1))
@@ -110,6 +111,19 @@ def test_keys_that_an_evaluation_sets_are_refused(hf_dir: Path) -> None:
     for key, value in given.items():
         with pytest.raises(ConfigError, match=rf"--{key} is .* in an evaluation; leave it out"):
             evaluation.evaluate(hf_dir, data="y", overrides=[f"--{key}={value}"])
+
+
+@pytest.mark.quick
+def test_check_data_refuses_a_text_that_only_a_foreign_checkpoint_names(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for table in ("training", "validation"):
+        tables = {"job": {"dump_folder": str(run)}, table: {"dataset_path": "/etc/passwd"}}
+        config, key = Config.model_validate(tables), f"{table}.dataset_path"
+        evaluation.check_data(config, run / "checkpoint/step-1", given=())
+        evaluation.check_data(config, tmp_path / "other/step-1", given={key})
+        message = rf'dataset_path = "/etc/passwd" is not read: .*; name it by --{key}, .* by --data'
+        with pytest.raises(ConfigError, match=message):
+            evaluation.check_data(config, tmp_path / "other/step-1", given=())
 
 
 @pytest.mark.timeout(300)

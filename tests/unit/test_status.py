@@ -151,11 +151,14 @@ def test_watch_ends_with_the_run_and_its_exit_code(tmp_path, capsys, monkeypatch
 
 def test_the_command(tmp_path, capsys, monkeypatch) -> None:
     run = make_run(tmp_path / "r", FAILED)
+    text = (run / "status.json").read_text().replace('"loss": 3.21', '"loss": NaN')
+    (run / "status.json").write_text(text)  # as up to version 0.3
     assert run_command(["status", str(run)]) == 0
     assert run_command(["status", str(run), "--watch"]) == 6
     capsys.readouterr()
     run_command(["status", str(run), "--json"])
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["loss"] is None
     assert (found["state"], found["exit_code"], found["folder"]) == ("failed", 6, str(run))
     with pytest.raises(ConfigError, match="--watch .*--json"):
         run_command(["status", str(run), "--watch", "--json"])
