@@ -61,9 +61,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:
     """Return a value as JSON, with null for numbers that are not finite, which JSON lacks."""
-    finite = json.loads(
-        json.dumps(value), parse_constant=lambda _: None
-    )  # NaN, Infinity and -Infinity
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent)
 
 

@@ -30,6 +30,7 @@ from torchtitan_lite.config import did_you_mean, find_config, load_config, shipp
 from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
 from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
 from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
+from torchtitan_lite.terminal import clean
 
 VARIABLES = """\
 variables:
@@ -326,7 +327,7 @@ def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
 def say(*lines: str) -> None:
     """Write to stderr; ignore a terminal or disk that is gone."""
     with suppress(OSError):
-        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+        os.write(2, clean("".join(f"{line}\n" for line in lines)).encode())
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -20,6 +20,7 @@ from torchtitan_lite.documents import read_lines, strict_json
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
+from torchtitan_lite.terminal import clean
 
 from .figures import (
     FINAL_STEPS,
@@ -181,13 +182,13 @@ class ConsoleWriter(Writer):
     def _log(self, step: int, *texts: str) -> None:
         """Log the step and the texts that are not empty, each in its own colour."""
         painted = [
-            f"\033[{color}m{text}\033[0m" if self._color else text
+            f"\033[{color}m{clean(text)}\033[0m" if self._color else text
             for color, text in zip(
                 itertools.cycle(COLORS), (self._head(step), *texts), strict=False
             )
             if text
         ]
-        logger.info("  ".join(painted))
+        logger.info("  ".join(painted), extra={"clean": True} if self._color else None)
 
 
 def on_terminal() -> bool:
