@@ -25,11 +25,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.config.types import Positive
-from torchtitan_lite.documents import read_json_object, strict_json
+from torchtitan_lite.documents import first_problem, read_json_object, strict_json
 from torchtitan_lite.errors import ConfigError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
@@ -311,7 +311,7 @@ def read_earlier(path: Path, *, device: str) -> list[Result]:
         rows = TypeAdapter(list[_EarlierRow]).validate_python(earlier["rows"])
         its_device = earlier["device"]
     except (OSError, ValueError, LookupError) as error:
-        reason = " ".join(repr(error).split())[:300]
+        reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
         raise ConfigError(f"--check {path}: {reason}; name a file that --out wrote.") from error
     if its_device != device:
         raise ConfigError(
