@@ -5,7 +5,6 @@ status.json last. So if status.json exists, a run wrote the other files that hav
 Without a status.json, nothing in the folder is moved or replaced.
 """
 
-import errno
 import fcntl
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from torchtitan_lite.documents import Count, read_regular, strict_json
-from torchtitan_lite.errors import FINAL_EXIT_CODES, ConfigError, RunError, StorageError
+from torchtitan_lite.errors import FINAL_EXIT_CODES, WRONG_PATH, ConfigError, RunError, StorageError
 from torchtitan_lite.files import DISK_FULL, replace_file
 from torchtitan_lite.logger import logger
 
@@ -31,8 +30,6 @@ BLOCK_BYTES = 4096  # of most file systems; even on a full disk, one block can b
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # names the last run that held it, or is empty
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
-FIXABLE = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
-FIXABLE |= {errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True)
@@ -343,7 +340,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        broken = error.errno not in FIXABLE
+        broken = error.errno not in WRONG_PATH
         raise (StorageError if broken else ConfigError)(
             f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: '
             f"{error.strerror}; {'make room' if broken else 'fix that'}, or name another folder."

@@ -1,5 +1,6 @@
 """What reaches a terminal: cleaned in one place, whoever prints it."""
 
+import errno
 import io
 import sys
 from dataclasses import replace
@@ -32,7 +33,10 @@ def test_clean_escapes_what_controls_a_terminal():
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError(HOSTILE), 2), (OSError(5, HOSTILE), 7), (RuntimeError(HOSTILE), 1)],
+    [
+        *((ConfigError(HOSTILE), 2), (OSError(errno.EIO, HOSTILE), 7), (RuntimeError(HOSTILE), 1)),
+        (OSError(errno.ENAMETOOLONG, HOSTILE), 2),
+    ],
 )
 def test_run_script_cleans_both_streams(error, code, monkeypatch, capfd):
     for name in ("stdout", "stderr"):

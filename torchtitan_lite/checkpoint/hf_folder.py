@@ -197,10 +197,12 @@ def model_settings(args: ModelArgs) -> dict[str, Any]:
         # Some flavors take the vocabulary from the tokenizer. max_seq_len is always the run's.
         left: dict[str, Any] = {} if dimensions.vocab_size else {"vocab_size": args.vocab_size}
         if replace(dimensions, max_seq_len=args.max_seq_len, **left) == args:
-            return {"flavor": flavor, **left}
-    keys = {key: value for key, value in asdict(args).items() if value is not None}
-    del keys["max_seq_len"]
-    settings = {"flavor": "", **keys}
+            settings = {"flavor": flavor, **left}
+            break
+    else:
+        keys = {key: value for key, value in asdict(args).items() if value is not None}
+        del keys["max_seq_len"]
+        settings = {"flavor": "", **keys}
     check_model_table(settings, source="the model")
     return settings
 
