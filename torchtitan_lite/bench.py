@@ -309,11 +309,10 @@ def read_earlier(path: Path, *, device: str) -> list[Result]:
     try:
         earlier = read_json_object(path)
         rows = TypeAdapter(list[_EarlierRow]).validate_python(earlier["rows"])
-        its_device = earlier["device"]
     except (OSError, ValueError, LookupError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
         raise ConfigError(f"--check {path}: {reason}; name a file that --out wrote.") from error
-    if its_device != device:
+    if (its_device := earlier.get("device")) != device:
         raise ConfigError(
             f'--check {path} is of device "{its_device}", and this is "{device}": their ratios '
             "cannot be compared; measure here with --out."

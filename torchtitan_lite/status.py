@@ -71,7 +71,7 @@ def format_table(runs: dict[Path, Status], *, now: float) -> str:
     rows: list[tuple[str, ...]] = [COLUMNS]
     for folder, status in runs.items():
         state = f"{status.state}?" if doubt(status, now=now) else status.state
-        rows.append((folder.name, state, *_figures(status, now=now)))
+        rows.append((_one_line(folder.name), state, *_figures(status, now=now)))
     return format_columns(rows, right=range(2, len(COLUMNS)))
 
 
@@ -82,7 +82,7 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
         step += f" ({100 * status.step / status.total_steps:.1f} %)"
     facts = {
         "state": status.state,
-        "cause": " ".join((status.cause or "").split()),
+        "cause": _one_line(status.cause or ""),
         "exit code": "" if status.exit_code is None else str(status.exit_code),
         "rank": "" if status.rank is None else str(status.rank),
         "step": step,
@@ -93,7 +93,7 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
             (now if status.state == "running" else status.time) - status.started
         ),
         "time left": left,
-        "last checkpoint": status.last_checkpoint or "none",
+        "last checkpoint": _one_line(status.last_checkpoint or "none"),
         "updated": updated,
         "doubt": doubt(status, now=now),
     }
@@ -140,6 +140,10 @@ def _figures(status: Status, *, now: float) -> Iterator[str]:
 def _span(seconds: float) -> str:
     """Return a time in the form 1 day, 2:03:04; 0:00:00 if the clocks of two hosts differ."""
     return str(timedelta(seconds=round(max(0.0, min(seconds, 1e10)))))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def watch_code(runs: dict[Path, Status]) -> int | None:

@@ -77,6 +77,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     problems += [_name_sources(message, known) for message in messages]
     if problems:
         raise ConfigError("\n".join(problems))
+
     checkpoint = config.checkpoint
     exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
     if checkpoint.export_dtype != "float32" and not exports:
