@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import warm
 from launching import ENV, FOLDER, ROOT, finish, train_arguments
 
 from torchtitan_lite import evaluate as evaluation
+from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import ConfigError
@@ -80,7 +82,7 @@ WORDS = [f"--training.seq_len={SEQ_LEN}", "--training.mixed_precision_param=floa
 @pytest.mark.timeout(300)
 def test_a_hugging_face_model_has_transformers_loss(hf_dir: Path) -> None:
     data = hf_dir.parent / "text.txt"
-    found, _ = evaluate(hf_dir, "--data", data, *WORDS, "--training.local_batch_size=65536")
+    found, _ = evaluate(hf_dir, "--data", data, *WORDS)
     (ids,) = build_tokenizer("").encode_documents([TEXT])
     count = (len(ids) - 1) // SEQ_LEN * SEQ_LEN
     tokens, labels = (torch.tensor(ids[at : at + count]).view(-1, SEQ_LEN) for at in (0, 1))
@@ -124,6 +126,18 @@ def test_check_data_refuses_a_text_that_only_a_foreign_checkpoint_names(tmp_path
         message = rf'dataset_path = "/etc/passwd" is not read: .*; name it by --{key}, .* by --data'
         with pytest.raises(ConfigError, match=message):
             evaluation.check_data(config, tmp_path / "other/step-1", given=())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("samples", "size"), [(10**6, 128), (3, 3)])
+def test_build_validation_batches_bounds_what_a_config_asks_for(samples, size, monkeypatch) -> None:
+    training = {"local_batch_size": 65536, "seq_len": 2048}
+    tables = {"training": training, "validation": {"dataset_path": "x"}}
+    job: Any = SimpleNamespace(config=Config.model_validate(tables), model_args=ARGS)
+    monkeypatch.setattr(evaluation, "build_validation_corpus", lambda *_, **__: (None, samples))
+    tokenizer: Any = None
+    batches = evaluation.build_validation_batches(job, tokenizer, progress=NEW_RUN)
+    assert (batches.local_batch_size, batches.samples) == (size, samples)
 
 
 @pytest.mark.timeout(300)
