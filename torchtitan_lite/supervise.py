@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.signals import stop_signals
+from torchtitan_lite.terminal import clean
 
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
 DUPLICATE_SECONDS = 3.0
@@ -134,4 +135,4 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
 def say(*lines: str) -> None:
     """Write to stderr; ignore a terminal or disk that is gone."""
     with suppress(OSError):
-        os.write(2, "".join(f"{line}\n" for line in lines).encode())
+        os.write(2, clean("".join(f"{line}\n" for line in lines)).encode())

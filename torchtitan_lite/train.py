@@ -316,7 +316,7 @@ def main(parent: int | None = None) -> None:
         print(format_help())
         return
     try:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = read_rank()[1] if "RANK" in os.environ else 1
         exit_code = run(load_config(sys.argv[1:], world_size=world_size), parent=parent)
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.

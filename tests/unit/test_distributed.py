@@ -38,7 +38,11 @@ def start_on(monkeypatch: pytest.MonkeyPatch, *, gpus: int, processes: int = 1) 
 
 
 def test_a_process_that_torchrun_did_not_start_is_refused(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "two" if name == "WORLD_SIZE" else "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=two is not a number"):
+        init_distributed(CommConfig())
+    monkeypatch.delenv("RANK")
     with pytest.raises(ConfigError, match=r"RANK is not set.*torchrun .* -m torchtitan_lite\.trai"):
         init_distributed(CommConfig())
 

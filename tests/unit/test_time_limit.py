@@ -23,6 +23,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000"}
         (None, 99_000, SLURM, 99_900),  # of 1,000 s the margin takes 100
         (None, 100_000, SLURM, math.inf),  # variables of an earlier job
         (None, 0, {"SLURM_JOB_END_TIME": "UNLIMITED"}, math.inf),
+        (None, 0, {"SLURM_JOB_END_TIME": "9" * 20}, math.inf),
     ],
 )
 def test_find_time_limit(max_minutes, started, env, at):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 from collections import defaultdict
@@ -33,11 +34,15 @@ def read_rank() -> tuple[int, int]:
     """Return this process's rank and the number of processes, which torchrun sets.
 
     Raises ConfigError outside torchrun."""
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "this process was not started by torchrun (RANK is not set); use torchrun "
-            "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
-        )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "")
+        if not re.fullmatch("[0-9]{1,9}", value):
+            found = f"={value} is not a number" if value else " is not set"
+            raise ConfigError(
+                f"this process was not started by torchrun ({name}{found}); use torchrun "
+                "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or "
+                "./run_train.sh."
+            )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
