@@ -67,7 +67,7 @@ def open_store(
     started with another number of nodes."""
     timeout = timedelta(seconds=timeout_s)
     if node_rank == 0:
-        store = dist.TCPStore(
+        served = dist.TCPStore(
             host,
             port,
             is_master=True,
@@ -76,8 +76,8 @@ def open_store(
             master_listen_fd=listener,
         )
         name = secrets.token_hex(16)
-        store.set(START_KEY, json.dumps([name, nnodes]))
-        return store, name
+        served.set(START_KEY, json.dumps([name, nnodes]))
+        return served, name
 
     def join() -> tuple[dist.Store, str, int]:
         store = dist.TCPStore(host, port, timeout=timeout)
