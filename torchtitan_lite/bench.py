@@ -24,16 +24,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from torchtitan_lite.config import Config, dump_config
-from torchtitan_lite.documents import read_json_object
+from torchtitan_lite.config.types import Positive
+from torchtitan_lite.documents import first_problem, read_json_object, strict_json
 from torchtitan_lite.errors import ConfigError, StorageError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import device_name, total_memory_gib
 from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.parallel.alone import ALONE
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.run_folder import read_status
 
@@ -177,11 +178,14 @@ def run_row(row: Row, folder: Path, *, timeout_s: float) -> Result:
     config, run, log = folder / "config.toml", folder / "run", folder / "log.txt"
     config.write_text(dump_config(row.config))
     words = ["--job.config_file", str(config), "--job.dump_folder", str(run)]
+    # It trains alone, in an environment as torchrun would set it.
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
     began = time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, *TRAIN, *words],
-            env=os.environ | ALONE,
+            env={**os.environ, **alone},
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the benchmark alone
@@ -261,7 +265,7 @@ def run_benchmark(
         report["ended_by"], report["seconds"] = ended_by, round(time.monotonic() - began, 1)
         add_ratios(report["rows"])
         if out is not None:
-            replace_file(out, json.dumps(report, indent=1) + "\n")
+            replace_file(out, strict_json(report, indent=1) + "\n")
 
     with TemporaryDirectory(prefix="bench_", ignore_cleanup_errors=True) as folder:
         try:
@@ -289,20 +293,28 @@ def run_benchmark(
     return report
 
 
+class _EarlierRow(BaseModel):  # what is compared of it
+    name: str
+    status: str
+    bf16_ratio: Positive | None = None
+    compile_ratio: Positive | None = None
+
+
 def read_earlier(path: Path, *, device: str) -> list[Result]:
     """Return the rows of an earlier report. Raises ConfigError if the file has none, or is from
     another device."""
     try:
         earlier = read_json_object(path)
-        rows, its_device = earlier["rows"], earlier["device"]
+        rows = TypeAdapter(list[_EarlierRow]).validate_python(earlier["rows"])
     except (OSError, ValueError, LookupError) as error:
-        raise ConfigError(f"--check {path}: {error!r}; name a file that --out wrote.") from error
-    if its_device != device:
+        reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
+        raise ConfigError(f"--check {path}: {reason}; name a file that --out wrote.") from error
+    if (its_device := earlier.get("device")) != device:
         raise ConfigError(
             f'--check {path} is of device "{its_device}", and this is "{device}": their ratios '
             "cannot be compared; measure here with --out."
         )
-    return rows
+    return [row.model_dump() for row in rows]
 
 
 def find_regressions(

@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.hf_folder import (
     PREFIX,
     SINGLE,
     HfReader,
+    hf_errors,
     model_settings,
     open_weights,
 )
@@ -96,6 +97,8 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
     Llama; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
     with new_folder(out_dir) as draft:
         reader = HfReader(hf_dir)
+        with hf_errors(hf_dir / "config.json"):
+            settings = model_settings(reader.args)
         counts = {
             name: count
             for name in reader.entries
@@ -111,7 +114,6 @@ def import_hf(hf_dir: Path, out_dir: Path) -> None:
         }
         write_tensors(state, draft, read=reader.read)
 
-        settings = model_settings(reader.args)
         if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
             settings["tokenizer_path"] = str(hf_dir.resolve())
         manifest = CheckpointManifest(

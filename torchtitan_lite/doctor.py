@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import nn
+from torch.multiprocessing import start_processes
 
 from torchtitan_lite import compiler_checks
 from torchtitan_lite.config import Float8Config
@@ -31,12 +33,16 @@ from torchtitan_lite.metrics.hardware import (
     measure_peak,
     total_memory_gib,
 )
+from torchtitan_lite.parallel.distributed import stay_on_loopback
+from torchtitan_lite.supervise import listen
 
 GIB, WRITTEN = 2**30, 64 << 20
 SIZE = 256
 """Of the linear that is multiplied."""
 CLOCK_SECONDS = 5.0
 """A file system's clock that is off by more confuses tools that compare times of files."""
+MEETING = timedelta(seconds=30)
+"""For two ranks to meet."""
 NEEDED = ("packages", "bf16", "ranks", "disk")
 """Checks without which no run trains."""
 EXTRAS = {
@@ -72,7 +78,7 @@ def examine(*, folder: Path, quick: bool) -> list[Finding]:
         "packages": check_packages,
         "device": lambda: check_device(device),
         "host": check_host,
-        "ranks": check_backends,
+        "ranks": check_ranks,
         "bf16": lambda: check_bf16(device),
     }
     checks |= {f"float8 {name}": _recipe_check(name, device) for name in RECIPES}
@@ -158,15 +164,39 @@ def check_host() -> str:
     )
 
 
-def check_backends() -> str:
-    """Return how ranks can talk to each other."""
+def check_ranks() -> str:
+    """Return how ranks can talk to each other, after two on this host did. Raises Unfit or what
+    they raise if they cannot."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise Unfit("this build of PyTorch has no gloo: ranks cannot meet; install another")
-    if not torch.cuda.is_available():
-        return "gloo"
-    if not dist.is_nccl_available():
-        raise Unfit("this build of PyTorch has no NCCL; install one that has")
-    return f"gloo, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    nccl = ""
+    if torch.cuda.is_available():
+        if not dist.is_nccl_available():
+            raise Unfit("this build of PyTorch has no NCCL; install one that has")
+        nccl = f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+    began = time.perf_counter()
+    with listen("") as listener:
+        port = listener.getsockname()[1]
+        served = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    start_processes(_meet, (port,), nprocs=2)
+    del served
+    return f"two met by gloo in {time.perf_counter() - began:.1f} s{nccl}"
+
+
+def _meet(rank: int, port: int) -> None:
+    """Add up a tensor with the other of two ranks."""
+    stay_on_loopback()
+    store = dist.TCPStore("127.0.0.1", port, timeout=MEETING)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=MEETING)
+    dist.all_reduce(torch.ones(()))
+    dist.destroy_process_group()
 
 
 def check_limits() -> str:

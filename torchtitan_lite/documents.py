@@ -7,7 +7,7 @@ whose field `sha256` is the hash of all other fields, so that damage is noticed.
 import hashlib
 import json
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -48,6 +48,21 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("is not a regular file")
     return found.st_size
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file, with their ends; one that is longer than MAX_JSON_BYTES in
+    pieces. Raises ValueError for a pipe or a device, and OSError if the file cannot be read."""
+    regular_size(path)
+    with path.open("rb") as file:
+        while line := file.readline(MAX_JSON_BYTES):
+            yield line
+
+
+def strict_json(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON, with null for numbers that are not finite, which JSON lacks."""
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -107,9 +122,14 @@ def validate_document(fields: dict[str, Any], schema: TypeAdapter[T], *, drop: s
         # Only validate_json accepts a list for a tuple in pydantic's strict mode.
         return schema.validate_json(json.dumps(described))
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ValueError(" ".join(reason.split())) from error  # a key may contain line breaks
+        raise ValueError(first_problem(error)) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first field that is wrong, and why, on one line."""
+    first = error.errors()[0]
+    reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return " ".join(reason.split())  # a key may contain line breaks
 
 
 def hash_fields(fields: dict[str, Any]) -> str:

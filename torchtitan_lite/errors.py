@@ -3,9 +3,13 @@
 A message names `[table] key = value`, the rule, every number in it, and the fix.
 """
 
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable
+
+from torchtitan_lite.terminal import clean_output
 
 STOPPED_EXIT_CODE = 75
 """Exit code of a run that a signal or its time limit has stopped, saved if checkpoints are on
@@ -63,27 +67,38 @@ FINAL_EXIT_CODES = {
 }
 """Exit codes after which torchrun's restart exits at once: the run would fail again, or the user
 stopped it."""
+WRONG_PATH = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
+WRONG_PATH |= {errno.ENAMETOOLONG}
+"""Error numbers of a path that the user can fix, unlike those of a full or broken disk."""
 
 
 def run_script(main: Callable[[list[str]], int | None]) -> None:
     """Call `main` with the arguments of the command line, and exit with the code that it returns.
 
-    A RunError is printed without a traceback, and its code is the exit code; an OSError of a file
-    or of standard output ends as a StorageError. Ctrl-C exits with 130."""
-    try:
-        code = main(sys.argv[1:])
-        print(end="", flush=True)
-    except RunError as error:
-        print(error, file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
-    except OSError as error:
-        if error.errno is None:
-            raise
-        # The interpreter flushes standard output once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(f"a file or standard output cannot be written: {error}; make room.", file=sys.stderr)
-        code = StorageError.exit_code
+    What is printed is cleaned. A RunError is printed without a traceback, and its code is the exit
+    code; an OSError of a file or of standard output ends as a StorageError, or as a ConfigError if
+    its path is wrong. Ctrl-C exits with 130."""
+    with clean_output():
+        try:
+            code = main(sys.argv[1:])
+            print(end="", flush=True)
+        except RunError as error:
+            print(error, file=sys.stderr)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in WRONG_PATH:
+                print(f"{error}; fix the path, or name another.", file=sys.stderr)
+                code = ConfigError.exit_code
+            elif isinstance(error, OSError) and error.errno is not None:
+                # The interpreter flushes standard output once more at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                problem = f"a file or standard output cannot be written: {error}; make room."
+                print(problem, file=sys.stderr)
+                code = StorageError.exit_code
+            else:
+                traceback.print_exc()
+                code = RunError.exit_code
     sys.exit(code)

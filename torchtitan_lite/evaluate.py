@@ -7,7 +7,7 @@ linears, in one process and without torch.compile.
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from torchtitan_lite.checkpoint.folders import naming, step_folders
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress, read_manifest
 from torchtitan_lite.compiler_checks import check_compiler
-from torchtitan_lite.config import given_keys, load_config
+from torchtitan_lite.config import Config, given_keys, load_config
+from torchtitan_lite.config.keys import show, show_key
 from torchtitan_lite.data.corpus import build_corpora, build_validation_corpus, has_own_data
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -37,6 +38,8 @@ from torchtitan_lite.parallel.distributed import build_mesh
 
 LONGEST_WINDOW = 2048
 """Of a Hugging Face model's text, in tokens, unless [training] seq_len is given."""
+MOST_TOKENS = 1 << 18
+"""Of a batch. The config of a checkpoint may ask for any number."""
 ONE_PROCESS = {
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.data_parallel_shard_degree": -1,
@@ -87,12 +90,14 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
         file = Path(folder) / "config-of-the-checkpoint.toml"
         file.write_text(text)
         words = ["--job.config_file", str(file)]
-        for key in given_keys([*words, *overrides]) & forced.keys():
+        given = given_keys([*words, *overrides])
+        for key in given & forced.keys():
             raise ConfigError(f"--{key} is {forced[key]} in an evaluation; leave it out.")
         if any(re.match("--job.config.file", word) for word in overrides):
             raise ConfigError("--job.config_file is the run's in an evaluation; leave it out.")
         words += [f"--{key}={value}" for key, value in forced.items()]
         config = load_config([*words, *overrides], world_size=1)
+    check_data(config, path, given=given | forced.keys())
 
     check_compiler(os.environ, compiles=False, on_gpu=False)  # attention in documents compiles
     device = init_alone()
@@ -112,6 +117,26 @@ def read_source(source: Path) -> tuple[Path, str, TrainingProgress]:
     with naming(step_dir, fix="; name another step."):
         manifest = read_manifest(step_dir)
     return step_dir, manifest.config, manifest.progress
+
+
+def check_data(config: Config, source: Path, *, given: Collection[str]) -> None:
+    """Raise ConfigError for a text that neither the command line names, with the keys `given`, nor
+    the run itself: a checkpoint outside its run folder may come from anyone."""
+    if Path(config.job.dump_folder).resolve() in source.resolve().parents:
+        return
+    if has_own_data(config.validation):
+        texts = {"validation.dataset_path": config.validation.dataset_path}
+    else:
+        names = [each.path for each in config.training.datasets]
+        texts = {"training.dataset_path": config.training.dataset_path}
+        texts |= {"training.datasets": ", ".join(names)}
+    for key, text in texts.items():
+        if text and key not in given:
+            raise ConfigError(
+                f"{show_key(key)} = {show(text)} is not read: only the config of {source} names "
+                "it, and that is not in the folder of its run, [job] dump_folder = "
+                f"{show(config.job.dump_folder)}; name it by --{key}, or another text by --data"
+            )
 
 
 def build_validation_batches(
@@ -140,9 +165,8 @@ def build_validation_batches(
                 "the run held out no text, so it may have trained on this one; --data evaluates on "
                 "another"
             )
-    return ValidationBatches(
-        corpus, training.local_batch_size, samples=samples, dp_rank=0, dp_degree=1
-    )
+    size = min(training.local_batch_size, samples, max(1, MOST_TOKENS // training.seq_len))
+    return ValidationBatches(corpus, size, samples=samples, dp_rank=0, dp_degree=1)
 
 
 def measure(

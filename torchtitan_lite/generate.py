@@ -6,7 +6,7 @@ Shapes: B prompts, S tokens of a call, T tokens so far, K key-value heads, Q hea
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -172,7 +172,8 @@ class Generator:
         self, starts: list[list[int]], *, count: int, sampling: Sampling
     ) -> Iterator[list[int]]:
         """Yield the next token of each prompt, `count` times. Prompts are padded on the left."""
-        model, device = self._model, self._model.rope_cos.device
+        model, like = self._model, self._model.tok_embeddings.weight
+        device = like.device
         longest = max(map(len, starts))
         padding = torch.tensor([longest - len(start) for start in starts], device=device)
         rows = [[0] * (longest - len(start)) + start for start in starts]
@@ -180,7 +181,8 @@ class Generator:
         generator = torch.Generator().manual_seed(sampling.seed)
 
         size = {"batch": len(starts), "length": longest + count}
-        like = model.tok_embeddings.weight
+        tables = rope_table(replace(self._args, max_seq_len=longest + count))
+        model.rope_cos, model.rope_sin = (table.to(device) for table in tables)
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = KVCache(self._args, **size, like=like)
@@ -215,12 +217,12 @@ class Generator:
 
 
 def build_empty_model(args: ModelArgs, *, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Build a model on one device, with weights of any values."""
+    """Build a model on one device, with weights of any values. Its rotary tables are empty: the
+    context that a file states may be any number."""
     with torch.device("meta"):
         model = Transformer(args).to(dtype).requires_grad_(False)
-    model.to_empty(device=device)
-    model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(args))
-    return model
+    model.rope_cos = model.rope_sin = torch.empty(0)
+    return model.to_empty(device=device)
 
 
 def build_plain_model(

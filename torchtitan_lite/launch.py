@@ -12,16 +12,16 @@ import sys
 if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
     del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
-import json
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from torchtitan_lite.config import did_you_mean, find_config, load_config, shipp
 from torchtitan_lite.errors import STOPPED_EXIT_CODE as STOPPED
 from torchtitan_lite.errors import ConfigError, RankLostError, RunError, run_script
 from torchtitan_lite.run_folder import Status, make_log_folder, read_end, write_status
+from torchtitan_lite.supervise import AgentEnd, listen, run_agent, say
 
 VARIABLES = """\
 variables:
@@ -47,20 +48,17 @@ variables:
                    without CUDA devices)
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that a stopped run may take to save (600)
 
-SIGTERM, SIGHUP or SIGINT (Ctrl-C) stops the run before its next forward pass and saves the last
-finished step. A second signal kills the run if it is SIGINT or comes 3 s later; the last checkpoint
-stays.
+SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2 or SIGINT (Ctrl-C) stops the run before its next forward
+pass and saves the last finished step. A second signal kills the run if it is SIGINT or comes 3 s
+later; the last checkpoint stays.
 
 Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
 1 unexpected, 75 stopped on a signal or at the time limit, and saved where checkpoints are enabled.
 """
 DEFAULT_CONFIG = "debug_model"
-AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PREFIX = "[rank${rank}] "
 ENDPOINT = re.compile(r"([^\s:/]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
-DUPLICATE_SECONDS = 3.0
-"""A second SIGTERM or SIGHUP this soon counts as the first: schedulers signal every process."""
 NEXT = {
     1: "look at the logs",
     2: "fix the config",
@@ -76,7 +74,8 @@ NEXT = {
 
 class Launch:
     """The checked variables and words of a launch, on a terminal of `columns`, 0 without one.
-    `elastic` has the arguments of torch's LaunchConfig. Raises ConfigError."""
+    `elastic` has arguments of torch's LaunchConfig; `endpoint` is "" for one node. Raises
+    ConfigError."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, columns: int) -> None:
         gpus = count_cuda_devices(env)
@@ -87,28 +86,43 @@ class Launch:
         self.program = env.get("LAUNCHED_AS") or "python -m torchtitan_lite.launch"
         self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, columns=columns)
 
-        # c10d's rendezvous ignores node ranks, so several nodes use the static one.
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
-        self.node_rank, self.endpoint, rendezvous = 0, "localhost:0", "c10d"
+        self.node_rank, self.endpoint = 0, ""
         if self.nnodes > 1:
             self.node_rank = read_count(env, "NODE_RANK", "", minimum=0)
-            self.endpoint, rendezvous = env.get("RDZV_ENDPOINT", ""), "static"
+            self.endpoint = env.get("RDZV_ENDPOINT", "")
+            port = self.endpoint.rpartition(":")[2]
+            if not ENDPOINT.fullmatch(self.endpoint) or int(port) > 65535:
+                raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
         if self.node_rank >= self.nnodes:
             raise ConfigError(
                 f"NODE_RANK={self.node_rank} must be below NNODES={self.nnodes}; nodes count from 0"
             )
-        if not ENDPOINT.fullmatch(self.endpoint) or int(self.endpoint.rpartition(":")[2]) > 65535:
-            raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
         self.elastic: dict[str, Any] = {
-            "run_id": "none",  # the same on all nodes
             "min_nodes": self.nnodes,
             "max_nodes": self.nnodes,
             "nproc_per_node": self.ngpu,
             "max_restarts": read_count(env, "MAX_RESTARTS", 0, minimum=0),
-            "rdzv_backend": rendezvous,
-            "rdzv_endpoint": self.endpoint,
-            "rdzv_configs": {"rank": self.node_rank},
             "log_line_prefix_template": PREFIX,
+        }
+
+    def listen(self) -> socket.socket | None:
+        """Return the socket at which node 0 serves the run's store; None on other nodes. Raises
+        ConfigError."""
+        return listen(self.endpoint) if self.node_rank == 0 else None
+
+    def store(self, listener: socket.socket | None, *, timeout_s: float) -> dict[str, Any]:
+        """Return the arguments of the agent's `open_store`."""
+        host, _, port = self.endpoint.rpartition(":")
+        if listener is not None:
+            port = listener.getsockname()[1]
+        return {
+            "host": host.strip("[]") or "127.0.0.1",
+            "port": int(port),
+            "node_rank": self.node_rank,
+            "nnodes": self.nnodes,
+            "listener": None if listener is None else listener.fileno(),
+            "timeout_s": timeout_s,
         }
 
     def command(self) -> str:
@@ -171,82 +185,13 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
-@dataclass(frozen=True)
-class AgentEnd:
-    """How the agent ended."""
-
-    pid: int
-    exit_code: int
-    signalled: signal.Signals | None = None  # the first signal that the launcher received
-    rank: int | None = None  # first worker that failed
-    rank_code: int = 0  # its exit code
-
-
-def run_agent(launch: Launch, *, log_dir: Path) -> AgentEnd:
-    """Run the agent in its own session, so that Ctrl-C reaches only the launcher."""
-    # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that nohup
-    # ignores stays ignored.
-    signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    signals = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-
-    terminal = os.dup(2)
-    reader, writer = os.pipe()
-    logs = {"log_dir": str(log_dir), "terminal": terminal, "failure": writer}
-    spec = json.dumps({"elastic": launch.elastic, **logs})
-    with (log_dir / "torchrun.log").open("wb") as log:
-        agent = subprocess.Popen(
-            [*AGENT, spec, *launch.words],
-            env=os.environ | launch.worker_env,
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-            pass_fds=(terminal, writer),
-            start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
-        )
-    os.close(writer)
-
-    signalled = wait(agent, signals)
-    failure = json.loads(os.read(reader, 4096) or b"{}")
-    return AgentEnd(agent.pid, agent.returncode, signalled, **failure)
-
-
-def wait(agent: subprocess.Popen[bytes], signals: set[signal.Signals]) -> signal.Signals | None:
-    """Wait for the agent and forward `signals`, which are blocked. Return the first one.
-
-    The first one is forwarded as SIGTERM, only once: a second SIGTERM would make the agent abandon
-    its workers. An agent without workers dies of SIGTERM. A second signal kills all processes."""
-    first, duplicates_until = None, 0.0
-    while agent.poll() is None:
-        received = signal.sigtimedwait(signals, 0.1)
-        if received is None:
-            continue
-        if first is None:
-            first = signal.Signals(received.si_signo)
-            duplicates_until = time.monotonic() + DUPLICATE_SECONDS
-            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
-            agent.terminate()
-        elif received.si_signo == signal.SIGINT or time.monotonic() > duplicates_until:
-            kill(agent)
-    return first
-
-
-def kill(agent: subprocess.Popen[bytes]) -> None:
-    """Kill the agent first, so that it starts no more workers, then the workers' process groups."""
-    children: list[str] = []
-    with suppress(OSError):
-        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    agent.kill()
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.killpg(int(child), signal.SIGKILL)
-
-
 def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | None]:
     """Return why a run did not finish: cause, exit code, and rank at fault, if any.
     `status` is None if the run ended before it opened its folder. A killed rank takes precedence
     over errors of other ranks, except over their report of a lost rank."""
     lost = RankLostError.exit_code
+    if end.cause:
+        return end.cause, end.cause_code, None
     if end.rank_code < 0:
         killed = f"rank {end.rank} was killed by {signal.Signals(-end.rank_code).name}"
         if status is None or status.exit_code != lost:
@@ -308,12 +253,6 @@ def find_logs(folder: Path, *, rank: int | None, first_rank: int) -> str:
     return str(folder) if last is None else f"{last}/{{stdout,stderr}}.log"
 
 
-def say(*lines: str) -> None:
-    """Write to stderr; ignore a terminal or disk that is gone."""
-    with suppress(OSError):
-        os.write(2, "".join(f"{line}\n" for line in lines).encode())
-
-
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     # Check everything that can be checked before any process starts.
@@ -325,10 +264,18 @@ def main(argv: list[str]) -> NoReturn:
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
     on_gpu = config.compile.enable and count_cuda_devices(os.environ) > 0
     check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
+    listener = launch.listen()
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)
     since = time.time()
-    end = run_agent(launch, log_dir=log_dir)
+    store = launch.store(listener, timeout_s=config.comm.init_timeout_seconds)
+    end = run_agent(
+        {"launch": launch.elastic, "store": store},
+        launch.words,
+        env=os.environ | launch.worker_env,
+        log_dir=log_dir,
+        listener=listener,
+    )
     if end.exit_code == 0:
         sys.exit()
     sys.exit(report_end(launch, end, path=path, log_dir=log_dir, since=since))

@@ -1,12 +1,21 @@
 """One logger for the package."""
 
-import io
 import logging
 import os
 import sys
 from typing import TextIO
 
+from torchtitan_lite.terminal import clean, escape_unknown
+
 logger = logging.getLogger("torchtitan_lite")
+
+
+class _Formatter(logging.Formatter):
+    """Cleans each record, except one with a field `clean`: it has colours, and is clean already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if hasattr(record, "clean") else clean(text)
 
 
 def init_logger(stream: TextIO | None = None) -> None:
@@ -17,10 +26,9 @@ def init_logger(stream: TextIO | None = None) -> None:
     env = os.environ
     prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
     prefix = f"[rank{env['RANK']}] " if prefixed else ""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # paths and texts may have letters it lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_unknown(sys.stdout)
     handler = logging.StreamHandler(stream or sys.stdout)
-    handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     talks = env.get("LOCAL_RANK", "0") in env.get("LOG_RANK", "0").split(",")
     logger.setLevel(logging.INFO if talks else logging.WARNING)

@@ -5,9 +5,7 @@ status.json last. So if status.json exists, a run wrote the other files that hav
 Without a status.json, nothing in the folder is moved or replaced.
 """
 
-import errno
 import fcntl
-import json
 import os
 import re
 import socket
@@ -21,7 +19,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from torchtitan_lite.errors import FINAL_EXIT_CODES, ConfigError, RunError, StorageError
+from torchtitan_lite.documents import Count, read_regular, strict_json
+from torchtitan_lite.errors import FINAL_EXIT_CODES, WRONG_PATH, ConfigError, RunError, StorageError
 from torchtitan_lite.files import DISK_FULL, own_sources, replace_file
 from torchtitan_lite.logger import logger
 
@@ -31,7 +30,6 @@ BLOCK_BYTES = 4096  # of most file systems; even on a full disk, one block can b
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # names the last run that held it, or is empty
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
-FIXABLE = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,16 @@ class Status:
     state: Literal["running", "done", "stopped", "failed"]
     started: float
     time: float  # last change
-    step: int = 0  # last finished step; of a failed run, the step that failed
-    total_steps: int | None = None
+    step: Count = 0  # last finished step; of a failed run, the step that failed
+    total_steps: Count | None = None
     loss: float | None = None  # of the last logged step, like tps
     tps: float | None = None  # tokens per second per device
     mfu: float | None = None  # percent
     eta_s: float | None = None  # from the last logged step to the end
     last_checkpoint: str | None = None
     cause: str | None = None
-    exit_code: int | None = None
-    rank: int | None = None  # rank that the cause refers to, if any
+    exit_code: Count | None = None
+    rank: Count | None = None  # rank that the cause refers to, if any
     job: str | None = None  # agent that started the run and may restart its processes
     sources: str | None = None  # hash of the package, as the run began
 
@@ -191,10 +189,9 @@ def job_name(agent: int) -> str:
 def read_status(path: Path) -> Status | None:
     """Return the status in a run folder; None if there is no valid one. Ignores unknown keys."""
     file = path / STATUS_FILE
-    if not file.is_file():  # reading a pipe would block
-        return None
     try:
-        status = TypeAdapter(Status).validate_json(file.read_bytes())
+        content = read_regular(file, max_bytes=1 << 20)  # a cause may be long
+        status = TypeAdapter(Status).validate_json(content)
         _time_name(status.started)
     except (OSError, ValueError, ArithmeticError):
         return None
@@ -243,7 +240,7 @@ def write_status(path: Path, status: Status) -> None:
 
 
 def _to_json(status: Status) -> bytes:
-    return (json.dumps(asdict(status), indent=1) + "\n").encode()
+    return (strict_json(asdict(status), indent=1) + "\n").encode()
 
 
 def _take_lock(path: Path) -> int:
@@ -265,9 +262,10 @@ def _take_lock(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         if time.monotonic() > deadline:
+            holder = os.pread(lock, 200, 0).decode(errors="replace")
             os.close(lock)
             raise ConfigError(
-                f'[job] dump_folder = "{path}" belongs to a live run: {file.read_text()}; '
+                f'[job] dump_folder = "{path}" belongs to a live run: {holder}; '
                 "wait for it or stop it, or name another folder."
             )
         time.sleep(0.2)
@@ -293,7 +291,8 @@ def _check_nothing_foreign(path: Path, entries: list[str], *, resumed_config: st
     foreign = _not_free(path, entries)
     if resumed_config is not None:
         file = path / CONFIG_FILE
-        is_own = file.is_file() and file.read_bytes() == resumed_config.encode()
+        own = resumed_config.encode()
+        is_own = file.is_file() and file.stat().st_size == len(own) and file.read_bytes() == own
         doubtful = {STATUS_FILE} if is_own else {STATUS_FILE, CONFIG_FILE}
         foreign = [entry for entry in foreign if entry in doubtful]
     if foreign:
@@ -342,8 +341,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        broken = error.errno not in FIXABLE
+        broken = error.errno not in WRONG_PATH
         raise (StorageError if broken else ConfigError)(
             f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: '
-            f"{error.strerror}; make room or fix its permissions, or name another folder."
+            f"{error.strerror}; {'make room' if broken else 'fix that'}, or name another folder."
         ) from error

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -70,7 +71,7 @@ def format_table(runs: dict[Path, Status], *, now: float) -> str:
     rows: list[tuple[str, ...]] = [COLUMNS]
     for folder, status in runs.items():
         state = f"{status.state}?" if doubt(status, now=now) else status.state
-        rows.append((_clean(folder.name), state, *_figures(status, now=now)))
+        rows.append((_one_line(folder.name), state, *_figures(status, now=now)))
     return format_columns(rows, right=range(2, len(COLUMNS)))
 
 
@@ -81,7 +82,7 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
         step += f" ({100 * status.step / status.total_steps:.1f} %)"
     facts = {
         "state": status.state,
-        "cause": _clean(status.cause or ""),
+        "cause": _one_line(status.cause or ""),
         "exit code": "" if status.exit_code is None else str(status.exit_code),
         "rank": "" if status.rank is None else str(status.rank),
         "step": step,
@@ -92,7 +93,7 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
             (now if status.state == "running" else status.time) - status.started
         ),
         "time left": left,
-        "last checkpoint": _clean(status.last_checkpoint or "none"),
+        "last checkpoint": _one_line(status.last_checkpoint or "none"),
         "updated": updated,
         "doubt": doubt(status, now=now),
     }
@@ -100,7 +101,7 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
     # Only what is known, and of a failed run the end of its log.
     shown = {name: fact for name, fact in facts.items() if fact and not fact.startswith("-")}
     width = max(map(len, shown))
-    lines = [_clean(str(folder)), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]
+    lines = [str(folder), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]
     if status.state == "failed":
         lines += [f"  {line}" for line in log_end(folder, status)]
     return "\n".join(lines)
@@ -121,7 +122,7 @@ def log_end(folder: Path, status: Status) -> list[str]:
     with last.open("rb") as file:
         file.seek(max(0, last.stat().st_size - LOG_BYTES))
         text = file.read(LOG_BYTES).decode(errors="replace")
-    return [_clean(f"{last}:"), *(f"  {_clean(line)}" for line in text.splitlines()[-LOG_LINES:])]
+    return [f"{last}:", *(f"  {line}" for line in text.splitlines()[-LOG_LINES:])]
 
 
 def _figures(status: Status, *, now: float) -> Iterator[str]:
@@ -141,9 +142,8 @@ def _span(seconds: float) -> str:
     return str(timedelta(seconds=round(max(0.0, min(seconds, 1e10)))))
 
 
-def _clean(text: str) -> str:
-    """Return text from a file without what could move a terminal's cursor."""
-    return "".join(each if each.isprintable() else " " for each in text)
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def watch_code(runs: dict[Path, Status]) -> int | None:
@@ -159,7 +159,7 @@ def watch(folder: Path, *, interval_s: float, clear: bool) -> int:
     code of the run. `clear` redraws a terminal in place."""
     while True:
         runs = find_runs(folder)
-        print(end="\033[H\033[J" if clear else "")
+        print(end="\033[H\033[J" if clear else "", file=sys.__stdout__)
         print(format_runs(runs, now=time.time()), flush=True)
         if (code := watch_code(runs)) is not None:
             return code

@@ -8,6 +8,7 @@ import os
 import sys
 
 if __name__ == "__main__":
+    parent = os.getppid()  # it may end during the imports
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
@@ -64,12 +65,13 @@ CACHED_CODE = "torch._inductor.runtime.compile_tasks."
 """Prefix of the names of modules that the compiler loads from its cache."""
 
 
-def run(config: Config) -> int:
-    """Train with `config` in this process. Return the exit code."""
+def run(config: Config, *, parent: int | None) -> int:
+    """Train with `config` in this process, which `parent` has started. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
     watchdog = Watchdog(
         report=lambda lost: folder.fail(lost, step=watchdog.step),
         timeout_s=config.comm.init_timeout_seconds,
+        parent=parent,
     )
     try:
         stopped_by = join_and_train(config, watchdog, folder)
@@ -320,18 +322,18 @@ def is_within(folder: Path, file: str | bytes | int | None) -> bool:
 
 
 @record
-def main() -> None:
+def main(parent: int | None = None) -> None:
     """Train with the command line's config. A RunError is printed without a traceback."""
     init_logger()
     if asks_for_help(sys.argv[1:]):
         print(format_help())
         return
     try:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = read_rank()[1] if "RANK" in os.environ else 1
         config = load_config(sys.argv[1:], world_size=world_size)
         on_gpu = torch.cuda.is_available()
         check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
-        exit_code = run(config)
+        exit_code = run(config, parent=parent)
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")
@@ -342,4 +344,4 @@ def main() -> None:
 if __name__ == "__main__":
     gc.freeze()  # later collections scan only objects made after the imports
     gc.enable()
-    main()
+    main(parent)

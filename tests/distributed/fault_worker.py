@@ -74,6 +74,12 @@ def send(number: int, to: str = "self") -> None:
     os.kill({"self": os.getpid(), "torchrun": torchrun, "run_train.sh": script}[to], number)
 
 
+def await_file(file: str) -> None:
+    """Do nothing until a file is there."""
+    while not Path(file).exists():
+        time.sleep(0.05)
+
+
 def await_signal() -> None:
     """Do nothing until a signal has asked this process to stop."""
     while not FaultyTrainer.running.watchdog.stop_signal.received:

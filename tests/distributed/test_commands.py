@@ -47,6 +47,12 @@ INSTEAD = {
     f"{BENCH} --check bench.json": f"{BENCH} --help",
 }
 """What is run in place of commands that cannot run everywhere."""
+BEFORE = {
+    "docs/metrics.md": [
+        each for each in list_commands("README.md") if "dump_folder outputs/" in each
+    ]
+}
+"""What a page takes for done."""
 EXIT_CODES = {
     "./scripts/gpu_day.sh --out day": 2,  # it needs a GPU
     "torchtitan-lite checkpoint diff outputs/debug_model/checkpoint/step-000000{20,40}": 1,
@@ -59,8 +65,6 @@ class Project:
 
     folder: Path
     env: dict[str, str]
-    default_log: str
-    """Output of its default run."""
 
     def run(self, command: str, *, timeout: int = 400) -> subprocess.CompletedProcess[str]:
         """Run a shell command in the copy."""
@@ -70,31 +74,29 @@ class Project:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A copy in which the default config has trained. After that its sequences are shorter
-    and fewer, its model has as few layers as the checkpoint of torchtitan, and run_train.sh starts
-    one process."""
+    """A copy whose default config has shorter and fewer sequences and as few layers as the
+    checkpoint of torchtitan, and in which run_train.sh starts one process."""
     folder = tmp_path_factory.mktemp("project").resolve()
     env = make_copy(folder)
     write_inputs(folder)
-    result = Project(folder, env, "").run(DEFAULT_RUN, timeout=900)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-
     config = folder / "train_configs/debug_model.toml"
     text = config.read_text().replace("seq_len = 256", "seq_len = 32")
     text = text.replace("local_batch_size = 8", "local_batch_size = 2")
     config.write_text(text.replace("[model]\n", f"[model]\nn_layers = {FEW_LAYERS}\n"))
-    return Project(folder, env | {"NGPU": "1"}, result.stdout)
+    return Project(folder, env | {"NGPU": "1"})
 
 
 # ----- README.md, run_train.sh -----
 @pytest.mark.quick
 @pytest.mark.timeout(1000)
-def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None:
+def test_the_default_run_ends_with_what_the_pages_show(tmp_path: Path) -> None:
+    run = Project(tmp_path, make_copy(tmp_path)).run(DEFAULT_RUN, timeout=900)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     last_step = r"step 30/30  loss ([\d.]+)  grad_norm ([\d.]+)  tps "
     summary = r"final loss ([\d.]+) nat, ([\d.]+) below the unigram entropy ([\d.]+) of the"
     readme = [("README.md", last_step), ("README.md", summary)]
     for page, pattern in (*readme, ("docs/metrics.md", last_step)):
-        texts = ((ROOT / page).read_text(), project.default_log)
+        texts = ((ROOT / page).read_text(), run.stdout)
         found = [re.search(pattern, text) for text in texts]
         shown, printed = ([*map(float, match.groups())] for match in found)
         # The text is Python's library, which differs a little between versions.
@@ -106,9 +108,7 @@ def test_the_default_run_ends_with_what_the_pages_show(project: Project) -> None
 @pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))])
 def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project) -> None:
     shutil.rmtree(project.folder / "outputs/debug_model", ignore_errors=True)
-    for command in list_commands(page):
-        if command == DEFAULT_RUN:
-            continue  # the fixture has run it
+    for command in [*BEFORE.get(page, []), *list_commands(page)]:
         on_gpus = "NGPU=8 " in command
         instead = f"{command} {REFUSED}" if on_gpus else INSTEAD.get(command, command)
         result = project.run(instead)

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import warm
 from launching import ENV, FOLDER, ROOT, finish, train_arguments
 
 from torchtitan_lite import evaluate as evaluation
+from torchtitan_lite.checkpoint.manifest import NEW_RUN
+from torchtitan_lite.config import Config
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.flavors import ModelArgs
@@ -121,6 +124,31 @@ def test_a_compilers_cache_that_is_unusable_is_refused(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
     with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR=/dev/null/cache: cannot be wr"):
         evaluation.evaluate(hf_dir, data="y", overrides=[])
+
+
+@pytest.mark.quick
+def test_check_data_refuses_a_text_that_only_a_foreign_checkpoint_names(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for table in ("training", "validation"):
+        tables = {"job": {"dump_folder": str(run)}, table: {"dataset_path": "/etc/passwd"}}
+        config, key = Config.model_validate(tables), f"{table}.dataset_path"
+        evaluation.check_data(config, run / "checkpoint/step-1", given=())
+        evaluation.check_data(config, tmp_path / "other/step-1", given={key})
+        message = rf'dataset_path = "/etc/passwd" is not read: .*; name it by --{key}, .* by --data'
+        with pytest.raises(ConfigError, match=message):
+            evaluation.check_data(config, tmp_path / "other/step-1", given=())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("samples", "size"), [(10**6, 128), (3, 3)])
+def test_build_validation_batches_bounds_what_a_config_asks_for(samples, size, monkeypatch) -> None:
+    training = {"local_batch_size": 65536, "seq_len": 2048}
+    tables = {"training": training, "validation": {"dataset_path": "x"}}
+    job: Any = SimpleNamespace(config=Config.model_validate(tables), model_args=ARGS)
+    monkeypatch.setattr(evaluation, "build_validation_corpus", lambda *_, **__: (None, samples))
+    tokenizer: Any = None
+    batches = evaluation.build_validation_batches(job, tokenizer, progress=NEW_RUN)
+    assert (batches.local_batch_size, batches.samples) == (size, samples)
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGINT, SIGKILL, SIGQUIT, SIGSTOP, SIGTERM, SIGUSR1
 from types import MappingProxyType
 from typing import Any
 
@@ -187,14 +187,14 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
         assert list(records(folder)) == list(range(1, step + 1))
         return step
 
-    def slow_forward(step: int, *, to: str) -> list[Fault]:
+    def slow_forward(step: int, *, to: str, number: int = SIGTERM) -> list[Fault]:
         """A signal to rank 0's parents while a forward pass takes long, as when it compiles."""
         at = f"forward {step}"
-        return [fault("send", at, 0, number=SIGTERM, to=to), fault("await_signal", at, 0)]
+        return [fault("send", at, 0, number=number, to=to), fault("await_signal", at, 0)]
 
-    assert stopped(*slow_forward(1, to="run_train.sh")) == 1
+    assert stopped(*slow_forward(1, to="run_train.sh", number=SIGUSR1), by="SIGUSR1") == 1
     # to one rank, between the two forward passes of a step
-    assert stopped(fault("send", "accumulation 2", 1, number=SIGTERM)) == 2
+    assert stopped(fault("send", "accumulation 2", 1, number=SIGQUIT), by="SIGQUIT") == 2
     assert stopped(fault("send", "validation 4", 0, number=SIGINT), by="SIGINT") == 4
     in_save = stopped(
         fault("send", "written 6", 1, number=SIGTERM), fault("sleep", "written 6", 1, seconds=2)
@@ -204,6 +204,17 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
     assert stopped(*slow_forward(in_save + 1, to="torchrun")) == in_save + 1
     launcher.run(folder, *SETTINGS, code=0)
     assert_same_run(folder, straight)
+
+
+def test_a_run_whose_launcher_is_killed_stops_and_saves(
+    launcher: Launcher, half_done: Path
+) -> None:
+    kill = fault("send", "forward 8", 0, number=SIGKILL, to="run_train.sh")
+    process = launcher.start(launcher.train(half_done, *SETTINGS), faults=[kill])
+    process.communicate(timeout=SECONDS)
+    assert none_lives(half_done)
+    assert reported(half_done, "state", "exit_code") == ["stopped", 75]
+    assert verify_checkpoint(Path(*reported(half_done, "last_checkpoint")), hashes=True) == []
 
 
 def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
@@ -525,13 +536,43 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     assert f"resumed from {checkpoint(folder, saved)}" in third.output
 
 
-# ----- check_started_alike -----
+# ----- check_started_alike, Launch: several nodes -----
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_node_that_is_started_again_ends_and_leaves_the_run_alone(
+    launcher: Launcher, straight: Path, folder: Path
+) -> None:
+    port = free_port()
+
+    def start(rank: int, *faults: Fault, nodes: int = 2) -> subprocess.Popen[str]:
+        at = two_nodes(rank, port=port) | {"NNODES": str(nodes)}
+        train = launcher.train(folder, *SETTINGS)
+        return launcher.start(train, ranks=1, nodes=at, faults=faults)
+
+    waits = fault("await_file", "forward 8", 0, file=str(folder / "go on"))
+    run = [start(0, waits), start(1)]
+    while not (folder / "checkpoint/step-00000006").exists():
+        time.sleep(0.1)
+    refusals = [start(1), start(0), start(2, nodes=3)]
+    told = ["rank 1 already", f"port {port} .* in use", "NNODES=3 on node 2.* NNODES=2"]
+    for process, message in zip(refusals, told, strict=True):
+        assert re.search(message, ended(process, code=2).output)
+    (folder / "go on").touch()
+    for process in run:
+        ended(process, code=0)
+    assert_same_run(folder, straight)
+
+
 def test_nodes_that_were_started_differently_train_nothing(
     launcher: Launcher, folder: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     others = [[], ["--optimizer.lr=0.5", f"--job.dump_folder={folder}-2"]]
     processes = [
         launcher.start(

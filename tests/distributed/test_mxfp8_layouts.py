@@ -23,7 +23,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     alone = {"alone": MXFP8} | {recipe: RECIPES[recipe] for recipe in ("bf16", "tensorwise")}
     shared = {layout: [*MXFP8, *overrides] for layout, overrides in LAYOUTS.items()}
     for processes, runs in enumerate((alone, shared), start=1):
-        runs = {name: [*run, "--training.steps=6"] for name, run in runs.items()}
+        runs = {name: [*run, "--training.steps=3"] for name, run in runs.items()}
         train_together(folder, runs, processes=processes)
     return {name: read_losses(folder / name) for name in (*alone, *shared)}
 

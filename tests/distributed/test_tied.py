@@ -11,7 +11,7 @@ from matrix import RECIPES, STEPS, TOLERANCE, TP, TWO
 from torchtitan_lite.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.timeout(300)
-COMMON = ["--model.flavor=tied", "--lr_scheduler.total_steps=10", "--optimizer.lr=5e-4", TWO]
+COMMON = ["--model.flavor=tied", "--lr_scheduler.total_steps=6", "--optimizer.lr=5e-4", TWO]
 FLOAT8 = RECIPES["all_gather"]
 SPLIT = [f"{TP}=2"]
 GATHERED = "--parallelism.disable_loss_parallel"
@@ -33,24 +33,24 @@ def parts(folder: Path, settings: Mapping[str, list[str]]) -> dict[str, list[str
 
 # ----- tie_embeddings -----
 def test_tied_embeddings_train_and_resume_in_any_layout(tmp_path: Path) -> None:
-    steps = f"{STEPS}=10"
+    steps = f"{STEPS}=6"
     together = {name: [*COMMON, steps, *overrides] for name, overrides in RUNS.items()}
     moved = tmp_path / "moved"
     moved.mkdir()
-    together |= parts(moved, {"3": SPLIT, "6": [], "8": SPLIT})
+    together |= parts(moved, {"2": SPLIT, "4": [], "5": SPLIT})
     train_together(tmp_path, together, processes=2)
     alone = {"bf16": [*COMMON, steps], "float8": [*COMMON, steps, *FLOAT8]}
-    train_together(tmp_path, alone | parts(moved, {"10": []}), processes=1)
+    train_together(tmp_path, alone | parts(moved, {"6": []}), processes=1)
 
     expected = {name: read_losses(tmp_path / name) for name in alone}
-    assert all(losses[-1] < losses[0] - 1 for losses in expected.values())
+    assert all(losses[-1] < losses[0] - 0.5 for losses in expected.values())
     assert expected["bf16"] != expected["float8"]
     for name in (*RUNS, "moved"):
         losses = expected["float8" if "float8" in name or name == "moved" else "bf16"]
         assert read_losses(tmp_path / name) == pytest.approx(losses, rel=TOLERANCE), name
 
     # The matrix and its moments are saved once.
-    for step in (3, 6, 10):
+    for step in (2, 4, 6):
         tensors = read_manifest(moved / "checkpoint" / f"step-{step:08d}").tensors
         ends = {name for name in tensors if "embed" in name or "output" in name}
         owners = {name.partition(".")[2].partition(".weight")[0] for name in ends}

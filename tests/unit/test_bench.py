@@ -99,7 +99,10 @@ def test_regression_is_a_ratio_that_fell_by_more_than_the_tolerance() -> None:
 
 def test_an_earlier_result_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    for text in (None, "{", "[]", "{}"):
+    rows = ("3", "[3]", '[{"name": "x"}]', '[{"name": 3, "status": "done"}]')
+    zero = '[{"name": "x", "status": "done", "bf16_ratio": 0}]'
+    reports = ('{"device": "H200", "rows": %s}' % each for each in (*rows, zero))  # noqa: UP031
+    for text in (None, "{", "[]", "{}", *reports):
         if text:
             path.write_text(text)
         with pytest.raises(ConfigError, match="--check .*name a file"):

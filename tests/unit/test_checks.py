@@ -189,16 +189,9 @@ def test_rules_of_float8_hold_where_it_is_enabled(toml, pattern):
     ('enable = true, initial_load_path = "/b", initial_load_in_hf = true, '
      "initial_load_model_only = false",
      "initial_load_model_only = false, .* initial_load_in_hf = true .*; set it to true"),
-    ('export_dtype = "bfloat16"',
-     'export_dtype = "bfloat16" .* last_save_model_only = true, .* last_save_in_hf = true; set '),
 ])  # fmt: skip
 def test_rules_of_checkpoints(toml, pattern):
     check_refused(f"checkpoint = {{{toml}}}", f"checkpoint] {pattern}")
-
-
-@pytest.mark.parametrize("key", ["last_save_model_only", "last_save_in_hf"])
-def test_check_checkpoint_takes_an_export_dtype_for_either_save(key):
-    assert check(f'checkpoint = {{enable = true, export_dtype = "float16", {key} = true}}') == []
 
 
 # ----- _check_run_folder, RUN_FILES -----

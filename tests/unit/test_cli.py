@@ -83,6 +83,22 @@ def test_an_error_is_one_line_and_exit_code_2(tmp_path):
     assert re.fullmatch(r"\[training\] steps = -1 .* at least 1\S*\n", result.stderr)
 
 
+# ----- check -----
+def test_check_reports_every_error_or_the_layout_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for words, code, pattern in (
+        ("llama3_70b --world-size 256", 0, r"70B; 256 processes: .* x tp 1; global batch 256 x"),
+        ("--job.config_file llama3_70b --world-size 256 --model.flavor 8B", 0, "8B; 256 proce"),
+        ("llama3_8b --world-size 2 --debug.seed=-1 --training.steps 0", 2, r".* steps.*\n.* seed"),
+        ("llama3_70b --world-size 0", 2, "--world-size 0 must be 1 to 1000000"),
+        ("--world-size 8", 2, "no config file; name one"),
+    ):
+        command = [*MAIN, "check", *words.split()]
+        found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert found.returncode == code and re.match(pattern, found.stderr + found.stdout), found
+
+
 def test_a_script_is_the_same_as_its_command():
     script = [sys.executable, str(ROOT / "scripts/plan.py"), "--help"]
     result = subprocess.run(script, cwd="/", capture_output=True, text=True)

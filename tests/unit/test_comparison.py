@@ -168,6 +168,13 @@ def test_a_run_without_a_step_is_refused(runs: list[Path], content: str) -> None
         read_runs(runs)
 
 
+def test_of_a_token_count_that_is_there_twice_the_last_line_counts(runs: list[Path]) -> None:
+    line = json.dumps(replace(RECORD, tokens=2000, loss=7.0).to_json())
+    insert_line(runs[0], line, at=2)
+    assert read_runs(runs)["bf16"].figures["loss"][1] == 7.0
+    format_comparison(read_runs(runs), last=2)
+
+
 NO_RECORD = [
     *("\x00", "[]", "3", '{"step": 3}', '{"step": "three"}', '{"step": 1' + "0" * 400 + "}"),
     *("1" * 5000, "[" * 400 + "]" * 400, "[" * 100_000, "\udcff"),
@@ -215,8 +222,8 @@ def test_a_path_that_is_no_run_is_refused_without_waiting(runs, tmp_path, kind) 
         path.symlink_to("/dev/zero")
     elif kind == "folder":
         path.mkdir()
-    reason = "No such file or directory" if kind in ("missing", "empty folder") else "is not a file"
-    with pytest.raises(ConfigError, match=rf"typo/metrics\.jsonl: {reason}; name a run folder"):
+    reason = "No such file" if kind in ("missing", "empty folder") else "is not a regular file"
+    with pytest.raises(ConfigError, match=rf"typo/metrics\.jsonl: {reason}.*; name a run folder"):
         read_runs([*runs, path.parent])
 
 

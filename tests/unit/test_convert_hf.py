@@ -269,6 +269,7 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         (lambda d: (d / CONFIG).write_text("{"), "config.json cannot be imported: not JSON: "),
         (lambda d: (d / CONFIG).write_text("[]"), "config.json cannot .*: not a JSON object"),
         (lambda d: edit_config(d, mlp_bias=True), "config.json cannot be imported: mlp_bias = "),
+        (lambda d: edit_config(d, rms_norm_eps=2.0), rf"{CONFIG} .*: \[model\] norm_eps = 2.0 "),
         (lambda d: edit_config(d, num_hidden_layers=5), r"s.5.input\S+ missing -> \[256\]; "),
         (lambda d: edit_config(d, num_hidden_layers=10**9), "n_layers is 10{9}, .* 57 weights"),
         (lambda d: edit_config(d, tie_word_embeddings=True), f"{HEAD}: tied to .* -> another"),

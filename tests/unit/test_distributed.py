@@ -11,7 +11,7 @@ from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.parallel import distributed
-from torchtitan_lite.parallel.alone import init_alone, own_store
+from torchtitan_lite.parallel.alone import init_alone
 from torchtitan_lite.parallel.distributed import (
     build_mesh,
     connect_store,
@@ -45,7 +45,11 @@ def start_on(monkeypatch: pytest.MonkeyPatch, *, gpus: int, processes: int = 1) 
 
 
 def test_a_process_that_torchrun_did_not_start_is_refused(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "two" if name == "WORLD_SIZE" else "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=two is not a number"):
+        init_distributed(CommConfig())
+    monkeypatch.delenv("RANK")
     with pytest.raises(ConfigError, match=r"RANK is not set.*torchrun .* -m torchtitan_lite\.trai"):
         init_distributed(CommConfig())
 
@@ -75,23 +79,29 @@ def test_a_gpus_allocator_and_trace_buffer(variable, monkeypatch):
     assert [os.environ.get(name) for name in BUFFER_SIZE] == ["7", None]
 
 
-@pytest.mark.parametrize("agent_serves", [True, False])
-def test_connect_store_separates_the_keys_of_attempts(agent_serves, monkeypatch):
+def test_connect_store_separates_the_keys_of_starts_and_attempts(monkeypatch):
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port), "RANK": "0"}
-    env |= {"WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": str(agent_serves)}
+    env |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    if not agent_serves:
-        del served
     first, also_first = connect_store(5), connect_store(5)
     first.set("address", "old")
     assert also_first.get("address") == b"old"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not connect_store(5).check(["address"])
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert not connect_store(5).check(["address"])
 
 
-# ----- own_store, init_alone -----
+def test_connect_store_of_a_single_rank_needs_no_network(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    connect_store(5).set("alone", "yes")
+    assert connect_store(5).get("alone") == b"yes"
+
+
+# ----- init_alone -----
 
 
 def listening() -> set[str]:
@@ -103,22 +113,14 @@ def listening() -> set[str]:
     return listens & {file.rpartition("[")[2].strip("]") for file in files}
 
 
-def test_a_process_alone_needs_no_network(monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_process_alone_needs_no_network():
     before = listening()
     assert init_alone() == torch.device("cpu")
-    connect_store(5).set("key", "value")
-    assert connect_store(5).get("key") == b"value"
     assert on_rank0(lambda: 3) == 3 and on_all_ranks(lambda: 4) == [4]
     mesh = build_mesh(ParallelDegrees(1, 1, 1, 1), device_type="cpu")
     total = torch.ones(2)
     dist.all_reduce(total, group=mesh["tp"].get_group())
     assert total.tolist() == [1, 1] and listening() == before
-
-    # Of a job, each process meets the others.
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert own_store() is None
 
 
 def test_set_determinism_seeds_and_is_deterministic_only_if_asked(monkeypatch):

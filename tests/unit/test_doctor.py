@@ -23,9 +23,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one test compiles."""
+def no_compiler_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one test compiles, and one starts ranks."""
     monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(doctor, "check_ranks", lambda: "two met")
 
 
 # ----- examine -----
@@ -41,6 +42,7 @@ def test_a_machine_on_which_all_works(tmp_path: Path) -> None:
         assert sqnr_db and 20 < float(sqnr_db[1]) < 40
     bf16 = re.match(r"multiplied: SQNR ([\d.]+)", findings["bf16"].text)
     assert bf16 and float(bf16[1]) > 45
+    assert findings["ranks"].text == "two met"
     assert str(tmp_path) in findings["disk"].text
     assert list(tmp_path.iterdir()) == []
 
@@ -57,7 +59,7 @@ def test_no_failure_ends_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert format_findings(findings).endswith("training does not work here")
 
 
-# ----- check_compiler, check_disk, check_peaks -----
+# ----- check_compiler, check_ranks, check_disk, check_peaks -----
 
 
 @pytest.mark.slow
@@ -73,6 +75,15 @@ def test_check_compiler_names_a_variable_that_turns_it_off(monkeypatch: pytest.M
         doctor.check_compiler(CPU)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_check_ranks_starts_two_that_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.match(r"two met by gloo in \d", CHECK_RANKS())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
+    with pytest.raises(Exception, match="none"):
+        CHECK_RANKS()
+
+
 def test_check_disk_and_check_peaks_measure_speeds(tmp_path: Path) -> None:
     disk = doctor.check_disk(tmp_path, quick=False)
     assert re.fullmatch(r"[\d.]+ GiB free in .*, [\d,]+ MB/s with fsync", disk), disk
@@ -86,13 +97,14 @@ def negate(model: Any, *_: Any, **__: Any) -> None:
     model[0].weight.data.neg_()
 
 
+CHECK_RANKS = doctor.check_ranks
 CHECK_RECIPE = doctor._recipe_check("tensorwise", CPU)
 UNFIT = [
     (torch, "compile", lambda _: torch.neg, lambda: doctor.check_compiler(CPU), "wrong result"),
     (doctor, "convert_linears", negate, CHECK_RECIPE, r"a matmul is wrong: SQNR -?[\d.]+ dB"),
     (metadata, "version", lambda _: "2.1.0", doctor.check_packages, r"torch 2.1.0 .*>=2\.11"),
-    (dist, "is_gloo_available", lambda: False, doctor.check_backends, "has no gloo"),
-    (dist, "is_nccl_available", lambda: False, doctor.check_backends, "has no NCCL"),
+    (dist, "is_gloo_available", lambda: False, CHECK_RANKS, "has no gloo"),
+    (dist, "is_nccl_available", lambda: False, CHECK_RANKS, "has no NCCL"),
     (resource, "getrlimit", lambda _: (1023, 0), doctor.check_limits, "1023 .* 1,024: ulimit -n"),
     (time, "time", lambda: 0.0, lambda: doctor.check_clock(Path("/tmp")), r"/tmp is \+\d{9,} s"),
 ]

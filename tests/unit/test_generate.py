@@ -19,6 +19,7 @@ from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import CheckpointError, ConfigError, NumericError
 from torchtitan_lite.generate import Generator, Sampling
 from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.llama3 import rope_table
 
 CPU = torch.device("cpu")
 TOKENIZER = build_tokenizer("")
@@ -88,6 +89,7 @@ def test_ids_that_the_tokenizer_lacks_are_not_generated(folder, tmp_path):
 def test_the_cache_changes_nothing(generator, folder):
     args, read, _ = generate.open_source(folder)
     plain = generate.build_plain_model(args, read, device=CPU, dtype=torch.float32)
+    plain.rope_cos, plain.rope_sin = rope_table(args)
     start = generate.encode_prompt("for key in", TOKENIZER, context=48)
     tokens = [row[0] for row in generator._tokens([start], count=20, sampling=Sampling())]
     logits = plain(torch.tensor([[*start, *tokens]]))[0]
@@ -110,6 +112,16 @@ def test_each_prompt_ends_at_its_own_end(generator, monkeypatch):
     samples = generator.run(["1", "22"], **options)
     assert [(each.tokens, each.ended_by) for each in samples] == [(1, "eos"), (2, "eos")]
     assert "".join(written) == samples[0].text == TOKENIZER.decode([a])
+
+
+def test_a_context_of_any_length_takes_memory_for_the_text_alone(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text())
+    longest = json.dumps(config | {"max_position_embeddings": 2**31 - 1})
+    (tmp_path / "long/config.json").write_text(longest)
+    options = {"max_new_tokens": 5, "sampling": Sampling()}
+    made = [load(path).run(["def"], **options) for path in (folder, tmp_path / "long")]
+    assert made[0] == made[1]
 
 
 def test_a_text_ends_where_the_context_does(generator):
@@ -202,6 +214,11 @@ def test_the_command(folder, capsys, monkeypatch):
         (["{hf}", "a\udcff"], ConfigError, r"prompt 'a\\udcff' is not UTF-8"),
         (["{hf}", "--file", "{hf}/none"], ConfigError, "--file .*/none cannot be read"),
         (["{hf}", "--file", "-"], ConfigError, "--file - cannot be read"),
+        (
+            ["{hf}", "--file", "/dev/zero"],
+            ConfigError,
+            "--file /dev/zero has more than 10,000",
+        ),
         (["{hf}/none", "a"], CheckpointError, "/none is missing"),
     ],
 )

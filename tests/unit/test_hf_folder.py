@@ -98,6 +98,30 @@ def test_the_keys_of_a_model_give_it_its_dimensions(args):
     assert replace(resolve_model(ModelConfig(**settings)), max_seq_len=args.max_seq_len) == args
 
 
+# dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size, rope_theta of published models.
+PUBLISHED = {
+    "Llama 2 7B": (4096, 32, 32, 32, 11008, 32000, 1e4),
+    "Llama 2 70B": (8192, 80, 64, 8, 28672, 32000, 1e4),
+    "Code Llama 34B": (8192, 48, 64, 8, 22016, 32000, 1e6),
+    "Llama 3.1 405B": (16384, 126, 128, 8, 53248, 128256, 5e5),
+    "Llama 3 8B 1048k of Gradient": (4096, 32, 32, 8, 14336, 128256, 3.58e9),
+    "Llama 3 8B 4194k of Gradient": (4096, 32, 32, 8, 14336, 128256, 4.52e10),
+    "TinyLlama 1.1B": (2048, 22, 32, 4, 5632, 32000, 1e4),
+    "SmolLM 135M": (576, 30, 9, 3, 1536, 49152, 1e4),
+    "Yi 34B": (7168, 60, 56, 8, 20480, 64000, 5e6),
+    "DeepSeek 67B": (8192, 95, 64, 8, 22016, 102400, 1e4),
+}
+
+
+def test_a_config_takes_the_dimensions_of_published_models():
+    keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "rope_theta")
+    for name, values in PUBLISHED.items():
+        for eps in (1e-5, 1e-6):
+            args = ModelArgs(**dict(zip(keys, values, strict=True)), norm_eps=eps)
+            settings = ModelConfig(**model_settings(args))
+            assert replace(resolve_model(settings), max_seq_len=args.max_seq_len) == args, name
+
+
 def test_a_flavor_is_enough_for_its_dimensions():
     assert model_settings(FLAVORS["8B"]) == {"flavor": "8B"}
     assert model_settings(KNOWN["150M"]) == {"flavor": "150M", "vocab_size": 777}

@@ -23,7 +23,8 @@ SEE_THE_JOB = {"bench", "build", "build_model", "cli", "config", "convert_hf", "
 SEE_THE_JOB |= {"launch", "planner", "samples", "train", "trainer"}
 """Rooms that may handle the whole Config or Job. All others take a section or plain values."""
 WITHOUT_TORCH = {"config", "errors", "files", "job", "launch", "logger", "lr_schedule"}
-WITHOUT_TORCH |= {"compiler_checks", "run_folder", "status", "tables"}
+WITHOUT_TORCH |= {"compiler_checks", "run_folder", "signals", "status", "supervise", "tables"}
+WITHOUT_TORCH |= {"terminal"}
 
 
 def module_name(path: Path) -> str:

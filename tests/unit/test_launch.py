@@ -7,27 +7,23 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any
 
 import pytest
 
 from torchtitan_lite import launch
 from torchtitan_lite.errors import ConfigError, RunError
-from torchtitan_lite.launch import (
-    NEXT,
-    AgentEnd,
-    Launch,
-    find_outcome,
-    report_end,
-)
+from torchtitan_lite.launch import NEXT, Launch, find_outcome, report_end
 from torchtitan_lite.run_folder import RunFolder, Status
+from torchtitan_lite.supervise import AgentEnd, listen
 
 ROOT = Path(__file__).parents[2]
 PYTHON = f"""#!/bin/bash
@@ -298,16 +294,37 @@ def test_variables_of_workers(monkeypatch):
 
 
 def test_arguments_of_elastic_for_one_node_and_several():
-    keys = ("min_nodes", "max_nodes", "nproc_per_node", "max_restarts", "run_id")
-    keys += ("rdzv_backend", "rdzv_endpoint", "rdzv_configs")
+    keys = ("min_nodes", "max_nodes", "nproc_per_node", "max_restarts")
 
     def values(**env: str) -> list[Any]:
         return [asked(**env).elastic[key] for key in keys]
 
     assert asked().elastic.keys() == {*keys, "log_line_prefix_template"}
-    one = [1, 1, 2, 3, "none", "c10d", "localhost:0", {"rank": 0}]
-    assert values(MAX_RESTARTS="3") == one
-    assert values(**NODES) == [2, 2, 8, 0, "none", "static", "head:29500", {"rank": 1}]
+    assert values(MAX_RESTARTS="3") == [1, 1, 2, 3]
+    assert values(**NODES) == [2, 2, 8, 0]
+
+
+def test_store_of_one_node_and_of_several():
+    run = asked()
+    with run.listen() as listener:
+        host, port = listener.getsockname()
+        at = {"host": host, "port": port, "node_rank": 0, "nnodes": 1, "timeout_s": 9}
+        assert run.store(listener, timeout_s=9) == {**at, "listener": listener.fileno()}
+        assert host == "127.0.0.1"
+
+    run = asked(**NODES | {"RDZV_ENDPOINT": "[::1]:29500"})
+    assert run.listen() is None
+    at |= {"host": "::1", "port": 29500, "node_rank": 1, "nnodes": 2, "listener": None}
+    assert run.store(None, timeout_s=9) == at
+
+
+@pytest.mark.parametrize("dualstack", [True, False])
+def test_listen_names_a_port_that_is_in_use(dualstack, monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: dualstack)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^RDZV_ENDPOINT=head:{port}: port {port} .* in use"):
+            listen(f"head:{port}")
 
 
 @pytest.mark.parametrize("step", [["--checkpoint.load_step", "3"], ["--checkpoint.load-step=3"]])
@@ -465,9 +482,9 @@ def test_the_advice_for_an_exit_code_has_a_quoted_path(code, advice, tmp_path, c
 
 SUPERVISED = """
 import sys
-from torchtitan_lite import launch
-launch.AGENT = [sys.executable, "-c", sys.argv[1]]
-launch.DUPLICATE_SECONDS = float(sys.argv[2])
+from torchtitan_lite import launch, supervise
+supervise.AGENT = [sys.executable, "-c", sys.argv[1]]
+supervise.DUPLICATE_SECONDS = float(sys.argv[2])
 launch.run_script(lambda argv: launch.main(sys.argv[3:]))
 """
 STANDIN = """
@@ -564,7 +581,7 @@ def test_config_errors_come_before_any_process_and_folder(supervised):
     assert not supervised.folder.exists()
 
 
-@pytest.mark.parametrize("sent", [SIGTERM, SIGINT, SIGHUP])
+@pytest.mark.parametrize("sent", [SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2])
 def test_a_signal_is_passed_on_once_and_the_end_awaited(supervised, sent):
     process = supervised.signal(SAVES, sent)
     stdout, stderr = process.communicate()
@@ -619,3 +636,33 @@ def test_the_exit_code_is_the_failed_workers(worker, exit_code, tmp_path):
     assert result.stdout == f"[rank0] heard --job.config_file {config_file}\n"
     told = r"exit code 6: rank 0 was killed by SIGKILL\nrank: 0\n(.+\n)*" if exit_code else ""
     assert re.fullmatch(rf"\[rank0\] too\n{told}", result.stderr)
+
+
+WAITS = "#!/bin/sh\necho $MASTER_ADDR $TORCHELASTIC_RUN_ID\ntrap 'exit 0' TERM\nsleep 50 & wait\n"
+
+
+@pytest.mark.timeout(60)
+def test_the_agent_listens_on_loopback_and_ends_with_a_launcher_that_is_killed(tmp_path):
+    executable(tmp_path / "worker", WAITS)
+    env = os.environ | {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1"}
+    command = [sys.executable, "-m", "torchtitan_lite.launch", f"--job.dump_folder={tmp_path}/run"]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert re.fullmatch(r"\[rank0\] 127\.0\.0\.1 [0-9a-f]{32}\n", process.stdout.readline())
+    agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+    assert listening(agent) == ["127.0.0.1"]
+    process.kill()
+    assert process.stdout.read() == ""  # once the agent and its worker are gone
+    process.wait()
+
+
+def listening(process: str) -> list[str]:
+    """Return the addresses at which a process listens."""
+    links = [str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()]
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in links:
+                address = bytes.fromhex(local.partition(":")[0])[::-1]
+                found.append(".".join(map(str, address)))
+    return found

@@ -79,6 +79,7 @@ POINTS = r"pipeline_parallel_split_points = .* from layers.0 to output, each onc
     (4, pipeline(2, split_points=["tok_embeddings"]), POINTS),
     (4, pipeline(3, split_points=["layers.2", "layers.1"]), POINTS),
     (4, pipeline(3, split_points=["layers.1", "layers.1"]), POINTS),
+    (6, pipeline(99999999), "degree = 99999999 makes 99999999 stages from 6 blocks"),
     (6, pipeline(8), "degree = 8 makes 8 stages of 0, 1, 1, 1, 1, 1, 1, 0 blocks from 6, .*first_"
      "stage_less_layers = 1 and pipeline_parallel_last_stage_less_layers = 1"),
     (32, pipeline(4, layers_per_stage=4), "pipeline_parallel_layers_per_stage: .* 9 stages, .* "

@@ -203,6 +203,8 @@ STATUS = '{"state": "running", "time": 0, "started": %s}'
         "[" * 10**5,
         *(STATUS % text for text in ('"x"', "NaN", "1e300", "1" + "0" * 400, "1" * 5000)),
         *(STATUS % f'0, "{name}": [3]' for name in ("step", "loss", "cause")),
+        *(STATUS % f'0, "{name}": 1{"0" * 400}' for name in ("step", "total_steps", "exit_code")),
+        STATUS % "0" + " " * (1 << 20),
         STATUS % ('0, "before": ' + "[" * 400 + "]" * 400),
         None,  # reading a pipe would block
     ],
@@ -442,7 +444,7 @@ def test_lock_returns_whether_the_attempt_before_can_be_repeated(tmp_path, monke
     assert not RunFolder(tmp_path).lock()  # of another torchrun
 
 
-@pytest.mark.parametrize("place", ["file", "file/run"])
+@pytest.mark.parametrize("place", ["file", "file/run", "n" * 300])
 def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .* fix'):

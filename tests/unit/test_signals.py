@@ -14,11 +14,11 @@ pytestmark = pytest.mark.timeout(30)
 # handler meanwhile.
 CODE = """
 import ctypes, signal, sys, threading, time
-from torchtitan_lite.parallel import watchdog
+from torchtitan_lite import signals
 
-watchdog.DUPLICATE_SECONDS = {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
-stop = watchdog.StopSignal()
-signal.signal(signal.SIGUSR1, lambda number, frame: None)
+signals.DUPLICATE_SECONDS |= {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
+stop = signals.StopSignal()
+signal.signal(signal.SIGWINCH, lambda number, frame: None)
 print(stop.received, flush=True)
 
 def show() -> None:
@@ -72,7 +72,7 @@ def blocked(request):
     blocked.process.wait()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT])
 def test_the_first_signal_is_a_request_and_a_second_sigint_kills(blocked, sent):
     blocked.send(sent)
     assert blocked.read() == sent
@@ -92,6 +92,6 @@ def test_a_later_sigterm_kills(blocked):
 
 
 def test_other_signals_that_python_handles_are_no_request(blocked):
-    blocked.send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM)
+    blocked.send(signal.SIGWINCH, signal.SIGWINCH, signal.SIGTERM)
     assert blocked.read() == signal.SIGTERM
     assert blocked.lives()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.parallel import watchdog
 from torchtitan_lite.parallel.time_limit import TimeLimit, find_time_limit
 from torchtitan_lite.parallel.watchdog import Watchdog
+from torchtitan_lite.signals import StopSignal
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000"}
 
@@ -23,6 +23,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000"}
         (None, 99_000, SLURM, 99_900),  # of 1,000 s the margin takes 100
         (None, 100_000, SLURM, math.inf),  # variables of an earlier job
         (None, 0, {"SLURM_JOB_END_TIME": "UNLIMITED"}, math.inf),
+        (None, 0, {"SLURM_JOB_END_TIME": "9" * 20}, math.inf),
     ],
 )
 def test_find_time_limit(max_minutes, started, env, at):
@@ -31,7 +32,7 @@ def test_find_time_limit(max_minutes, started, env, at):
 
 def test_stop_requested_prefers_a_signal_to_the_time_limit():
     dog: Any = Watchdog.__new__(Watchdog)
-    dog.stop_signal = watchdog.StopSignal.__new__(watchdog.StopSignal)
+    dog.stop_signal = StopSignal.__new__(StopSignal)
     dog.stop_signal.received, dog.time_limit = 0, TimeLimit(time.time() + 1000, "the end")
     assert dog.stop_requested() == 0
     dog.time_limit = TimeLimit(time.time(), "the end")

@@ -108,6 +108,12 @@ def test_other_converters_are_refused(converters):
     )
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_opposite_name_turns_its_value_over(enabled):
+    resolved, problems = resolve(**{"metrics.enable_color_printing": enabled})
+    assert (resolved["metrics.disable_color_printing"].value, problems) == (not enabled, [])
+
+
 @pytest.mark.parametrize("old_first", [True, False])
 def test_old_and_new_name_must_agree(old_first):
     names = ["training.compile", "compile.enable"][:: 1 if old_first else -1]
@@ -137,6 +143,14 @@ def test_a_key_of_their_file_has_its_value_here_or_a_notice(name, notices):
             is_list = isinstance(setting.value, list)
             value = json.loads(json.dumps(value)) if is_list else ",".join(value)
         assert value == setting.value, old
+
+
+def test_export_dtype_without_its_save_has_no_effect(notices, tmp_path):
+    (tmp_path / "run.toml").write_text('checkpoint = {export_dtype = "bfloat16"}')
+    assert load(tmp_path / "run.toml").checkpoint.export_dtype == "bfloat16"
+    load(tmp_path / "run.toml", "--checkpoint.last_save_model_only")
+    (notice,) = notices.messages
+    assert re.search(r"no effect here: \[checkpoint] export_dtype: .* last_save_model_only", notice)
 
 
 def test_the_old_spelling_says_what_it_means(notices):

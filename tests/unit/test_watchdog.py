@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from torchtitan_lite.errors import RankLostError
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.parallel import watchdog
 from torchtitan_lite.parallel.distributed import connect_store
 from torchtitan_lite.parallel.watchdog import (
@@ -160,6 +161,8 @@ def ended(monkeypatch):
 
     monkeypatch.setattr(Watchdog, "_end", end)
     monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "MAX_SILENT_TICKS", 3000)
+    monkeypatch.setattr(watchdog, "START_TICKS", 3000)
     monkeypatch.setattr(watchdog, "EXTRA_SECONDS", 0)
     return ended
 
@@ -181,18 +184,59 @@ def test_a_process_ends_when_torchrun_or_another_rank_is_gone(
     post([BEAT], at=1.0)
     dog = Watchdog(report=print)
     vars(dog).update(own)
-    dog._thread.join(0.3 if end is None else 40)
+    dog._judging.join(0.3 if end is None else 40)
     dog.close()
     assert len(ended) == (end is not None)
     assert end is None or re.match(end, ended[0])
 
 
-def test_a_process_ends_when_the_store_is_gone(served, ended, monkeypatch):
-    monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.2)
-    dog = Watchdog(report=print)
-    served.clear()
-    dog._thread.join(40)
-    assert re.match("6 torchrun's store, on the host of rank 0, .* not answer any more$", ended[0])
-    monkeypatch.setattr(watchdog, "START_SECONDS", 0.2)
-    with pytest.raises(RankLostError, match="torchrun's store does not answer: .*127.0.0.1"):
+SERVES = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_ends_when_the_store_does_not_answer(sent, served, ended, monkeypatch):
+    command = [sys.executable, "-c", SERVES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        monkeypatch.setenv("MASTER_PORT", server.stdout.readline().strip())
+        monkeypatch.setattr(watchdog, "MAX_SILENT_TICKS", 30)
+        dog = Watchdog(report=print)
+        monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.2)
+        server.send_signal(sent)
+        dog._judging.join(40)
+        server.kill()
+    assert re.match("6 torchrun's store, on the host of rank 0, does not answer$", *ended)
+    dog.close()
+
+
+@pytest.mark.parametrize("parent", [-1, None])
+def test_a_process_ends_while_it_connects(parent, served, ended, monkeypatch):
+    def end(self: Watchdog, cause: str, exit_code: int = 6) -> None:
+        ended.append(cause)
+        server.close()  # the connection fails, and so the constructor returns
+        monkeypatch.setenv("MASTER_PORT", str(served[0].port))
+
+    monkeypatch.setattr(Watchdog, "_end", end)
+    monkeypatch.setattr(watchdog, "START_TICKS", 30)
+    monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and never answers
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        dog = Watchdog(report=print, parent=parent)
+    dog.close()
+    assert re.match("torchrun, .* is gone" if parent else "torchrun's store, .* answer", ended[0])
+
+
+def test_a_second_process_of_a_rank_is_refused_before_it_writes_anything(served):
+    first = Watchdog(report=print)
+    store = connect_store(30)
+    store.set("watchdog/heartbeat/0", "")
+    first.close()
+    before = store.num_keys()
+    with pytest.raises(ConfigError, match="a rank 0 already.*NODE_RANK.*RDZV_ENDPOINT"):
         Watchdog(report=print)
+    assert store.num_keys() == before

@@ -232,6 +232,15 @@ def test_jsonl_files_have_their_own_content_of_each_step_once(tmp_path):
     assert lines["numerics"][0] == {"step": 5, "kinds": kinds}
 
 
+def test_a_line_of_metrics_without_a_loss_is_dropped_before_a_resume(tmp_path):
+    good, path = json.dumps(RECORD.to_json()).encode(), tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 2}\n{"step": 2, "loss": "x"}\n' + good + b"\n\0\n")
+    with path.open("r+b") as file:
+        file.truncate(1 << 26)  # sparse: a line of NUL, read in pieces
+    JsonlWriter(path, resume_step=RECORD.step)
+    assert path.read_bytes() == good + b"\n" and last_losses(tmp_path) == [RECORD.loss]
+
+
 def test_last_losses_before_a_resume(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
     for step in range(1, 31):

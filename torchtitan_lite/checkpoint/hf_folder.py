@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite.collectives import on_all_ranks
-from torchtitan_lite.config import show_settings
+from torchtitan_lite.config import check_model_table, show_settings
 from torchtitan_lite.documents import read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError
 from torchtitan_lite.logger import logger
@@ -191,15 +191,20 @@ def weight_problems(
 
 
 def model_settings(args: ModelArgs) -> dict[str, Any]:
-    """Return the keys of [model] that give a run the dimensions `args`: a flavor, or all keys."""
+    """Return the keys of [model] that give a run the dimensions `args`: a flavor, or all keys.
+    Raises ConfigError for dimensions that no run can have."""
     for flavor, dimensions in FLAVORS.items():
         # Some flavors take the vocabulary from the tokenizer. max_seq_len is always the run's.
         left: dict[str, Any] = {} if dimensions.vocab_size else {"vocab_size": args.vocab_size}
         if replace(dimensions, max_seq_len=args.max_seq_len, **left) == args:
-            return {"flavor": flavor, **left}
-    keys = {key: value for key, value in asdict(args).items() if value is not None}
-    del keys["max_seq_len"]
-    return {"flavor": "", **keys}
+            settings = {"flavor": flavor, **left}
+            break
+    else:
+        keys = {key: value for key, value in asdict(args).items() if value is not None}
+        del keys["max_seq_len"]
+        settings = {"flavor": "", **keys}
+    check_model_table(settings, source="the model")
+    return settings
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from .parser import Parser
 PROGRAM = "torchtitan-lite"
 COMMANDS = (
     "train",
+    "check",
     "plan",
     "bench",
     "data",

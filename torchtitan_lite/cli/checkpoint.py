@@ -11,11 +11,11 @@ Exit codes: 1 if two checkpoints differ, 4 if one is broken or missing, 7 if the
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.folders import format_summaries, step_folders, summarize
+from torchtitan_lite.documents import strict_json
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def ls(args: argparse.Namespace) -> int:
     """Print one line for each checkpoint."""
     summaries = [summarize(path) for path in step_folders(args.folder)]
-    as_json = json.dumps([asdict(each) for each in summaries])
+    as_json = strict_json([asdict(each) for each in summaries])
     print(as_json if args.json else format_summaries(summaries))
     return 0
 
@@ -59,7 +59,7 @@ def verify(args: argparse.Namespace) -> int:
     found = {str(path): verify_checkpoint(path, hashes=not args.quick) for path in paths}
     sound = "sizes are as written" if args.quick else "every byte is as written"
     if args.json:
-        print(json.dumps(found))
+        print(strict_json(found))
     else:
         for path, problems in found.items():
             print(*(f"{path}: {problem}" for problem in problems or [sound]), sep="\n")
@@ -71,7 +71,7 @@ def diff(args: argparse.Namespace) -> int:
     from torchtitan_lite.checkpoint.compare import compare  # here for the same reason
 
     found = compare(args.old, args.new)
-    print(json.dumps(asdict(found)) if args.json else found)
+    print(strict_json(asdict(found)) if args.json else found)
     return 0 if found.same else 1
 
 

@@ -7,10 +7,10 @@ Exit codes: 1 if training does not work here.
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_lite.documents import strict_json
 from torchtitan_lite.errors import RunError
 from torchtitan_lite.logger import logger
 
@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
     logger.setLevel("WARNING")  # runs log how they emulate float8
     findings = examine(folder=args.folder.resolve(), quick=args.quick)
-    as_json = json.dumps([asdict(each) for each in findings])
+    as_json = strict_json([asdict(each) for each in findings])
     print(as_json if args.json else format_findings(findings))
     return 0 if can_train(findings) else 1

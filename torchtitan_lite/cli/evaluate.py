@@ -8,10 +8,10 @@ Exit codes: 2 for a wrong config, 3 for broken or missing text, 4 for a broken c
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_lite.documents import strict_json
 from torchtitan_lite.logger import logger
 
 from .parser import Parser, path_text
@@ -32,4 +32,4 @@ def run(args: argparse.Namespace) -> None:
 
     logger.setLevel("WARNING")  # what a run logs at its start is about training
     found = evaluate(args.source, data=args.data, overrides=args.overrides)
-    print(json.dumps(asdict(found)) if args.json else format_evaluation(found))
+    print(strict_json(asdict(found)) if args.json else format_evaluation(found))

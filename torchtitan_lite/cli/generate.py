@@ -9,15 +9,19 @@ for weights whose logits are not finite.
 """
 
 import argparse
-import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from torchtitan_lite.documents import strict_json
 from torchtitan_lite.errors import ConfigError
 
 from .parser import path_text
+
+MOST_CHARACTERS = 10_000_000
+"""Of a --file of prompts, which may be a pipe or a device without end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,13 +88,17 @@ def run(args: argparse.Namespace) -> None:
         if streams:
             print()
     for sample in [] if streams else samples:
-        print(json.dumps(asdict(sample)) if args.json else f"{sample.prompt}{sample.text}\n")
+        print(strict_json(asdict(sample)) if args.json else f"{sample.prompt}{sample.text}\n")
 
 
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a file of prompts that are not empty. Raises ConfigError."""
     try:
-        text = sys.stdin.read() if str(path) == "-" and sys.stdin else path.read_text()
+        is_input = str(path) == "-" and sys.stdin
+        with nullcontext(sys.stdin) if is_input else path.open() as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file {path} cannot be read: {error}") from error
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"--file {path} has more than {MOST_CHARACTERS:,} characters; split it")
     return [line for line in text.splitlines() if line]

@@ -1,12 +1,11 @@
 """List what a config can name: flavors, recipes, devices, datasets, and shipped configs."""
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 
 from torchtitan_lite.config import find_config, shipped_configs
 from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.documents import read_toml
+from torchtitan_lite.documents import read_toml, strict_json
 from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.metrics.devices import DEVICES
 from torchtitan_lite.models.flavors import FLAVORS, count_parameters
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the tables."""
     tables = {kind: list(ROWS[kind]()) for kind in ([args.kind] if args.kind else KINDS)}
     if args.json:
-        print(json.dumps(tables))
+        print(strict_json(tables))
         return
     texts = [f"{kind}\n{format_rows(rows)}" for kind, rows in tables.items()]
     print("\n\n".join(texts))

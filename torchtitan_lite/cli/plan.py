@@ -5,10 +5,10 @@ sequence that fits. The config is named by --job.config_file, as in training.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from torchtitan_lite.config import given_keys, load_config
+from torchtitan_lite.documents import strict_json
 from torchtitan_lite.errors import ConfigError
 
 from .parser import Parser
@@ -120,4 +120,4 @@ def run(options: argparse.Namespace) -> None:
             attention_kernel=options.attention,
         )
         text = format_plan(answer)
-    print(json.dumps(answer, indent=2) if options.json else text)
+    print(strict_json(answer, indent=2) if options.json else text)

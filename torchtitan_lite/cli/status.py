@@ -7,11 +7,11 @@ Exit codes: 2 if there is no run; with --watch, the exit code of the run.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
+from torchtitan_lite.documents import strict_json
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.status import as_json, find_runs, format_runs, watch
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
     runs, now = find_runs(args.folder), time.time()
     if args.json:
-        print(json.dumps([as_json(folder, status, now=now) for folder, status in runs.items()]))
+        print(strict_json([as_json(folder, status, now=now) for folder, status in runs.items()]))
     else:
         print(format_runs(runs, now=now))
     return 0

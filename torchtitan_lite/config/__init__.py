@@ -13,7 +13,7 @@ from .arithmetic import (
 from .checks import check_config, check_decay, log_odd_schedule
 from .keys import did_you_mean, format_config_page, format_help, show_settings
 from .layers import asks_for_help, find_config, given_keys, shipped_configs
-from .loading import dump_config, load_config, shared_settings
+from .loading import check_model_table, dump_config, load_config, shared_settings
 from .pipeline import Stages, resolve_stages, zero_bubble
 from .schema import config_schema
 from .sections import (

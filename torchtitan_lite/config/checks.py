@@ -300,13 +300,6 @@ def _check_checkpoint(config: Config) -> Iterator[str]:
             "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
             "there are only weights to load; set it to true"
         )
-    exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
-    if checkpoint.export_dtype != "float32" and not exports:
-        yield (
-            f"[checkpoint] export_dtype = {show(checkpoint.export_dtype)} is for the save of "
-            "last_save_model_only = true, which is torchtitan's default, or of last_save_in_hf = "
-            "true; set one of these, or unset it"
-        )
 
 
 def _check_run_folder(config: Config) -> Iterator[str]:

@@ -43,7 +43,7 @@ PAGE_HEAD = """\
 # Config keys
 
 Every key of the TOML file, with its type, default and meaning. `./run_train.sh --help` prints the
-same. This page is generated: `python -m torchtitan_lite.config > docs/config.md`.
+same. This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
 """
 
 

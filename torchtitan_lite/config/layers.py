@@ -14,11 +14,21 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, did_you_mean, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
+from .torchtitan import (
+    CONVERTERS,
+    FOREIGN_TABLES,
+    MOVED,
+    OPPOSITES,
+    UNREAD,
+    current_name,
+    find_foreign,
+)
 from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
+DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+"""Decimal numbers, also those that TOML refuses: .1 and 1."""
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 """Configs of the package."""
 
@@ -171,6 +181,8 @@ def _parse(text: str, key: Key | None) -> object:
         return None
     if key and key.kind == "str" and not text.startswith(('"', "'")):
         return text
+    if key and key.kind == "float" and DECIMAL.fullmatch(text):
+        return float(text)
     try:
         return parse_toml(f"value = {text}".encode())["value"]
     except ValueError:
@@ -198,6 +210,8 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
                 continue
             resolved[CONVERTERS] = replace(old, value=chosen)
             value = chosen in ("float8", "mx")
+        elif name in OPPOSITES and isinstance(value, bool):
+            value = not value
 
         rival = resolved.setdefault(new, Setting(value, f"{old.source}, as {show_key(name)}"))
         if rival.value != value:

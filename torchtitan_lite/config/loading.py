@@ -2,13 +2,16 @@
 TOML."""
 
 import re
+from collections.abc import Mapping
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.logger import logger
 
+from .arithmetic import resolve_model
 from .checks import check_config
 from .keys import KEYS, TABLES, closest, did_you_mean, show
 from .layers import (
@@ -66,7 +69,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     try:
         config = _validate(known)
     except ValidationError as error:
-        problems += dict.fromkeys(_describe_invalid(detail, known) for detail in error.errors())
+        problems += _describe_all(error, known)
         unsound |= {str(detail["loc"][0]) for detail in error.errors()}
         sound = {name for name in known if KEYS[name].table not in unsound}
         config = _validate({name: known[name] for name in sound})
@@ -75,7 +78,24 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     problems += [_name_sources(message, known) for message in messages]
     if problems:
         raise ConfigError("\n".join(problems))
+
+    checkpoint = config.checkpoint
+    exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
+    if checkpoint.export_dtype != "float32" and not exports:
+        logger.info(
+            "no effect here: [checkpoint] export_dtype: the last save has the whole run; with "
+            "last_save_model_only = true, torchtitan's default, it has weights alone"
+        )
     return config
+
+
+def check_model_table(model: Mapping[str, object], *, source: str) -> None:
+    """Raise ConfigError unless a config takes `model` as its table [model]."""
+    settings = {f"model.{key}": Setting(value, source) for key, value in model.items()}
+    try:
+        resolve_model(_validate(settings).model)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe_all(error, settings))) from error
 
 
 def shared_settings(config: Config) -> dict[str, str]:
@@ -135,6 +155,10 @@ def _describe_unknown(name: str, setting: Setting) -> str:
             homes = [f"[{each.table}] {near}" for each in known if each.name == near]
             return f"{setting.cite(name)}: unknown key; did you mean {' or '.join(homes)}?"
     return f"{setting.cite(name)}: unknown key; --help lists every key"
+
+
+def _describe_all(error: ValidationError, settings: Layer) -> list[str]:
+    return list(dict.fromkeys(_describe_invalid(detail, settings) for detail in error.errors()))
 
 
 def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:

@@ -1,5 +1,6 @@
 """Pipeline parallelism: which modules of the model each stage has, and the rules for its keys."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
@@ -62,10 +63,11 @@ def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
 
 
 def _describe_difference(named: tuple[str, ...], modules: tuple[str, ...]) -> str:
+    counts, known = Counter(named), set(modules)  # a file may name many
     differences = {
-        "miss": [name for name in modules if name not in named],
-        "repeat": sorted({name for name in named if named.count(name) > 1}),
-        "have unknown": [name for name in named if name not in modules],
+        "miss": [name for name in modules if name not in counts],
+        "repeat": sorted(name for name, count in counts.items() if count > 1),
+        "have unknown": [name for name in named if name not in known],
         "change the order of": [n for n, m in zip(named, modules, strict=False) if n != m],
     }
     what, names = next((what, names) for what, names in differences.items() if names)
@@ -97,6 +99,11 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
     else:
         number = degree * (1 + SCHEDULES[parallelism.pipeline_parallel_schedule].looped)
 
+    if number > len(modules):  # too many to list
+        raise ConfigError(
+            f"[parallelism] pipeline_parallel_degree = {degree} makes {number} stages from "
+            f"{n_layers} blocks, and each needs one; use fewer stages"
+        )
     each, left_over = divmod(counted, number)
     sizes = [each + (stage < left_over) for stage in range(number)]
     sizes[0] -= first

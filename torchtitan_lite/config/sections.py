@@ -73,7 +73,7 @@ class ModelConfig(Section):
     """Width of the feed-forward layer."""
     vocab_size: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
     """Token ids; 0, and without a flavor unset: the tokenizer's."""
-    rope_theta: Positive | None = None
+    rope_theta: Annotated[float, Field(gt=0, le=1e15)] | None = None
     """Base of the rotary frequencies; without a flavor unset: 500000."""
     rope_scaling: RopeScalingConfig | None = None
     """Llama 3.1's scaling of rotary frequencies; factor = 1, and without a flavor unset: none."""

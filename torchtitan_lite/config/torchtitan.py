@@ -38,9 +38,12 @@ ALIASES = {
     "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
     "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "metrics.enable_color_printing": "metrics.disable_color_printing",
     "validation.enabled": "validation.enable",
 }
 """Current name of each renamed key."""
+OPPOSITES = {"metrics.enable_color_printing"}
+"""Renamed keys whose true is the current key's false."""
 ALIASES |= {
     name.replace("parallelism", "training"): name for name in KEYS if "parallelism." in name
 }

@@ -222,6 +222,7 @@ def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
     Its name is a folder written by `save_to_disk` (memory-mapped), a folder of data files, or a
     dataset on the hub (both streamed, a chunk for each data file). Raises DataError."""
     datasets = _import("datasets", wanted_by=row.path, extra="hf")
+    datasets.disable_progress_bars()  # they move the cursor
     name, split = row.path.removeprefix(HF_PREFIX), row.hf_split
 
     with reading(row.path, Exception):  # the library lets errors of many libraries pass

@@ -3,7 +3,6 @@
 Equal tokens are the token counts at which every run has logged a step; nothing is interpolated.
 """
 
-import errno
 import functools
 import math
 import os
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.config.differences import flat_config
 from torchtitan_lite.config.keys import show
-from torchtitan_lite.documents import read_toml
+from torchtitan_lite.documents import MAX_JSON_BYTES, read_lines, read_toml
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.tables import format_columns
 
@@ -95,7 +94,9 @@ def _read_run(file: Path) -> Run:
     """Read the run with the metrics.jsonl `file`. Raises ConfigError."""
     if not (records := _read_lines(file, _Record)):
         raise ConfigError(f"{file}: no step has been logged yet.")
-    figures = np.array([list(each.model_dump().values()) for each in records], dtype=float).T
+    last_at = {each.tokens: each for each in records}  # a token count that is there twice
+    rows = [list(each.model_dump().values()) for each in last_at.values()]
+    figures = np.array(rows, dtype=float).T
 
     # A run without validations or config is compared by its steps.
     validations = file.with_name("validation.jsonl")
@@ -117,25 +118,20 @@ def _read_run(file: Path) -> Run:
 def _read_lines(path: Path, model: type[T]) -> list[T]:
     """Read a file of JSON lines. An incomplete last line, as a live run may have, is left out.
     Raises ConfigError if the file cannot be read."""
-    try:
-        if path.stat() and not path.is_file():  # reading a pipe would block
-            raise OSError(errno.EINVAL, "is not a file")
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        reason = error.strerror
-        raise ConfigError(f"{path}: {reason}; name a run folder, or its metrics.jsonl.") from error
-
     records: list[T] = []
-    for number, line in enumerate(lines, start=1):
-        try:
+    line = b""
+    try:
+        for line in read_lines(path):
             records.append(model.model_validate_json(line))
-        except ValidationError as error:
-            if line.endswith(b"\n"):  # not the line that a live run is writing
-                shown = line[:60].decode(errors="replace").rstrip()
-                raise ConfigError(
-                    f"{path}: line {number} is not the record of a step: {shown!r}"
-                ) from error
-    return records
+        return records
+    except ValidationError:
+        if not line.endswith(b"\n") and len(line) < MAX_JSON_BYTES:  # a live run is writing it
+            return records
+        shown = line[:60].decode(errors="replace").rstrip()
+        reason = f"line {len(records) + 1} is not the record of a step: {shown!r}"
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    raise ConfigError(f"{path}: {reason}; name a run folder, or its metrics.jsonl.")
 
 
 def equal_tokens(runs: Runs) -> NDArray[np.float64]:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field
 
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.documents import read_regular
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file, usable_cores
 from torchtitan_lite.logger import logger
@@ -177,10 +178,10 @@ def _read_kept(file: Path, *, cpu: str, threads: float) -> dict[Precision, float
     another CPU or with another number of threads."""
     if file.is_dir():
         raise ConfigError(f"{file} is not a file, and a run keeps one there; move it elsewhere.")
-    if not file.is_file():  # opening a pipe would block
+    if not file.exists():
         return {}
     try:
-        kept = _KeptPeaks.model_validate_json(file.read_bytes())
+        kept = _KeptPeaks.model_validate_json(read_regular(file, max_bytes=4096))
     except (OSError, ValueError):
         logger.info(f"{file} is damaged: the CPU's peaks are measured again")
         return {}

@@ -1,12 +1,12 @@
 """Build the writers of a run's records; those of the console and of JSON lines."""
 
 import itertools
-import json
 import math
 import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,9 +16,11 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.config import MetricsConfig
+from torchtitan_lite.documents import read_lines, strict_json
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.files import replace_file
 from torchtitan_lite.logger import logger
+from torchtitan_lite.terminal import clean
 
 from .figures import (
     FINAL_STEPS,
@@ -180,13 +182,13 @@ class ConsoleWriter(Writer):
     def _log(self, step: int, *texts: str) -> None:
         """Log the step and the texts that are not empty, each in its own colour."""
         painted = [
-            f"\033[{color}m{text}\033[0m" if self._color else text
+            f"\033[{color}m{clean(text)}\033[0m" if self._color else text
             for color, text in zip(
                 itertools.cycle(COLORS), (self._head(step), *texts), strict=False
             )
             if text
         ]
-        logger.info("  ".join(painted))
+        logger.info("  ".join(painted), extra={"clean": True} if self._color else None)
 
 
 def on_terminal() -> bool:
@@ -203,13 +205,14 @@ def wants_color(*, disabled: bool) -> bool:
 
 
 class JsonlWriter(Writer):
-    """A file with lines of strict JSON, in which non-finite numbers are null."""
+    """A file with lines of strict JSON."""
 
     def __init__(self, path: Path, *, resume_step: int, content: Content = "metrics") -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        kept = [line + b"\n" for line in lines if _step_of(line) <= resume_step]
+        lines = read_lines(path) if path.exists() else ()
+        kind = _LossLine if content == "metrics" else _Line
+        kept = [line.rstrip() + b"\n" for line in lines if _step_of(line, kind) <= resume_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
         self._content = content
@@ -233,9 +236,7 @@ class JsonlWriter(Writer):
 
     def _append(self, fields: Mapping[str, Any]) -> None:
         """Append a line, and pass it to the operating system."""
-        # Python writes NaN and Infinity, which are not valid JSON. Replace them by null.
-        strict = json.loads(json.dumps(fields), parse_constant=lambda _: None)
-        self._file.write(json.dumps(strict) + "\n")
+        self._file.write(strict_json(fields) + "\n")
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
@@ -248,21 +249,21 @@ class _Line(BaseModel):
     step: int
 
 
-class _LossLine(BaseModel):
+class _LossLine(_Line):
     loss: float | None
 
 
 def last_losses(dump_folder: Path) -> list[float]:
     """Return the losses of the last FINAL_STEPS steps in a run's metrics.jsonl, which a writer has
     opened; NaN for those that are not finite."""
-    lines = (dump_folder / "metrics.jsonl").read_bytes().splitlines()[-FINAL_STEPS:]
+    lines = deque(read_lines(dump_folder / "metrics.jsonl"), maxlen=FINAL_STEPS)
     losses = (_LossLine.model_validate_json(line).loss for line in lines)
     return [math.nan if loss is None else loss for loss in losses]
 
 
-def _step_of(line: bytes) -> float:
-    """Return the step of a line, or infinity if it is not a valid line."""
+def _step_of(line: bytes, kind: type[_Line]) -> float:
+    """Return the step of a line, or infinity if it is not a valid line of its `kind`."""
     try:
-        return _Line.model_validate_json(line, strict=True).step
+        return kind.model_validate_json(line, strict=True).step
     except ValidationError:
         return math.inf

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
 from torchtitan_lite.errors import ConfigError
-
-from .alone import own_store
 
 # NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
 NCCL_EXTRA_SECONDS = 30
@@ -34,11 +34,15 @@ def read_rank() -> tuple[int, int]:
     """Return this process's rank and the number of processes, which torchrun sets.
 
     Raises ConfigError outside torchrun."""
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "this process was not started by torchrun (RANK is not set); use torchrun "
-            "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
-        )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "")
+        if not re.fullmatch("[0-9]{1,9}", value):
+            found = f"={value} is not a number" if value else " is not set"
+            raise ConfigError(
+                f"this process was not started by torchrun ({name}{found}); use torchrun "
+                "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or "
+                "./run_train.sh."
+            )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -58,15 +62,25 @@ def set_determinism(debug: DebugConfig) -> None:
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """Connect to the store of torchrun's job, where ranks meet. The connection and each answer may
-    take `timeout_s`. One connection serves one thread at a time.
+    """Connect to the store of torchrun's job, where ranks meet; the only rank of a job needs no
+    network for it. The connection and each answer may take `timeout_s`, but an answer of a server
+    that is stopped never comes. One connection serves one thread at a time.
 
-    Each attempt of a job has its own keys: after a restart the store still holds what the attempt
-    before left there, such as the addresses of its process group."""
-    store = own_store()
-    if store is None:
+    Each start has keys of its own, by its name, and so has each of its attempts: after a restart
+    the store still holds what the attempt before left there, such as the addresses of its process
+    group."""
+    start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if read_rank() == (0, 1):
+        store = _own_store()
+    else:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"{start}/attempt-{attempt}", store)
+
+
+@cache
+def _own_store() -> dist.Store:
+    return dist.HashStore()
 
 
 def check_started_alike(
@@ -132,6 +146,8 @@ def init_distributed(comm: CommConfig) -> torch.device:
     else:
         backend, device = "gloo", torch.device("cpu")
 
+    if local_world_size() == world_size:
+        stay_on_loopback()
     timeout = comm.init_timeout_seconds
     store = connect_store(timeout)
     dist.init_process_group(
@@ -139,6 +155,13 @@ def init_distributed(comm: CommConfig) -> torch.device:
     )
     set_timeouts(timeout)
     return device
+
+
+def stay_on_loopback() -> None:
+    """Let the ranks of one host meet where no other host reaches them, unless the environment
+    names an interface. It also needs no host name that resolves."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def _set_up_gpu(comm: CommConfig) -> torch.device:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 MARGIN_SECONDS = 300.0
 """Time before the end of a Slurm job for the step in progress and the save; at most a tenth of what
 the job has left when the run starts."""
+LONGEST_SECONDS = 1e9
+"""A Slurm job that would end later, in 30 years, has no limit."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ def find_time_limit(
     """Return the time limit of a run that started at `started`, in Unix seconds.
 
     Without `max_minutes` it is the end of the Slurm job that `env` describes, minus a margin. An
-    end before the start is ignored: the shell has kept the variables of an earlier job.
+    end before the start is ignored: the shell has kept the variables of an earlier job. So is one
+    that no job has.
     """
     if max_minutes is not None:
         cause = f"the time limit ([job] max_minutes = {max_minutes:g})"
         return TimeLimit(started + 60 * max_minutes, cause)
     end = env.get("SLURM_JOB_END_TIME", "")
-    if not end.isdecimal() or float(end) <= started:
+    if not end.isdecimal() or not started < float(end) < started + LONGEST_SECONDS:
         return TimeLimit()
     margin = min(MARGIN_SECONDS, (float(end) - started) / 10)
     job = env.get("SLURM_JOB_ID", "")

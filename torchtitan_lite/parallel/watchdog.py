@@ -1,11 +1,11 @@
-"""The thread that ends this process when torchrun, its store or other ranks are gone.
+"""The threads that end this process when torchrun, its store or other ranks are gone.
 
 "Torchrun" is the parent: torchrun itself, or the agent of torchtitan_lite.launch. Once a second
-each rank's thread posts a heartbeat, which says where the main thread is, to torchrun's store, and
-looks at the others:
+a thread of each rank posts a heartbeat, which says where the main thread is, to torchrun's store,
+and looks at the others. The store may never answer, so another thread decides:
 
-- Torchrun is gone, or its store, on the host of rank 0, does not answer 3 times in a row (within
-  about 10 s): the thread ends the process with exit code 6.
+- Torchrun is gone, or its store, on the host of rank 0, has not answered for 10 s (30 s at the
+  start): the thread ends the process with exit code 6.
 - A rank is killed or hangs while others are in a collective with it: the collective fails, at once
   or by its time-out. `explain` finds which rank it is, and kills it if it is silent and on the same
   host: a stopped process acts on no other signal, and torchrun would wait for it.
@@ -16,7 +16,7 @@ looks at the others:
 - A signal asks to stop before the ranks have joined: there is nothing to save, and the rank that
   this one waits for may be gone. The thread ends the process with exit code 75.
 
-The thread counts ticks, not seconds, so that a job that is suspended as a whole goes on when it is
+The threads count ticks, not seconds, so that a job that is suspended as a whole goes on when it is
 continued. Once a stop was asked for, the loss of torchrun or of its store ends nothing: the same
 signals may have ended torchrun, and the ranks save without it, or fail in a collective.
 """
@@ -25,6 +25,7 @@ import atexit
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -34,30 +35,28 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import CodeType
 
 import torch.distributed as dist
 
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, RankLostError
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError
 from torchtitan_lite.logger import logger
+from torchtitan_lite.signals import StopSignal
 
 from .distributed import connect_store, read_rank
 from .time_limit import TimeLimit
 
 TICK_SECONDS = 1.0
-MAX_MISSES = 3  # ticks in a row without an answer of the store that end the process
+MAX_SILENT_TICKS = 10  # without an answer of the store, which end the process
 GRACE_TICKS = 10  # for a process to end by itself after a rank has failed
 EXTRA_SECONDS = 10  # longer than a collective may take: its failure says more than the thread's
 LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this long
-START_SECONDS = 30.0  # for the store to answer at first
+START_TICKS = 30  # for the store to answer at first
 STORE_SECONDS = 2.0  # for it to answer later
 SHOWN_RANKS = 8
-DUPLICATE_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
-"""A second signal this soon after the first repeats the request: schedulers signal every process,
-and torchrun passes on the signals that it gets."""
 FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
+RANK_KEY = "watchdog/rank/{}"
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,20 @@ class Heartbeat:
 
 
 class Watchdog:
-    """The thread, and the main thread's way to ask about other ranks and to report to them.
+    """The threads, and the main thread's way to ask about other ranks and to report to them.
 
-    Made once a process, on the main thread, before or after the process group is joined. Before the
-    thread ends the process it calls `report` with the cause. Raises ConfigError outside torchrun,
-    RankLostError if torchrun's store does not answer.
+    Made once a process, on the main thread, before or after the process group is joined. `parent`
+    is the process that started this one, as it was before slow imports. Before a thread ends the
+    process it calls `report` with the cause. Raises ConfigError outside torchrun, or if the job has
+    a process of this rank already.
     """
 
     def __init__(
-        self, *, report: Callable[[RankLostError], None], timeout_s: float = math.inf
+        self,
+        *,
+        report: Callable[[RankLostError], None],
+        timeout_s: float = math.inf,
+        parent: int | None = None,
     ) -> None:
         self._rank, self._world_size = read_rank()
         self._report = report
@@ -94,19 +98,26 @@ class Watchdog:
         self.stop_signal, self.time_limit = StopSignal(), TimeLimit()
         self.step, self._phase = 0, "start"
         self.stages: Sequence[int] = ()  # this rank's, of a pipeline
-        self._torchrun, self._main_thread = os.getppid(), threading.get_ident()
+        self._torchrun = os.getppid() if parent is None else parent
+        self._main_thread = threading.get_ident()
         self._failed_in = ""  # place of the collective that has failed
-        try:
-            store = connect_store(START_SECONDS)
-            store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        except RuntimeError as error:
-            raise RankLostError(f"torchrun's store does not answer: {error}") from error
+        self._failure = ""  # that a rank has reported
+        self._silent_ticks, self._allowed_ticks = 0, START_TICKS
 
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(store,), daemon=True)
-        self._thread.start()
+        self._closed, joined, taken = threading.Event(), threading.Event(), threading.Event()
+        self._judging = threading.Thread(target=self._judge, daemon=True)
+        self._talking = threading.Thread(target=self._talk, args=(joined, taken), daemon=True)
+        self._judging.start()
+        self._talking.start()
         # A thread that is in C++ while the interpreter is torn down aborts the process.
         atexit.register(self.close)
+        joined.wait()
+        if taken.is_set():
+            raise ConfigError(
+                f"the run has a rank {self._rank} already: this node was started twice, or belongs "
+                "to another run; give each node its own NODE_RANK, and each run its own port in "
+                "RDZV_ENDPOINT."
+            )
 
     def at(self, step: int, phase: str) -> None:
         """Note that the main thread now does `phase` of `step`. Costs next to nothing."""
@@ -172,13 +183,12 @@ class Watchdog:
         """Stop watching, at the end of a successful run after its last collective: torchrun's store
         may go before all ranks have gone. Can be called again; the interpreter's end calls it."""
         self._closed.set()
-        self._thread.join()
+        self._judging.join()
+        self._talking.join(STORE_SECONDS)  # unless the store keeps it waiting
 
-    def _watch(self, first_store: dist.Store) -> None:
-        store: dist.Store | None = first_store
-        failure = ""
-        misses = failed_ticks = quiet_ticks = 0
-        neighbour, last_beat = (self._rank + 1) % self._world_size, None
+    def _judge(self) -> None:
+        """End this process once it cannot go on. Never waits for the store."""
+        failed_ticks = 0
         while not self._closed.is_set():
             # A stop may be asked for before the ranks have joined; torchrun or its store be gone.
             if self.stop_signal.received:
@@ -186,26 +196,41 @@ class Watchdog:
                     self._end("stopped by a signal before the ranks joined", STOPPED_EXIT_CODE)
             elif os.getppid() != self._torchrun:
                 self._end("torchrun, which had started this process, is gone")
-            elif misses >= MAX_MISSES:
-                self._end("torchrun's store, on the host of rank 0, does not answer any more")
+            elif self._silent_ticks > self._allowed_ticks:
+                self._end("torchrun's store, on the host of rank 0, does not answer")
 
-            # The store may not answer, any rank may have failed, and the next one may be silent.
+            self._silent_ticks += 1
+            failed_ticks += bool(self._failure)
+            if failed_ticks > GRACE_TICKS:
+                self._end(self._failure)
+            self._closed.wait(TICK_SECONDS)
+
+    def _talk(self, joined: threading.Event, taken: threading.Event) -> None:
+        """Tell the store about this rank, and read what it has about others."""
+        store: dist.Store | None = None
+        own, quiet_ticks = secrets.token_hex(8), 0
+        neighbour, last_beat = (self._rank + 1) % self._world_size, None
+        while not self._closed.is_set():
             try:
                 store = store or connect_store(STORE_SECONDS)
+                if store.compare_set(RANK_KEY.format(self._rank), "", own).decode() != own:
+                    taken.set()
+                    self._closed.set()
+                    joined.set()
+                    return
                 store.set(HEARTBEAT_KEY.format(self._rank), json.dumps(asdict(self._heartbeat())))
-                failure = read(store, FAILURE_KEY)
+                self._failure = read(store, FAILURE_KEY)
                 beat = read_heartbeat(store, neighbour)
+                self._silent_ticks, self._allowed_ticks = 0, MAX_SILENT_TICKS
+                joined.set()
+
+                # The next rank may be silent.
                 quiet_ticks = quiet_ticks + 1 if beat is not None and beat == last_beat else 0
                 last_beat = beat
                 if quiet_ticks * TICK_SECONDS > self.timeout_s + EXTRA_SECONDS:
                     self.fail(f"rank {neighbour} {end_silent(beat)}; last seen {beat}")
-                misses = 0
             except RuntimeError:
-                store, misses = None, misses + 1
-
-            failed_ticks += bool(failure)
-            if failed_ticks > GRACE_TICKS:
-                self._end(failure)
+                store = None
             self._closed.wait(TICK_SECONDS)
 
     def _end(self, cause: str, exit_code: int = RankLostError.exit_code) -> None:
@@ -273,36 +298,3 @@ def end_silent(beat: Heartbeat | None) -> str:
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGKILL)
     return f"was {'stopped' if state == 'T' else 'silent'} and is killed now"
-
-
-class StopSignal:
-    """The request of SIGTERM or SIGINT to stop the run before its next forward pass.
-
-    Made once a process, on the main thread. A second signal that is no duplicate kills this process
-    at once by SIGKILL.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        """Number of the first signal that asked to stop; 0 if none has."""
-
-        # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
-        # a collective. The interpreter's own C handler writes each signal's number to this pipe at
-        # once, and a thread reads it there.
-        self._pipe, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in DUPLICATE_SECONDS:
-            signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self._read, name="signals", daemon=True).start()
-
-    def _read(self) -> None:
-        received_at = 0.0
-        while True:
-            (number,) = os.read(self._pipe, 1)
-            if number not in DUPLICATE_SECONDS:
-                continue
-            if not self.received:
-                self.received, received_at = number, time.monotonic()
-            elif time.monotonic() - received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
-                os.kill(os.getpid(), signal.SIGKILL)

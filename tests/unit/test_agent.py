@@ -1,0 +1,51 @@
+"""How nodes meet; tests/unit/test_launch.py has the agent as a process."""
+
+import re
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.agent import describe, open_store
+from torchtitan_lite.errors import ConfigError, RankLostError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def opened(node_rank: int, listener: socket.socket, **changes: Any) -> tuple[Any, str]:
+    """Open the store of two nodes, which node 0 serves on `listener`."""
+    host, port = listener.getsockname()
+    served = listener.detach() if node_rank == 0 else None
+    at = {"host": host, "port": port, "node_rank": node_rank, "nnodes": 2, "listener": served}
+    return open_store(**{**at, "timeout_s": 30, **changes})
+
+
+# ----- open_store -----
+
+
+def test_nodes_of_a_start_share_a_store_below_a_random_name():
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    store, name = opened(0, listener)
+    store.set("key", "value")
+    at = {"host": address[0], "port": address[1], "node_rank": 1, "listener": None}
+    other, same = open_store(**at, nnodes=2, timeout_s=30)
+    assert (other.get("key"), same) == (b"value", name)
+    assert opened(0, socket.create_server(("127.0.0.1", 0)))[1] != name
+    with pytest.raises(ConfigError, match="^NNODES=3 on node 1, but node 0 .*:.* NNODES=2"):
+        open_store(**at, nnodes=3, timeout_s=30)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_node_0_that_does_not_answer_is_named_in_time(accepts):
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        if not accepts:
+            squatter.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(RankLostError) as error:
+            opened(1, squatter, timeout_s=1)
+    assert time.monotonic() - began < 20
+    told = describe(error.value)
+    assert re.match(r"RDZV_ENDPOINT=127.*init_timeout_seconds = 1; .*NODE_RANK=0", told["cause"])
+    assert told["cause_code"] == 6

@@ -1,0 +1,95 @@
+"""What reaches a terminal: cleaned in one place, whoever prints it."""
+
+import errno
+import io
+import sys
+from dataclasses import replace
+
+import pytest
+from sample_records import RECORD
+
+from torchtitan_lite import launch
+from torchtitan_lite.errors import ConfigError, run_script
+from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.metrics.writers import ConsoleWriter
+from torchtitan_lite.run_folder import Status, write_status
+from torchtitan_lite.status import watch
+from torchtitan_lite.terminal import clean
+
+HOSTILE = "a\tb\n\x1b[2J\x9b\r\x07\x7f\u202e\udc80 é語"
+CLEAN = "a\tb\n" + r"\x1b[2J\x9b\r\x07\x7f\u202e\udc80" + " é語"
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+def test_clean_escapes_what_controls_a_terminal():
+    assert clean(HOSTILE) == CLEAN and clean(CLEAN) == CLEAN
+
+
+# ----- run_script, clean_output -----
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        *((ConfigError(HOSTILE), 2), (OSError(errno.EIO, HOSTILE), 7), (RuntimeError(HOSTILE), 1)),
+        (OSError(errno.ENAMETOOLONG, HOSTILE), 2),
+    ],
+)
+def test_run_script_cleans_both_streams(error, code, monkeypatch, capfd):
+    for name in ("stdout", "stderr"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        monkeypatch.setattr(sys, name, stream)
+    streams = sys.stdout, sys.stderr
+    with pytest.raises(SystemExit) as end:
+        run_script(lambda _: print(HOSTILE) or raises(error))
+    assert end.value.code == code and streams == (sys.stdout, sys.stderr)
+    shown = [(stream.flush(), stream.buffer.getvalue().decode())[1] for stream in streams]
+    assert shown[0] == f"{CLEAN}\n" and r"\x1b[2J\x9b" in shown[1] and "\x1b" not in shown[1]
+
+
+def test_run_script_prints_letters_that_the_terminal_lacks_and_survives_without_one(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit, match="^0$"):
+        run_script(lambda _: print("é\udc80") or 0)
+    assert stream.buffer.getvalue() == rb"\xe9\udc80" + b"\n"
+
+
+# ----- init_logger, ConsoleWriter, say, watch: other ways to a terminal -----
+
+
+def test_the_log_is_clean_and_has_its_own_colours():
+    handlers, level, stream = logger.handlers[:], logger.level, io.StringIO()
+    propagate = logger.propagate
+    try:
+        init_logger(stream)
+        logger.warning(HOSTILE)
+        console = ConsoleWriter(total_steps=3, color=True)
+        console.write(replace(RECORD, step=1))
+        console.write_scalars(1, {HOSTILE: 0.0})
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    shown = stream.getvalue()
+    assert shown.count(CLEAN) == 2 and "\x1b[31mstep 1/3\x1b[0m" in shown
+    assert "\x1b[2J" not in shown and "\x9b" not in shown
+
+
+def test_say_is_clean(capfd):
+    launch.say(HOSTILE)
+    assert capfd.readouterr().err == f"{CLEAN}\n"
+
+
+def test_watch_redraws_a_terminal(tmp_path, monkeypatch):
+    write_status(tmp_path, Status("done", started=1.0, time=2.0, cause="\x1b[31m", exit_code=0))
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "__stdout__", stream)
+    with pytest.raises(SystemExit, match="^0$"):
+        run_script(lambda _: watch(tmp_path, interval_s=1.0, clear=True))
+    shown = stream.buffer.getvalue().decode()
+    assert shown.startswith("\x1b[H\x1b[J") and r"\x1b[31m" in shown and shown.count("\x1b") == 2

@@ -1,0 +1,37 @@
+"""Check a config as the start of a run would, without one: every error at once.
+
+FILE is a TOML file or the name of a shipped one. The check needs no GPU, reads neither text nor
+tokenizer, and takes less than a second.
+
+Exit codes: 2 for a wrong config.
+"""
+
+import argparse
+
+from torchtitan_lite.config import load_config
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.job import TokenizerValues, build_job
+
+from .parser import Parser
+from .plan import MOST_DEVICES
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options, and every key of the config."""
+    parser.add_keys()
+    text = "config of the run; --job.config_file FILE does the same"
+    parser.add_argument("file", nargs="?", metavar="FILE", help=text)
+    text = "number of processes of the run, one per GPU"
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help=text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the layout and the batch. Raises ConfigError."""
+    if not 1 <= args.world_size <= MOST_DEVICES:
+        raise ConfigError(f"--world-size {args.world_size} must be 1 to {MOST_DEVICES}")
+    named = ["--job.config_file", args.file] if args.file else []
+    config = load_config([*named, *args.overrides], world_size=args.world_size)
+    # No rule on the config needs the tokenizer, which another machine may have.
+    unread = TokenizerValues(config.model.tokenizer_path, vocab_size=0, bos_id=0, fingerprint="")
+    job = build_job(config, world_size=args.world_size, tokenizer=unread)
+    print(f"{job.model_name}; {job.layout()}")
