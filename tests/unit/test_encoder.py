@@ -1,6 +1,8 @@
 """Rows to ids in processes: the same as in this one, in order, and no process left behind."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +51,24 @@ def test_nothing_but_bad_rows():
     batch = encoded(text_row(b"\xff"))
     assert (batch.ids.shape, batch.ids.dtype, batch.lengths.shape) == ((0,), U2, (0,))
     assert len(batch.bad_rows) == 1
+
+
+@pytest.mark.parametrize(("eos", "ids"), [("<bos>", [1, 0, 1]), ("<eos>", [1, 0, 2, 1, 2])])
+def test_a_text_that_holds_the_id_of_a_frame_is_a_bad_row(tmp_path, eos, ids):
+    """Here as the unknown token. Masks would take it for the end of a document."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "<bos>": 1, "<eos>": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=eos))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<bos>", "eos_token": eos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    options = {"tokenizer": build_tokenizer(str(tmp_path)), "dtype": U2}
+    rows = [text_row(b"a"), text_row(b"a other", line=7), text_row(b" ")]
+    batch = encode_rows(rows, parser=Parser("text"), **options)
+    assert batch.ids.tolist() == ids
+    (bad,) = batch.bad_rows
+    assert re.match(rf"a.txt, line 7: .* BOS id 1 or EOS id {ids[-1]}$", str(bad))
 
 
 # ----- encode_batches, serve -----

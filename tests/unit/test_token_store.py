@@ -331,6 +331,23 @@ def test_a_store_of_another_tokenizer_or_number_of_ids_is_refused(tmp_path, fing
         opened(folder)
 
 
+def test_a_store_in_which_one_id_is_bos_and_eos_twice_is_read_and_named(corpus, notices):
+    """Earlier versions made it; in the cache it is made again."""
+    tokenizer = build_tokenizer("")
+    tokenizer.eos_id = tokenizer.bos_id
+    old = open_data("[training]", str(corpus), tokenizer=tokenizer, text_field="text")
+    tokenizer.one_separator = True
+    notices.clear()
+    again = open_data("[training]", str(old.folder), tokenizer=tokenizer, text_field="text")
+    assert contents(again) == contents(old)
+    (message,) = notices.messages
+    assert all(part in message for part in (str(old.folder), "id 1,", "twice", "make it again"))
+
+    new = open_data("[training]", str(corpus), tokenizer=tokenizer, text_field="text")
+    assert new.documents == old.documents == contents(new).count(1) == 3
+    assert new.tokens == old.tokens - 3
+
+
 @pytest.mark.parametrize("dataset", ["c4", "c4_test", "c4_validation"])
 def test_a_dataset_that_is_not_here_is_refused(dataset, tmp_path):
     os.chdir(tmp_path)

@@ -34,7 +34,7 @@ class EncodedBatch:
     ids: np.ndarray
     """Tokens of all documents, [sum of lengths]."""
     lengths: np.ndarray
-    """Tokens of each document with its BOS and EOS, int64 [documents]."""
+    """Tokens of each document with those that frame it, int64 [documents]."""
     bad_rows: list[BadRow]
 
 
@@ -43,12 +43,24 @@ def encode_rows(
 ) -> EncodedBatch:
     """Parse and tokenize rows, in order."""
     texts, bad_rows = [], []
+    places: list[tuple[str, int, int]] = []
     for row in rows:
         try:
             texts.append(parser(row))
+            places.append((row.file, row.begin, row.line))
         except BadRow as error:
             bad_rows.append(error)
-    documents = [np.asarray(ids, dtype) for ids in tokenizer.encode_documents(texts)]
+
+    # Masks find documents by BOS, so that no text may hold it; as an unknown token, it could.
+    documents = []
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    for place, encoded in zip(places, tokenizer.encode_documents(texts), strict=True):
+        document = np.asarray(encoded, dtype)
+        framing = np.count_nonzero((document == bos) | (document == eos))
+        if framing > (1 if tokenizer.one_separator else 2):
+            bad_rows.append(BadRow(*place, f"its text encodes to BOS id {bos} or EOS id {eos}"))
+        else:
+            documents.append(document)
     ids = np.concatenate([np.empty(0, dtype), *documents])
     return EncodedBatch(ids, np.array([len(ids) for ids in documents], np.int64), bad_rows)
 

@@ -122,6 +122,7 @@ def _recipe(source: Source, tokenizer: Tokenizer, max_tokens: int | None) -> Sto
         vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
+        one_separator=tokenizer.one_separator,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     )
 

@@ -1,8 +1,8 @@
 """Token stores: their format on disk, their manifest, and reading of their ids.
 
 A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of token
-ids: BOS, text, EOS of every document. `documents-00000.bin`, ... hold the places in their shard at
-which documents begin. All numbers are little endian.
+ids: BOS, text, EOS of every document; if BOS is EOS, only BOS and text. `documents-00000.bin`, ...
+hold the places in their shard at which documents begin. All numbers are little endian.
 
 In format 3 a shard is a chunk of the source. In format 2, which is still read, it is 2^29 ids, cut
 regardless of documents.
@@ -67,6 +67,8 @@ class StoreRecipe:
     dtype: Literal["<u2", "<u4"]
     shard_tokens: Count | None = field(default=None, compare=False)
     """Ids of each shard but the last one; only in format 2."""
+    one_separator: bool = False
+    """BOS is EOS, and stands once between documents; in earlier stores such an id stands twice."""
 
 
 @dataclass(frozen=True)

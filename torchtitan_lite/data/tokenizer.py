@@ -86,8 +86,10 @@ class Tokenizer:
             raise DataError(
                 f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; "
                 "documents need both, so train the tokenizer with both, or name them in a "
-                "tokenizer_config.json beside a tokenizer.json"
+                "tokenizer_config.json beside a tokenizer.json: one token can be both"
             )
+        # Where one id is both, as in SmolLM2 and GPT-2, it stands between documents once.
+        self.one_separator = self.bos_id == self.eos_id
         frame = b" %d %d" % (self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(content + frame).hexdigest()
 
@@ -98,18 +100,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS. Special tokens in a text are text."""
-        return self.encode_documents([text])[0][1:-1]
+        return self._encode([text])[0]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Return BOS, the ids and EOS of each text, computed on one core.
 
-        Raises DataError for a broken vocabulary, which may show only now."""
+        If BOS is EOS, a document only begins with it, which ends the document before. Raises
+        DataError for a broken vocabulary, which may show only now."""
+        end = [] if self.one_separator else [self.eos_id]
+        return [[self.bos_id, *ids, *end] for ids in self._encode(texts)]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         try:
             with _panics_as_errors():
-                encoded = self._vocabulary.encode(texts)
+                return self._vocabulary.encode(texts)
         except Exception as error:
             raise DataError(f"tokenizer {self.path} fails: {error}; get the file again") from error
-        return [[self.bos_id, *ids, self.eos_id] for ids in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; BOS and EOS have none.
