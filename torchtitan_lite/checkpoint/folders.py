@@ -34,7 +34,7 @@ ANY_STEP = "*/*/step-" + 8 * "[0-9]"
 KINDS = {
     "torchtitan_lite": (MANIFEST, "rank-*.json"),
     "torchtitan": (".metadata",),
-    "Hugging Face": ("config.json", "*.safetensors"),
+    "Hugging Face": ("config.json", "*.safetensors", "adapter_config.json"),
 }
 """Who wrote a folder of weights: the first kind with a pattern that the name of a file matches."""
 MOST_NAMED = 8
