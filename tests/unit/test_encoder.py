@@ -17,7 +17,7 @@ from torchtitan_lite.data import encoder
 from torchtitan_lite.data.encoder import EncodedBatch, encode_batches, encode_rows
 from torchtitan_lite.data.rows import Parser, TextRow
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, RunError
 
 ROOT = Path(__file__).parents[2]
 U2 = np.dtype("<u2")
@@ -138,8 +138,9 @@ def test_a_process_that_is_killed_is_reported():
 
     before = children()
     message = r"^a tokenizing process ended with exit code -9, on .* a.txt, line [79] on; "
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(RunError, match=message) as error:
         list(processes(batches(), 2))
+    assert error.value.exit_code == 1  # not the data's
 
 
 def test_a_process_that_is_killed_as_it_starts_is_reported(monkeypatch):
@@ -150,8 +151,18 @@ def test_a_process_that_is_killed_as_it_starts_is_reported(monkeypatch):
         return process
 
     monkeypatch.setattr(encoder, "_start_worker", killed)
-    with pytest.raises(DataError, match="^a .* exit code -9, on rows from a.txt, line 7 on"):
+    with pytest.raises(RunError, match="^a .* exit code -9, on rows from a.txt, line 7 on"):
         list(processes(iter([[text_row(b"text", line=7)]]), 1))
+
+
+def test_modules_of_the_users_folders_do_not_reach_a_process(tmp_path, monkeypatch):
+    """Such as a random.py in PYTHONPATH, which this process has imported from Python's library."""
+    for name in ("random.py", "sitecustomize.py"):
+        (tmp_path / name).write_text("print('not an answer')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (answer,) = processes(iter([[text_row(b"text")]]), 1)
+    assert answer[1].ids.tolist() == framed("text")
 
 
 def test_an_error_of_a_process_keeps_its_message(tmp_path):

@@ -15,10 +15,11 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, RunError
 
 from .rows import BadRow, Parser, TextRow
 from .tokenizer import Tokenizer, build_tokenizer
@@ -75,7 +76,7 @@ def encode_batches(
 ) -> Generator[tuple[list[TextRow], EncodedBatch], None, None]:
     """Yield each batch and its tokens, in order, computed by `workers` processes.
 
-    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed."""
+    Holds AHEAD batches per worker in memory. Raises RunError if a worker is killed."""
     started: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 
@@ -108,14 +109,18 @@ def encode_batches(
 
 
 def _start_worker() -> subprocess.Popen[bytes]:
-    # The worker finds modules where this process does, and not in the current folder, which may
-    # hold anyone's files. In its own session, it does not receive Ctrl-C.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+    # The worker finds modules where this process does, but those of Python's library there only: a
+    # folder of PYTHONPATH may have a random.py, or a sitecustomize.py that prints, and the current
+    # folder anyone's files. In its own session, the worker does not receive Ctrl-C.
+    library = Path(os.__file__).parent
+    own = [str(library), str(library / "lib-dynload")]
+    code = f"import sys; sys.path[:] = {own + sys.path!r}; from {__name__} import serve; serve()"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
 
 
@@ -127,9 +132,10 @@ def _ask(worker: subprocess.Popen[bytes], batch: list[TextRow], *options: object
         answer = pickle.load(worker.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         place = f"rows from {batch[0].file}, line {batch[0].line} on" if batch else "no rows"
-        raise DataError(
-            f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
-            "killed (-9), memory may have run out: use fewer workers"
+        worker.communicate()  # a process that lives ends with its standard input
+        raise RunError(
+            f"a tokenizing process ended with exit code {worker.returncode}, on {place}; if it was "
+            "killed (-9), memory may have run out: use fewer workers; else its error is above"
         ) from error
     if isinstance(answer, DataError):
         raise answer
