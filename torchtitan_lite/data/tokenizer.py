@@ -24,6 +24,8 @@ from torchtitan_lite.documents import read_json_object, read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
 
+from .normalizer import check_growth, check_normalized
+
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
@@ -318,6 +320,8 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.encode_special_tokens = True  # a special token within a text is text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    growth = check_growth(tokenizer.normalizer)
+    check_growth(tokenizer.decoder)
 
     def special_id(named: str | dict[str, str] | None, usual: list[str]) -> int:
         token = named["content"] if isinstance(named, dict) else named
@@ -338,6 +342,8 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.add_special_tokens(special)
 
     def encode(texts: list[str]) -> list[list[int]]:
+        if growth > 1:
+            check_normalized(texts, tokenizer.normalizer, growth=growth)
         encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
