@@ -3,6 +3,7 @@
 A message names `[table] key = value`, the rule, every number in it, and the fix.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
             raise
         # The interpreter flushes standard output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(f"a file or standard output cannot be written: {error}; make room.", file=sys.stderr)
+        fix = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        print(f"a file or standard output cannot be written: {error}{fix}.", file=sys.stderr)
         code = StorageError.exit_code
     sys.exit(code)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from torchtitan_lite.errors import FINAL_EXIT_CODES, ConfigError, RunError, StorageError
-from torchtitan_lite.files import DISK_FULL, replace_file
+from torchtitan_lite.files import DISK_FULL, lock_file, replace_file, storage_fix
 from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
@@ -143,7 +143,7 @@ class RunFolder:
         with _explained(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX)
+                lock_file(folder, fcntl.LOCK_EX)
                 now = time.time()
                 status = read_status(self.path) or Status("running", started=now, time=now)
                 if status.state == "running":
@@ -261,7 +261,11 @@ def _take_lock(path: Path) -> int:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                logger.warning(
+                    f'[job] dump_folder = "{path}" is on a file system without locks (flock), so '
+                    "that another run in it would go unnoticed; start one at a time"
+                )
             break
         if time.monotonic() > deadline:
             os.close(lock)
@@ -344,5 +348,5 @@ def _explained(path: Path) -> Iterator[None]:
         broken = error.errno not in FIXABLE
         raise (StorageError if broken else ConfigError)(
             f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: '
-            f"{error.strerror}; make room or fix its permissions, or name another folder."
+            f"{error.strerror}; {storage_fix(error)}, or name another folder."
         ) from error

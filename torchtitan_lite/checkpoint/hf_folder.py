@@ -20,6 +20,7 @@ from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.config import show_settings
 from torchtitan_lite.documents import read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.files import ABSENT, storage_fix
 from torchtitan_lite.logger import logger
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import (
@@ -241,8 +242,12 @@ def hf_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}; name the folder of a complete"
-        raise CheckpointError(f"{path} {problem} Hugging Face model.") from error
+        fix = "name the folder of a complete Hugging Face model"
+        if error.errno and not isinstance(error, ABSENT):
+            fix = storage_fix(error)
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}; {fix}."
+        ) from error
     except Exception as error:  # a malformed file can raise any
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(

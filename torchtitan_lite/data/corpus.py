@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.config import TrainingConfig, ValidationConfig
 from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import DISK_FULL
+from torchtitan_lite.files import storage_fix
 from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches, count_windows
@@ -194,9 +194,9 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     try:
         return make_store(folder, source, tokenizer, replace_damaged=True)
     except OSError as error:
-        raise (StorageError if error.errno in DISK_FULL else DataError)(
-            f"token cache {folder.parent} cannot be written: {error.strerror}; "
-            "set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
+        raise StorageError(
+            f"token cache {folder.parent} cannot be written: {error.strerror}; {storage_fix(error)}"
+            ", or set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
         ) from error
 
 
