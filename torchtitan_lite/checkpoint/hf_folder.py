@@ -98,8 +98,8 @@ class HfReader:
                 regular_size(path)  # safe_open would wait for a pipe
                 with self._open(path) as file:
                     # Of a tensor in several files, the one in the file that the index names counts.
-                    names = [n for n in file.keys() if places.get(n, path.name) == path.name]  # noqa: SIM118
-                    headers = {name: file.get_tensor(name) for name in names}
+                    here = [n for n in list(file.keys()) if places.get(n, path.name) == path.name]
+                    headers = {name: file.get_tensor(name) for name in here}
             if twice := sorted(headers.keys() & self._files.keys()):
                 files = f"{self._files[twice[0]].name} and in {path.name}"
                 raise CheckpointError(

@@ -74,8 +74,8 @@ def make_store(
     Up to `skip_bad` rows that are not valid documents are skipped and counted. The store ends with
     the document that reaches `max_tokens`, or with the source. `workers` defaults to one per core.
     With `replace_damaged` a damaged store is rebuilt, and other processes may ask for the same one,
-    which takes a file system with locks. Raises DataError for more bad rows, text that
-    changes, no documents, or a folder that is no store; OSError."""
+    which takes a file system with locks. Raises DataError for more bad rows, text that changes, no
+    documents, or a folder that is no store; StorageError without locks; OSError."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
