@@ -66,7 +66,7 @@ NEXT = {
     4: "do as the error says, or find intact checkpoints: torchtitan-lite checkpoint verify {path}",
     5: "lower [optimizer] lr, or name an earlier [checkpoint] load_step",
     6: "look at the logs and at the host of that rank",
-    7: "make room",
+    7: "make room, or do as the error says",
     75: "start it again when you like",
 }
 """Advice on what to do before the next start, by exit code."""
