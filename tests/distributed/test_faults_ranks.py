@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGQUIT, SIGSTOP, SIGTERM, SIGUSR1
 from types import MappingProxyType
@@ -23,7 +24,9 @@ import pytest
 import torch
 from faults import Fault, checkpoint, checkpoints, fault, records, reported, step_names, values
 from launching import ENV, FOLDER, ROOT
+from torch.distributed import TCPStore
 
+from torchtitan_lite.agent import START_KEY
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import committed_steps
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
@@ -262,7 +265,8 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
         if node_rank == "1":
             node_0.accept()  # it waits for an answer, in C++
         else:
-            wait_for_server(endpoint)
+            store = TCPStore(*endpoint, timeout=timedelta(seconds=SECONDS))
+            store.wait([START_KEY])
         process.send_signal(SIGTERM)
         run = ended(process, code=75)
     assert run.told["cause"] == "stopped by SIGTERM before the first step"
@@ -272,16 +276,6 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
 def two_nodes(rank: int | str, *, port: int) -> dict[str, str]:
     """Return the variables of run_train.sh on one of two nodes, which meet at a port."""
     return {"NNODES": "2", "NODE_RANK": str(rank), "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
-
-
-def wait_for_server(address: tuple[str, int]) -> None:
-    """Return when a process listens at an address."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        with suppress(ConnectionRefusedError), socket.create_connection(address):
-            return
-        time.sleep(0.1)
-    raise TimeoutError
 
 
 def test_a_signal_while_some_ranks_still_start_ends_the_run(
@@ -559,8 +553,8 @@ def test_a_node_that_is_started_again_ends_and_leaves_the_run_alone(
     run = [start(0, waits), start(1)]
     while not (folder / "checkpoint/step-00000006").exists():
         time.sleep(0.1)
-    refusals = [start(1), start(0), start(2, nodes=3)]
-    told = ["rank 1 already", f"port {port} .* in use", "NNODES=3 on node 2.* NNODES=2"]
+    refusals = [start(1), start(0), start(2, nodes=4)]
+    told = ["rank 1 already", f"port {port} .* in use", "NNODES=4 on node 2.* NNODES=2"]
     for process, message in zip(refusals, told, strict=True):
         assert re.search(message, ended(process, code=2).output)
     (folder / "go on").touch()
