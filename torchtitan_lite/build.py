@@ -63,7 +63,7 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 
 
 def build_guard(
-    training: TrainingConfig, progress: TrainingProgress, *, device: torch.device
+    training: TrainingConfig, progress: TrainingProgress, mesh: DeviceMesh, *, device: torch.device
 ) -> UpdateGuard:
     """Build the guard that skips bad updates; its counts continue from `progress`."""
     return UpdateGuard(
@@ -77,9 +77,12 @@ def build_guard(
 
 # ----- Data and checkpoints -----
 
+    # Ranks that differ in another dimension have exchanged losses and norms of gradients. Replicas
+    # clip their own gradients, and ranks of tensor parallelism compute the loss each.
 
 def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
     """Return the progress to continue from, and log the config keys that have changed.
+        group=mesh["dp_replicate", "tp"]._flatten("replicas").get_group(),
 
     Raises CheckpointError if the checkpoint is of another model.
     """

@@ -118,7 +118,7 @@ class Trainer:
         built = build_model(self.job, mesh, device=self.device)
         self.model, self.shard_sequence = join_stages(built.stages), built.stages[0].shard_sequence
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
-        self.guard = build_guard(config.training, progress, device=self.device)
+        self.guard = build_guard(config.training, progress, mesh, device=self.device)
 
         # Load the checkpoint, then compute the float8 scales of its weights.
         self.checkpointer = build_checkpointer(
