@@ -35,6 +35,7 @@ from torchtitan_lite.logger import logger
 from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
+from torchtitan_lite.metrics.writers import has_validation
 from torchtitan_lite.optim import build_optimizer, clip_gradients, step_unless
 from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts, start_all_gather
 from torchtitan_lite.parallel.pipeline import join_stages
@@ -148,12 +149,15 @@ class Trainer:
             ) as profiler,
         ):
             try:
+                step, last = self.step, self.step == self.last_step
+                due = step > 0 and self.config.validation.due(step, last=last)
+                if due and on_rank0(lambda: not has_validation(self.job.folder, self.step)):
+                    self.validate(step)  # the run was stopped in it
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
                     profiler.end_step(step)
             except Stopped as stopped:
-                # A request during the validation after the last step stops no training.
-                stopped_by = str(stopped) if self.step < self.last_step else None
+                stopped_by = str(stopped)
                 self.metrics.settle()
                 if self.checkpointer.saves and self.saved_step < self.step:
                     self.save()
@@ -193,7 +197,7 @@ class Trainer:
             self.metrics.settle()
             if error := self.metrics.skips.error(config.training.max_consecutive_skips):
                 raise error  # after settling, all ranks have the same counts
-        if config.validation.enable and (last or step % config.validation.freq == 0):
+        if config.validation.due(step, last=last):
             self.validate(step)
         if saves:
             self.save()

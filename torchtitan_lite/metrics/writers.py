@@ -260,6 +260,12 @@ def last_losses(dump_folder: Path) -> list[float]:
     return [math.nan if loss is None else loss for loss in losses]
 
 
+def has_validation(dump_folder: Path, step: int) -> bool:
+    """Return whether a run's validation.jsonl, which a writer has opened, has a step's loss."""
+    lines = (dump_folder / "validation.jsonl").read_bytes().splitlines()
+    return any(_step_of(line) == step for line in lines)
+
+
 def _step_of(line: bytes) -> float:
     """Return the step of a line, or infinity if it is not a valid line."""
     try:
