@@ -16,6 +16,7 @@ from torchtitan_lite.build import (
     accept_progress,
     build_batches,
     build_checkpointer,
+    build_course,
     build_guard,
     build_metrics,
 )
@@ -32,7 +33,6 @@ from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
-from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.metrics.writers import has_validation
@@ -89,7 +89,7 @@ class Trainer:
         self.step = self.saved_step = progress.step
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
         self.tokens, self.save_wanted = progress.tokens, False
-        self.schedule_start = progress.schedule_start
+        self.course = build_course(job, resume, last_step=self.last_step)
 
         # Model, optimizer and checkpoint, then the measurements.
         built = self.build_training(mesh, progress=progress, resume=resume)
@@ -216,9 +216,7 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
-        schedule = self.config.lr_scheduler.model_dump()
-        at = step - self.schedule_start
-        lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
+        lr = self.course.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -340,7 +338,8 @@ class Trainer:
             skipped_steps=int(self.guard.skipped_steps.item()),
             consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
-            schedule_start=self.schedule_start,
+            schedule_start=self.course.schedule_start,
+            last_step=self.last_step,
         )
 
     def report_progress(self) -> None:
