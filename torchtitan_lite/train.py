@@ -109,7 +109,7 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
         logger.info(f"stops at {time.ctime(limit.at)}: {limit.cause}")
 
     # Derive the job, the single source of truth from here on.
-    job, tokenizer = prepare_job(config, device=device)
+    job, tokenizer = prepare_job(config, device=device, resume=resume)
     on_rank0(lambda: folder.write_config(job.to_toml()))
     if config.job.description:
         logger.info(config.job.description)

@@ -81,6 +81,8 @@ class TrainingProgress:
     """Running mean of the losses in nats; None until there is one."""
     schedule_start: int = 0
     """Step after which the learning rate's schedule began. It is 0 unless `without` changed it."""
+    last_step: Count | None = None
+    """Last step of the run that saved it; 0.3 and earlier did not write it."""
 
     def without(self, excluded: Collection[str]) -> "TrainingProgress":
         """Return the progress with the `excluded` states at their start: "train_state" (steps and
