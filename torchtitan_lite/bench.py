@@ -30,7 +30,7 @@ from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.config.types import Positive
 from torchtitan_lite.documents import first_problem, read_json_object, strict_json
 from torchtitan_lite.errors import ConfigError, StorageError
-from torchtitan_lite.files import replace_file
+from torchtitan_lite.files import replace_file, storage_fix
 from torchtitan_lite.logger import logger
 from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import device_name, total_memory_gib
@@ -289,7 +289,9 @@ def run_benchmark(
             report["skipped"] += [{"name": row.name, "reason": STOPPED} for row in left]
             save(STOPPED)
         except OSError as error:
-            raise StorageError(f"--out {out} or {folder}: {error}; make room.") from error
+            raise StorageError(
+                f"--out {out} or {folder}: {error}; {storage_fix(error)}."
+            ) from error
     return report
 
 

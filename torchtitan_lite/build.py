@@ -17,11 +17,14 @@ from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.config import (
     Config,
+    Course,
     MetricsConfig,
     TrainingConfig,
     check_decay,
     dump_config,
+    keep_batch,
     log_odd_schedule,
+    read_decisive,
 )
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
@@ -43,14 +46,22 @@ from torchtitan_lite.planner.auto import resolve_auto
 from torchtitan_lite.planner.meta_model import planned_device
 
 
-def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer]:
+def prepare_job(
+    config: Config, *, device: torch.device, resume: Resume | None = None
+) -> tuple[Job, Tokenizer]:
     """Derive the job and its tokenizer, and choose "auto" values for this device. Seed torch.
 
-    A collective call. Raises ConfigError or DataError."""
+    A run that resumes keeps its global batch size. A collective call. Raises ConfigError or
+    DataError."""
+    world_size = dist.get_world_size()
+    if resume is not None and resume.progress.step:
+        saved = read_decisive(resume.manifest.config, world_size=resume.manifest.world_size)
+        size = saved.training.global_batch_size
+        config = keep_batch(config, saved=size, world_size=world_size)
     writing_ranks(config.metrics)(lambda: check_wandb_installed(config.metrics))
     set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    job = build_job(config, world_size=dist.get_world_size(), tokenizer=tokenizer.values)
+    job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
 
     # The smallest memory of any rank decides for all.
     memory_gib = on_all_ranks(
@@ -63,12 +74,15 @@ def prepare_job(config: Config, *, device: torch.device) -> tuple[Job, Tokenizer
 
 
 def build_guard(
-    training: TrainingConfig, progress: TrainingProgress, *, device: torch.device
+    training: TrainingConfig, progress: TrainingProgress, mesh: DeviceMesh, *, device: torch.device
 ) -> UpdateGuard:
     """Build the guard that skips bad updates; its counts continue from `progress`."""
+    # Ranks that differ in another dimension have exchanged losses and norms of gradients. Replicas
+    # clip their own gradients, and ranks of tensor parallelism compute the loss each.
     return UpdateGuard(
         training,
         device=torch.device("cpu") if training.enable_cpu_offload else device,
+        group=mesh["dp_replicate", "tp"]._flatten("replicas").get_group(),
         skipped_steps=progress.skipped_steps,
         consecutive_skips=progress.consecutive_skips,
         loss_mean=progress.loss_mean,
@@ -76,6 +90,26 @@ def build_guard(
 
 
 # ----- Data and checkpoints -----
+
+
+def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
+    """Build the course of a run, and log how it differs from that of the resumed checkpoint."""
+    progress = NEW_RUN if resume is None else resume.progress
+    batch = job.batch.global_batch_size
+    course = Course(job.config, batch, last_step, progress.schedule_start)
+    if resume is None or not 0 < progress.step < last_step:
+        return course
+
+    saved = resume.manifest
+    config = read_decisive(saved.config, world_size=saved.world_size)
+    # Version 0.3 and earlier did not save the last step, which with `epochs` depends on the data.
+    planned = last_step if config.training.epochs else config.training.steps
+    last_before = saved.progress.last_step or planned
+    batch_before, start = config.training.global_batch_size, saved.progress.schedule_start
+    before = Course(config, batch_before, last_before, start)
+    for change in course.changes(before, step=progress.step):
+        logger.info(f"since step {progress.step}: {change}")
+    return course
 
 
 def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
@@ -88,7 +122,8 @@ def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
     for change in config_changes(saved.config, job.to_toml()):
-        logger.info(f"since step {saved.progress.step}: {change}")
+        if not change.startswith("[training] global_batch_size"):  # may be -1: see `build_course`
+            logger.info(f"since step {saved.progress.step}: {change}")
     return resume.progress
 
 

@@ -43,7 +43,7 @@ from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
 )
-from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.documents import parse_toml, read_json_object
 from torchtitan_lite.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.files import fsync_folder, replace_file
 from torchtitan_lite.logger import logger
@@ -51,6 +51,9 @@ from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.init import all_finite
 
+FRAME = {"add_bos_token": True, "add_eos_token": False}
+"""Settings of an exported tokenizer. As in training, a text begins with BOS; EOS would end a
+prompt."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an exported model, unless one tensor is larger."""
 
@@ -252,9 +255,10 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     content = tokenizer.path.read_bytes()
     if content.startswith(b"{"):
         beside = tokenizer.path.with_name("tokenizer_config.json")
-        (folder / "tokenizer.json").write_bytes(content)
-        if beside.exists():
-            shutil.copyfile(beside, folder / beside.name)
+        begun, names = begin_with_bos(content, tokenizer)
+        (folder / "tokenizer.json").write_bytes(begun)
+        given = read_json_object(beside) if beside.exists() else {}
+        write_json(folder / beside.name, given | names | FRAME)
     elif TIKTOKEN_LINE.match(content):
         logger.warning(f"{missing}transformers finds no special tokens in a tiktoken file, {path}")
     else:
@@ -262,7 +266,26 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
         ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         settings: dict[str, Any] = {key: model.id_to_piece(id_) for key, id_ in ends.items()}
-        # As in training, a text begins with BOS; EOS would end a prompt.
-        settings |= {"add_bos_token": True, "add_eos_token": False}
-        write_json(folder / "tokenizer_config.json", settings)
+        write_json(folder / "tokenizer_config.json", settings | FRAME)
     return tokenizer
+
+
+def begin_with_bos(content: bytes, tokenizer: Tokenizer) -> tuple[bytes, dict[str, str | None]]:
+    """Return a tokenizer.json that gives a text the ids of training, BOS first and never cut, and
+    the names of BOS and EOS in it. For transformers, this file alone decides how a text begins."""
+    import tokenizers  # of the [llama] extra
+
+    model = tokenizers.Tokenizer.from_buffer(content)
+    bos, eos = map(model.id_to_token, (tokenizer.bos_id, tokenizer.eos_id))
+    text = "a b"
+    begins = model.encode(text).ids == [tokenizer.bos_id, *tokenizer.encode(text)]
+    if not begins or model.truncation or model.padding:
+        model.no_truncation()
+        model.no_padding()
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[bos, "$A"],
+            pair=[bos, "$A", f"{bos}:1", "$B:1"],
+            special_tokens=[(bos, tokenizer.bos_id)],
+        )
+        content = model.to_str().encode()
+    return content, {"bos_token": bos, "eos_token": eos}

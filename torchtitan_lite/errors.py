@@ -95,7 +95,8 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
             elif isinstance(error, OSError) and error.errno is not None:
                 # The interpreter flushes standard output once more at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                problem = f"a file or standard output cannot be written: {error}; make room."
+                fix = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                problem = f"a file or standard output cannot be written: {error}{fix}."
                 print(problem, file=sys.stderr)
                 code = StorageError.exit_code
             else:

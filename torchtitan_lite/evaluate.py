@@ -27,6 +27,7 @@ from torchtitan_lite.config.keys import show, show_key
 from torchtitan_lite.data.corpus import build_corpora, build_validation_corpus, has_own_data
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.job import Job
@@ -102,7 +103,11 @@ def evaluate(source: Path, *, data: str | None, overrides: Sequence[str]) -> Eva
     check_compiler(os.environ, compiles=False, on_gpu=False)  # attention in documents compiles
     device = init_alone()
     job, tokenizer = prepare_job(config, device=device)
-    batches = build_validation_batches(job, tokenizer, progress=progress)
+    # Float8 scales are of a microbatch: take those of the run, which are smaller in a pipeline.
+    size = config.training.local_batch_size
+    if parse_toml(text.encode()).get("parallelism", {}).get("pipeline_parallel_degree", 1) > 1:
+        size = config.parallelism.pipeline_parallel_microbatch_size
+    batches = build_validation_batches(job, tokenizer, microbatch_size=size, progress=progress)
     return measure(job, tokenizer, batches, device=device)
 
 
@@ -140,7 +145,7 @@ def check_data(config: Config, source: Path, *, given: Collection[str]) -> None:
 
 
 def build_validation_batches(
-    job: Job, tokenizer: Tokenizer, *, progress: TrainingProgress
+    job: Job, tokenizer: Tokenizer, *, microbatch_size: int, progress: TrainingProgress
 ) -> ValidationBatches:
     """Build the batches that a validation of the run reads."""
     training, validation = job.config.training, job.config.validation
@@ -165,7 +170,7 @@ def build_validation_batches(
                 "the run held out no text, so it may have trained on this one; --data evaluates on "
                 "another"
             )
-    size = min(training.local_batch_size, samples, max(1, MOST_TOKENS // training.seq_len))
+    size = min(microbatch_size, samples, max(1, MOST_TOKENS // training.seq_len))
     return ValidationBatches(corpus, size, samples=samples, dp_rank=0, dp_degree=1)
 
 

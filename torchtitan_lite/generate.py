@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.checkpoint.folders import naming, step_folders
-from torchtitan_lite.checkpoint.hf_folder import PREFIX, HfReader, open_weights
+from torchtitan_lite.checkpoint.hf_folder import ADAPTER, PREFIX, HfReader, open_weights
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import ConfigError, NumericError
@@ -239,7 +239,7 @@ def open_source(source: Path) -> tuple[ModelArgs, ReadWeight, str]:
     """Open the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
     model. Return its dimensions, the reader and the path of its tokenizer. Raises CheckpointError.
     """
-    if (source / "config.json").is_file():
+    if any((source / name).is_file() for name in ("config.json", ADAPTER)):
         hf = HfReader(source)
         return hf.args, lambda name: hf.read(PREFIX + name), str(source)
 

@@ -66,7 +66,7 @@ NEXT = {
     4: "do as the error says, or find intact checkpoints: torchtitan-lite checkpoint verify {path}",
     5: "lower [optimizer] lr, or name an earlier [checkpoint] load_step",
     6: "look at the logs and at the host of that rank",
-    7: "make room",
+    7: "make room, or do as the error says",
     75: "start it again when you like",
 }
 """Advice on what to do before the next start, by exit code."""
@@ -216,10 +216,12 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
 
 
 def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, since: float) -> int:
-    """Print why a run did not finish, correct its status.json, and return its exit code.
+    """Print why a run did not finish, if so, correct its status.json, and return its exit code.
     `path` is the run folder, `since` a time before the start."""
     on_file, status = read_end(path, since=since, agent=end.pid, owner=launch.node_rank == 0)
     cause, code, rank = find_outcome(status, end)
+    if code == 0:  # the signal came once the run was done
+        return code
     if status is not None and (status.exit_code, status.cause or status.state) != (code, cause):
         ended = replace(status, cause=cause, exit_code=code, rank=rank, time=time.time())
         with suppress(RunError):  # a full disk: the lines below say the same

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from torchtitan_lite.documents import Count, read_regular, strict_json
 from torchtitan_lite.errors import FINAL_EXIT_CODES, WRONG_PATH, ConfigError, RunError, StorageError
-from torchtitan_lite.files import DISK_FULL, own_sources, replace_file
+from torchtitan_lite.files import DISK_FULL, lock_file, own_sources, replace_file, storage_fix
 from torchtitan_lite.logger import logger
 
 CONFIG_FILE = "config.toml"
@@ -142,7 +142,7 @@ class RunFolder:
         with _explained(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX)
+                lock_file(folder, fcntl.LOCK_EX)
                 now = time.time()
                 status = read_status(self.path) or Status("running", started=now, time=now)
                 if status.state == "running":
@@ -259,7 +259,11 @@ def _take_lock(path: Path) -> int:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                logger.warning(
+                    f'[job] dump_folder = "{path}" is on a file system without locks (flock), so '
+                    "that another run in it would go unnoticed; start one at a time"
+                )
             break
         if time.monotonic() > deadline:
             holder = os.pread(lock, 200, 0).decode(errors="replace")
@@ -344,5 +348,5 @@ def _explained(path: Path) -> Iterator[None]:
         broken = error.errno not in WRONG_PATH
         raise (StorageError if broken else ConfigError)(
             f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: '
-            f"{error.strerror}; {'make room' if broken else 'fix that'}, or name another folder."
+            f"{error.strerror}; {storage_fix(error)}, or name another folder."
         ) from error

@@ -36,14 +36,8 @@ from torchtitan_lite.config import (
     shared_settings,
 )
 from torchtitan_lite.convert_hf import export_hf
-from torchtitan_lite.errors import (
-    STOPPED_EXIT_CODE,
-    ConfigError,
-    DataError,
-    RunError,
-    StorageError,
-)
-from torchtitan_lite.files import DISK_FULL, own_sources
+from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, DataError, RunError, StorageError
+from torchtitan_lite.files import DISK_FULL, allow_open_files, own_sources, storage_fix
 from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.figures import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
@@ -96,6 +90,7 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     """Join the other processes and train. Return what stopped the run early, if anything."""
     # Join the other processes. All must have the same config, versions and sources.
     rank, world_size = read_rank()
+    allow_open_files()
     store = connect_store(config.comm.init_timeout_seconds)
     check_started_alike(start_facts(config), store=store, rank=rank, world_size=world_size)
     # At a time-out, NCCL's flight recorder writes into the run folder, if the environment names no
@@ -116,7 +111,7 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
         logger.info(f"stops at {time.ctime(limit.at)}: {limit.cause}")
 
     # Derive the job, the single source of truth from here on.
-    job, tokenizer = prepare_job(config, device=device)
+    job, tokenizer = prepare_job(config, device=device, resume=resume)
     on_rank0(lambda: folder.write_config(job.to_toml()))
     if config.job.description:
         logger.info(config.job.description)
@@ -261,7 +256,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         entropy = None
         try:
             entropy = batches.corpus.unigram_entropy()
-        except DataError as damage:  # in a part of the data that no step has read
+        except (DataError, StorageError) as damage:  # in a part of the data that no step has read
             logger.warning(f"the unigram entropy is not known: {damage}")
         for line in summary_lines(summary, unigram_entropy=entropy):
             logger.info(line)
@@ -292,7 +287,8 @@ def explain(error: Exception, *, folder: Path, watchdog: Watchdog) -> RunError |
         error.errno in DISK_ERRORS or is_within(folder, error.filename)
     ):
         return StorageError(
-            f'[job] dump_folder = "{folder}": {error}; make room, or name a folder on another disk.'
+            f'[job] dump_folder = "{folder}": {error}; {storage_fix(error)}, or name a folder '
+            "on another disk."
         )
     return watchdog.explain(error) if is_rank_loss(error) else None
 

@@ -16,6 +16,7 @@ from torchtitan_lite.build import (
     accept_progress,
     build_batches,
     build_checkpointer,
+    build_course,
     build_guard,
     build_metrics,
 )
@@ -32,9 +33,9 @@ from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.job import Job
 from torchtitan_lite.logger import logger
-from torchtitan_lite.lr_schedule import lr_factor
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
+from torchtitan_lite.metrics.writers import has_validation
 from torchtitan_lite.optim import build_optimizer, clip_gradients, step_unless
 from torchtitan_lite.parallel.distributed import build_mesh, set_timeouts, start_all_gather
 from torchtitan_lite.parallel.pipeline import join_stages
@@ -88,7 +89,7 @@ class Trainer:
         self.step = self.saved_step = progress.step
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
         self.tokens, self.save_wanted = progress.tokens, False
-        self.schedule_start = progress.schedule_start
+        self.course = build_course(job, resume, last_step=self.last_step)
 
         # Model, optimizer and checkpoint, then the measurements.
         built = self.build_training(mesh, progress=progress, resume=resume)
@@ -118,7 +119,7 @@ class Trainer:
         built = build_model(self.job, mesh, device=self.device)
         self.model, self.shard_sequence = join_stages(built.stages), built.stages[0].shard_sequence
         self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
-        self.guard = build_guard(config.training, progress, device=self.device)
+        self.guard = build_guard(config.training, progress, mesh, device=self.device)
 
         # Load the checkpoint, then compute the float8 scales of its weights.
         self.checkpointer = build_checkpointer(
@@ -148,12 +149,15 @@ class Trainer:
             ) as profiler,
         ):
             try:
+                step, last = self.step, self.step == self.last_step
+                due = step > 0 and self.config.validation.due(step, last=last)
+                if due and on_rank0(lambda: not has_validation(self.job.folder, self.step)):
+                    self.validate(step)  # the run was stopped in it
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
                     profiler.end_step(step)
             except Stopped as stopped:
-                # A request during the validation after the last step stops no training.
-                stopped_by = str(stopped) if self.step < self.last_step else None
+                stopped_by = str(stopped)
                 self.metrics.settle()
                 if self.checkpointer.saves and self.saved_step < self.step:
                     self.save()
@@ -193,7 +197,7 @@ class Trainer:
             self.metrics.settle()
             if error := self.metrics.skips.error(config.training.max_consecutive_skips):
                 raise error  # after settling, all ranks have the same counts
-        if config.validation.enable and (last or step % config.validation.freq == 0):
+        if config.validation.due(step, last=last):
             self.validate(step)
         if saves:
             self.save()
@@ -212,9 +216,7 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
-        schedule = self.config.lr_scheduler.model_dump()
-        at = step - self.schedule_start
-        lr = self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
+        lr = self.course.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -336,7 +338,8 @@ class Trainer:
             skipped_steps=int(self.guard.skipped_steps.item()),
             consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
-            schedule_start=self.schedule_start,
+            schedule_start=self.course.schedule_start,
+            last_step=self.last_step,
         )
 
     def report_progress(self) -> None:

@@ -204,7 +204,7 @@ NGPU=2 ./run_train.sh --checkpoint.enable
 | 4 | a checkpoint | `torchtitan-lite checkpoint verify` lists the intact ones |
 | 5 | loss or gradient not finite for too long | lower `[optimizer] lr`, or load an earlier step |
 | 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
-| 7 | no space left, or a broken disk | make room |
+| 7 | no space left, or a broken disk | make room, or do as the error says |
 | 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |
 
 `logs/` also holds `torchrun.log`, which torch's elastic agent writes.

@@ -82,17 +82,17 @@ def reported(folder: Path, *keys: str) -> list[Any]:
     return [status(folder)[key] for key in keys]
 
 
-def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the records of metrics.jsonl by step. Each step has exactly one."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def records(folder: Path, file: str = "metrics.jsonl") -> dict[int, dict[str, Any]]:
+    """Return the records of a file of JSON lines by step. Each step has exactly one."""
+    lines = [json.loads(line) for line in (folder / file).read_text().splitlines()]
     found = {line["step"]: line for line in lines}
     assert [line["step"] for line in lines] == sorted(found)
     return found
 
 
-def values(folder: Path, key: str) -> list[Any]:
-    """Return a figure of each record of metrics.jsonl."""
-    return [record[key] for record in records(folder).values()]
+def values(folder: Path, key: str, file: str = "metrics.jsonl") -> list[Any]:
+    """Return a figure of each record of a file of JSON lines."""
+    return [record[key] for record in records(folder, file).values()]
 
 
 def checkpoints(folder: Path) -> list[str]:

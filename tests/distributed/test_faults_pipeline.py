@@ -35,10 +35,11 @@ PIPELINE = (f"{PP}=2", *EVENLY)
 
 def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> None:
     settings = (*PIPELINE, f"{STEPS}=12", "--float8.enable_float8_linear")
+    settings += ("--validation.enable", "--validation.freq=3", "--validation.steps=2")
     straight, folder = tmp_path / "straight", tmp_path / "run"
     finish(straight, *settings, "--checkpoint.interval=12", faults=[NOTE])
 
-    term = fault("send", "accumulation 3", 0, number=SIGTERM)
+    term = fault("send", "validation 3", 0, number=SIGTERM)  # which the next start makes first
     run(folder, *settings, faults=[NOTE, term])
     assert reported(folder, "state", "step") == ["stopped", 3]
     assert checkpoints(folder) == step_names(2, 3)
@@ -52,6 +53,8 @@ def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> 
     assert list(records(folder)) == list(range(1, 13))
     for key in ("loss", "grad_norm"):
         assert values(folder, key) == values(straight, key)
+    losses = [values(each, "validation_loss", "validation.jsonl") for each in (folder, straight)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
     assert samples(folder) == samples(straight)
     found = compare(checkpoint(folder, 12), checkpoint(straight, 12))
     assert (found.tensors, found.values, found.progress) == ([], [], [])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGQUIT, SIGSTOP, SIGTERM, SIGUSR1
 from types import MappingProxyType
@@ -23,7 +24,9 @@ import pytest
 import torch
 from faults import Fault, checkpoint, checkpoints, fault, records, reported, step_names, values
 from launching import ENV, FOLDER, ROOT
+from torch.distributed import TCPStore
 
+from torchtitan_lite.agent import START_KEY
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import committed_steps
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
@@ -33,6 +36,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(150)]
 STEPS = 12
 SECONDS = 70  # for a run, which then fails the test
 VALIDATION = ["--validation.enable", "--validation.freq=4", "--validation.steps=2"]
+VALIDATION += ["--validation.prompts=def", "--validation.max_new_tokens=2"]
 SETTINGS = [f"--training.steps={STEPS}", "--checkpoint.interval=3", *VALIDATION]
 TELLS = re.compile(
     r"exit code (?P<exit_code>\d+): (?P<cause>.*)\n(rank: (?P<rank>\d+)\n)?step: (?P<step>\d+)\n"
@@ -156,14 +160,16 @@ def straight(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def half_done(straight: Path, folder: Path) -> Path:
     """A folder of a run that continues after step 6."""
     shutil.copytree(checkpoint(straight, 6), checkpoint(folder, 6))
-    shutil.copy(straight / "metrics.jsonl", folder)
+    for file in straight.glob("*.jsonl"):
+        shutil.copy(file, folder)
     return folder
 
 
 def assert_same_run(folder: Path, straight: Path) -> None:
     """Assert that two finished runs agree in every bit."""
     assert reported(folder, "state") == ["done"]
-    assert values(folder, "loss") == values(straight, "loss")
+    for key, of in (("loss", "metrics"), ("validation_loss", "validation"), ("text", "samples")):
+        assert values(folder, key, f"{of}.jsonl") == values(straight, key, f"{of}.jsonl")
     comparison = compare(checkpoint(straight, STEPS), checkpoint(folder, STEPS))
     assert (comparison.progress, comparison.tensors, comparison.values) == ([], [], [])
     assert comparison.equal_tensors > 20
@@ -262,7 +268,8 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
         if node_rank == "1":
             node_0.accept()  # it waits for an answer, in C++
         else:
-            wait_for_server(endpoint)
+            store = TCPStore(*endpoint, timeout=timedelta(seconds=SECONDS))
+            store.wait([START_KEY])
         process.send_signal(SIGTERM)
         run = ended(process, code=75)
     assert run.told["cause"] == "stopped by SIGTERM before the first step"
@@ -272,16 +279,6 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
 def two_nodes(rank: int | str, *, port: int) -> dict[str, str]:
     """Return the variables of run_train.sh on one of two nodes, which meet at a port."""
     return {"NNODES": "2", "NODE_RANK": str(rank), "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
-
-
-def wait_for_server(address: tuple[str, int]) -> None:
-    """Return when a process listens at an address."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        with suppress(ConnectionRefusedError), socket.create_connection(address):
-            return
-        time.sleep(0.1)
-    raise TimeoutError
 
 
 def test_a_signal_while_some_ranks_still_start_ends_the_run(
@@ -324,10 +321,14 @@ def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
 
 
 @pytest.mark.quick
-def test_a_stop_is_no_reason_to_start_again(launcher: Launcher, half_done: Path) -> None:
-    term = fault("send", "forward 8", 1, number=SIGTERM)
+def test_a_stop_in_the_last_validation_is_no_reason_to_start_again_and_no_end(
+    launcher: Launcher, straight: Path, half_done: Path
+) -> None:
+    term = fault("send", f"validation {STEPS}", 1, number=SIGTERM)
     launcher.run(half_done, *SETTINGS, faults=[term], restarts=1, code=75)
-    assert reported(half_done, "state", "step") == ["stopped", 8]
+    assert reported(half_done, "state", "step") == ["stopped", STEPS]
+    launcher.run(half_done, *SETTINGS, code=0)
+    assert_same_run(half_done, straight)
 
 
 # ----- max_minutes, find_time_limit -----
@@ -348,9 +349,10 @@ def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
 
     stopped(7, "[job] max_minutes = 56", limit, restarts=1)
     stopped(8, "of Slurm job 7", restarts=1, nodes=slurm)
-    # The last step is done, not stopped. A new start has all of its time.
-    run = launcher.run(half_done, *SETTINGS, limit, faults=late(STEPS), code=0)
-    assert f"resumed from {checkpoint(half_done, 8)}" in run.output
+    # The last validation is still to be made. A new start has all of its time.
+    stopped(STEPS, "[job] max_minutes = 56", limit)
+    run = launcher.run(half_done, *SETTINGS, limit, code=0)
+    assert f"resumed from {checkpoint(half_done, STEPS)}" in run.output
     assert_same_run(half_done, straight)
 
 
@@ -439,9 +441,11 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
     launcher.run(folder, *settings, faults=[note, bad, stop], code=75)
     # It is a spike compared with the losses before the stop.
     spike = fault("scale_loss", "forward 5", 1, factor=100.0)
-    launcher.run(folder, *settings, faults=[note, spike], code=0)
-    assert values(folder, "skipped_steps") == [0, 0, 1, 1, 2, 2]
-    assert [step for step in range(2, 7) if changed_tensors(folder, step)] == [2, 4, 6]
+    # Only this replica's gradients are bad, after the ranks have exchanged them.
+    broken = fault("spoil_gradients", "gradients 6", 1)
+    launcher.run(folder, *settings, faults=[note, spike, broken], code=0)
+    assert values(folder, "skipped_steps") == [0, 0, 1, 1, 2, 3]
+    assert [step for step in range(2, 7) if changed_tensors(folder, step)] == [2, 4]
     weights = [(folder / f"weights-{rank}.jsonl").read_text() for rank in range(2)]
     assert weights[0].count("\n") == 6
     assert weights[0] == weights[1]
@@ -559,8 +563,8 @@ def test_a_node_that_is_started_again_ends_and_leaves_the_run_alone(
     run = [start(0, waits), start(1)]
     while not (folder / "checkpoint/step-00000006").exists():
         time.sleep(0.1)
-    refusals = [start(1), start(0), start(2, nodes=3)]
-    told = ["rank 1 already", f"port {port} .* in use", "NNODES=3 on node 2.* NNODES=2"]
+    refusals = [start(1), start(0), start(2, nodes=4)]
+    told = ["rank 1 already", f"port {port} .* in use", "NNODES=4 on node 2.* NNODES=2"]
     for process, message in zip(refusals, told, strict=True):
         assert re.search(message, ended(process, code=2).output)
     (folder / "go on").touch()

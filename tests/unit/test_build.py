@@ -1,5 +1,8 @@
 """What is asked of a step, by which data sheet it is predicted, and which weights begin a run."""
 
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,8 +13,10 @@ from sample_jobs import job_of
 from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite import build
-from torchtitan_lite.build import build_checkpointer
+from torchtitan_lite.build import accept_progress, build_checkpointer, build_course
 from torchtitan_lite.build_model import asked_of_step, graphs_of_step
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest
+from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config import (
     CheckpointConfig,
     CompileConfig,
@@ -92,6 +97,28 @@ def test_planned_device_guesses_no_rates(name, float8, planned, monkeypatch):
     spec = planned_device(torch.device("cuda", 0), config)
     assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
     assert planned_device(torch.device("cpu"), config) is None
+
+
+# ----- accept_progress, build_course -----
+
+
+@pytest.mark.parametrize("last_step", [None, 25])
+def test_a_resume_logs_what_it_changes(last_step, notices):
+    """Version 0.3 and earlier did not save the last step."""
+    saved = CheckpointManifest(
+        world_size=2,
+        model=asdict(job_of(Config()).model_args),
+        config="[training]\nsteps = 30\nlocal_batch_size = 8\nglobal_batch_size = -1",
+        progress=replace(NEW_RUN, step=20, last_step=last_step),
+    )
+    resume = Resume(Path(), saved)
+    job = job_of(Config(training=TrainingConfig(steps=40, global_batch_size=8)))
+    accept_progress(resume, job)
+    build_course(job, resume, last_step=40)
+    assert f"since step 20: last step: {last_step or 30} -> 40" in notices.messages
+    assert "since step 20: global batch: 16 -> 8 sequences" in notices.messages
+    assert "global_batch_size" not in notices.text
+    assert re.search(r"step 20: learning rate: \S+ in step 20 -> \S+ in step 21", notices.text)
 
 
 # ----- build_checkpointer -----

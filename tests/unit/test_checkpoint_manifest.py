@@ -257,7 +257,7 @@ def test_a_disk_that_fails_is_no_broken_checkpoint(folder, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(manifest, "hash_file", fail)
-    with pytest.raises(StorageError, match=rf"{SHARD} cannot be read: Input/output error; fix "):
+    with pytest.raises(StorageError, match=rf"{SHARD} cannot be read: Input/output error; check "):
         broken_files(folder, SAMPLE.files, hashes=True)
     monkeypatch.setattr(manifest.Path, "read_bytes", fail)
     with pytest.raises(StorageError, match=r"manifest\.json cannot be read: Input/output error"):

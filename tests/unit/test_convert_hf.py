@@ -372,7 +372,7 @@ def test_existing_folders_and_files_are_not_overwritten(tmp_path, step_dir, hf_d
             convert(source, tmp_path / "out")
     with pytest.raises(ConfigError, match="kept exists; remove it"):
         export_hf(step_dir, kept)
-    with pytest.raises(StorageError, match="kept/.tmp-x cannot be written: Not a directory; make "):
+    with pytest.raises(StorageError, match="kept/.tmp-x cannot be written: Not a directory; "):
         export_hf(step_dir, kept / "x")
     assert kept.read_text() == "kept"
 
@@ -383,7 +383,7 @@ def test_a_full_disk(tmp_path, step_dir, hf_dir):
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
         for convert, source in ((export_hf, step_dir), (import_hf, hf_dir)):
-            with pytest.raises(StorageError, match="out.* cannot be written: .*; make room"):
+            with pytest.raises(StorageError, match="out.* cannot be written: .*; (make|check) "):
                 convert(source, tmp_path / "out")
             assert list(tmp_path.iterdir()) == [hf_dir]
     finally:
@@ -433,8 +433,49 @@ def test_a_tokenizer_json_is_exported_with_its_config(tmp_path):
     config.write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
     out = exported_tokenizer(tmp_path, words)
     assert end_ids(out) == (1, 2)
-    assert (out / "tokenizer.json").read_bytes() == words.read_bytes()
-    assert (out / "tokenizer_config.json").read_bytes() == config.read_bytes()
+    ours, theirs = build_tokenizer(str(words)), transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs("a").input_ids == [ours.bos_id, *ours.encode("a")]
+    # A file that begins with BOS is copied.
+    again = exported_tokenizer(tmp_path / "again", out)
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert [(again / name).read_bytes() for name in names] == [
+        (out / name).read_bytes() for name in names
+    ]
+
+
+@pytest.mark.parametrize(("kind", "processor"), [
+    (None, "none"),
+    ("GPT2Tokenizer", "bytes"),
+    ("LlamaTokenizer", "cut"),
+    ("PreTrainedTokenizerFast", "eos"),
+])  # fmt: skip
+def test_an_exported_byte_level_tokenizer_gives_the_ids_of_training(tmp_path, kind, processor):
+    """Whatever the file says on BOS, EOS and the longest text, and its config on BOS."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.add_special_tokens(["<s>", "</s>"])
+    if processor == "bytes":
+        words.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    elif processor == "cut":
+        words.enable_truncation(4)
+    elif processor == "eos":
+        words.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
+        )
+    words.save(str(tmp_path / "tokenizer.json"))
+    if kind:
+        config = {"tokenizer_class": kind, "add_bos_token": True, "bos_token": "<s>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    ours = build_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(exported_tokenizer(tmp_path, tmp_path))
+    assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
+    for text in ("", "def f(x):\n    return x  # \t∑é 日本"):
+        assert theirs(text).input_ids == [256, *ours.encode(text)]
+        assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == text
 
 
 def test_of_a_tiktoken_file_only_the_ids_are_exported(tmp_path, notices):

@@ -1,6 +1,8 @@
 """Rows to ids in processes: the same as in this one, in order, and no process left behind."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from torchtitan_lite.data import encoder
 from torchtitan_lite.data.encoder import EncodedBatch, encode_batches, encode_rows
 from torchtitan_lite.data.rows import Parser, TextRow
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, RunError
 
 ROOT = Path(__file__).parents[2]
 U2 = np.dtype("<u2")
@@ -49,6 +51,24 @@ def test_nothing_but_bad_rows():
     batch = encoded(text_row(b"\xff"))
     assert (batch.ids.shape, batch.ids.dtype, batch.lengths.shape) == ((0,), U2, (0,))
     assert len(batch.bad_rows) == 1
+
+
+@pytest.mark.parametrize(("eos", "ids"), [("<bos>", [1, 0, 1]), ("<eos>", [1, 0, 2, 1, 2])])
+def test_a_text_that_holds_the_id_of_a_frame_is_a_bad_row(tmp_path, eos, ids):
+    """Here as the unknown token. Masks would take it for the end of a document."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "<bos>": 1, "<eos>": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=eos))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<bos>", "eos_token": eos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    options = {"tokenizer": build_tokenizer(str(tmp_path)), "dtype": U2}
+    rows = [text_row(b"a"), text_row(b"a other", line=7), text_row(b" ")]
+    batch = encode_rows(rows, parser=Parser("text"), **options)
+    assert batch.ids.tolist() == ids
+    (bad,) = batch.bad_rows
+    assert re.match(rf"a.txt, line 7: .* BOS id 1 or EOS id {ids[-1]}$", str(bad))
 
 
 # ----- encode_batches, serve -----
@@ -118,8 +138,9 @@ def test_a_process_that_is_killed_is_reported():
 
     before = children()
     message = r"^a tokenizing process ended with exit code -9, on .* a.txt, line [79] on; "
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(RunError, match=message) as error:
         list(processes(batches(), 2))
+    assert error.value.exit_code == 1  # not the data's
 
 
 def test_a_process_that_is_killed_as_it_starts_is_reported(monkeypatch):
@@ -130,8 +151,18 @@ def test_a_process_that_is_killed_as_it_starts_is_reported(monkeypatch):
         return process
 
     monkeypatch.setattr(encoder, "_start_worker", killed)
-    with pytest.raises(DataError, match="^a .* exit code -9, on rows from a.txt, line 7 on"):
+    with pytest.raises(RunError, match="^a .* exit code -9, on rows from a.txt, line 7 on"):
         list(processes(iter([[text_row(b"text", line=7)]]), 1))
+
+
+def test_modules_of_the_users_folders_do_not_reach_a_process(tmp_path, monkeypatch):
+    """Such as a random.py in PYTHONPATH, which this process has imported from Python's library."""
+    for name in ("random.py", "sitecustomize.py"):
+        (tmp_path / name).write_text("print('not an answer')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (answer,) = processes(iter([[text_row(b"text")]]), 1)
+    assert answer[1].ids.tolist() == framed("text")
 
 
 def test_an_error_of_a_process_keeps_its_message(tmp_path):

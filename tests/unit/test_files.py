@@ -1,11 +1,21 @@
 """Files that are old or new, and whole."""
 
+import errno
 import os
+import re
+import resource
 from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.files import fsync_folder, hash_sources, remove_folder, replace_file
+from torchtitan_lite.files import (
+    allow_open_files,
+    fsync_folder,
+    hash_sources,
+    remove_folder,
+    replace_file,
+    storage_fix,
+)
 
 
 class Killed(BaseException):
@@ -86,3 +96,23 @@ def test_remove_folder_removes_only_the_link_of_a_link(tmp_path):
     assert not link.is_symlink() and (folder / "inner").exists()
     remove_folder(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+# ----- storage_fix, allow_open_files -----
+
+
+@pytest.mark.parametrize(("code", "fix"), [
+    (errno.EDQUOT, "make room"),
+    (errno.EMFILE, "a process may open 100 files here .ulimit -n; at most "),
+    (errno.EROFS, "fix its permissions"),
+    (errno.EIO, "check the path and its disk"),
+])  # fmt: skip
+def test_the_fix_follows_the_error_and_names_the_limit(code, fix):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+        assert re.match(fix, storage_fix(OSError(code, "")))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,7 @@
 """Weights read from a folder of Hugging Face into a model, by one process. tests/distributed reads
 them into shards."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from sample_llamas import ARGS, EACH_FAMILY, FAMILIES, build_hf, logit_difference
 
+from torchtitan_lite.checkpoint.folders import find_kind
 from torchtitan_lite.checkpoint.hf_folder import load_hf, model_settings
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import ModelConfig, resolve_model
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.generate import open_source
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -85,6 +88,42 @@ def test_another_model_is_refused_with_the_keys_to_set(tmp_path, changes, differ
     message = rf'another model: {difference}\. Set \[model\] flavor = "", {keys}, or name'
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path, replace(TIED, **changes))  # type: ignore[arg-type]
+
+
+def test_a_tensor_in_two_files_is_read_from_the_one_in_the_index(tmp_path):
+    llama = build_hf(ARGS)
+    llama.save_pretrained(tmp_path, max_shard_size="50KB")
+    index = tmp_path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    last, name = tmp_path / max(places.values()), min(places, key=places.__getitem__)
+    stale = safetensors.torch.load(last.read_bytes())
+    stale[name] = torch.zeros_like(llama.state_dict()[name])
+    safetensors.torch.save_file(stale, last, metadata={"format": "pt"})
+    assert logit_difference(loaded(tmp_path, ARGS), llama) < 1e-5
+
+    first = places.pop(name)
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(
+        CheckpointError, match=f"{name} is in {first} and in {last.name}, and .*index"
+    ):
+        loaded(tmp_path, ARGS)
+    index.write_text(json.dumps({"weight_map": places | {name: last.name}}))
+    assert logit_difference(loaded(tmp_path, ARGS), llama) > 1e-5
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    (("config.json", "pytorch_model.bin"), r"in pytorch_model.bin, .* AutoModelForCausalLM .*'{}'"),
+    (("config.json", "pytorch_model-00001-of-00002.bin"), "00002.bin, which can run code"),
+    (("adapter_config.json", "adapter_model.safetensors"), r"{} is a LoRA .*\('{}'\)\.merge"),
+])  # fmt: skip
+def test_weights_of_another_form_are_refused_with_the_command(tmp_path, files, message):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    assert find_kind(tmp_path) == "Hugging Face"
+    message = message.replace("{}", str(tmp_path))
+    for read in (lambda: loaded(tmp_path, ARGS), lambda: open_source(tmp_path)):
+        with pytest.raises(CheckpointError, match=message):
+            read()
 
 
 # ----- model_settings -----

@@ -442,10 +442,11 @@ def test_a_killed_rank_is_reported_and_ends_the_status(tmp_path, capfd):
     assert [status[key] for key in keys] == ["failed", KILLED, 6, 7, 9]
 
 
-def test_a_run_that_is_done_stays_so_whatever_happens_to_its_agent(tmp_path):
+def test_a_run_that_is_done_stays_so_whatever_happens_to_its_agent(tmp_path, capfd):
     begun(tmp_path).update(step=7, state="done", exit_code=0)
     before = status_on_file(tmp_path)
     assert report(tmp_path, AgentEnd(os.getppid(), 1, SIGTERM)) == 0
+    assert capfd.readouterr().err == ""
     assert status_on_file(tmp_path) == before
 
 

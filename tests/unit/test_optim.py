@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite import optim
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
@@ -169,13 +173,14 @@ def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ----- UpdateGuard, clip_gradients -----
+ONE, TWO = SimpleNamespace(size=lambda: 1), SimpleNamespace(size=lambda: 2)
 
 
 def guarded(
     losses: list[float], norms: list[float] | None = None, *, factor: float = 0.0, **before: Any
 ) -> tuple[UpdateGuard, list[float]]:
     """A guard after steps of such losses and gradient norms, and what it said of each."""
-    before = {"skipped_steps": 3, "consecutive_skips": 0, "loss_mean": None} | before
+    before = {"skipped_steps": 3, "consecutive_skips": 0, "loss_mean": None, "group": ONE} | before
     training = TrainingConfig(loss_spike_factor=factor)
     guard = UpdateGuard(training, device=torch.device("cpu"), **before)
     pairs = zip(losses, norms or [1.0] * len(losses), strict=True)
@@ -204,17 +209,58 @@ def test_the_mean_goes_on_where_it_was() -> None:
     assert guarded([5.5, 4.5], factor=2.0, **before)[1] == [1, 0]
 
 
+def test_a_step_that_another_replica_skips_has_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = iter([0.0, 1.0])  # of the other one
+
+    def exchange(skipped: torch.Tensor, op: Any, group: Any) -> None:
+        assert (op, group) == (optim.dist.ReduceOp.MAX, TWO)
+        skipped.clamp_(min=next(decisions))
+
+    monkeypatch.setattr(optim.dist, "all_reduce", exchange)
+    guard, skipped = guarded([2.0, 4.0], group=TWO)
+    assert skipped == [0, 1]
+    assert (guard.skipped_steps, guard.consecutive_skips, guard.loss_mean) == (4, 1, 2)
+
+
 @pytest.mark.parametrize("max_norm", [1.0, 1e3])
-def test_gradients_are_clipped_as_by_torch_to_the_bit(max_norm: float) -> None:
+def test_gradients_are_clipped_as_by_torch(max_norm: float) -> None:
     torch.manual_seed(0)
     ours, reference = nn.Linear(64, 64), nn.Linear(64, 64)
     for weight, other in zip(ours.parameters(), reference.parameters(), strict=True):
         weight.grad = torch.randn_like(weight)
         other.grad = weight.grad.clone()
-    norm = clip_gradients(ours.parameters(), max_norm, stages=SimpleNamespace(size=lambda: 1))
-    assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), max_norm))
+    norm = clip_gradients(ours.parameters(), max_norm, stages=ONE)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    torch.testing.assert_close(norm, expected)
     for weight, other in zip(ours.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(weight.grad, other.grad)
+        torch.testing.assert_close(weight.grad, other.grad)
+
+
+def test_the_norm_of_many_gradients_on_cpu_is_not_too_small() -> None:
+    weight = nn.Parameter(torch.empty(20_000_000))
+    weight.grad = torch.full_like(weight, 0.1)
+    norm = clip_gradients([weight], 1e6, stages=ONE)
+    assert norm.item() == pytest.approx(0.1 * math.sqrt(weight.numel()), rel=1e-5)
+
+
+def test_the_norm_of_shards_is_over_all_of_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    reduced = []
+
+    def all_reduce(squares: torch.Tensor, group: Any) -> None:
+        reduced.append(dist.get_process_group_ranks(group))
+        squares.add_(16)  # of the other ranks
+
+    monkeypatch.setattr(optim.dist, "all_reduce", all_reduce)
+    layouts = [[Replicate(), Shard(0)], [Replicate(), Replicate()], [Replicate(), Shard(0)]]
+    weights = []
+    for layout, value in zip(layouts, (1.0, 2.0, 3.0), strict=True):
+        gradient = DTensor.from_local(torch.tensor([value]), mesh, layout)
+        weights.append(nn.Parameter(torch.zeros_like(gradient)))
+        weights[-1].grad = gradient
+    norm = clip_gradients(weights, 1e6, stages=ONE)
+    assert reduced == [[0, 1]] and norm.item() == pytest.approx(math.sqrt(1 + 9 + 16 + 4))
 
 
 def test_the_norm_of_a_pipeline_is_over_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +268,6 @@ def test_the_norm_of_a_pipeline_is_over_all_stages(monkeypatch: pytest.MonkeyPat
     weight.grad = torch.tensor([0.0, 3.0])
     # The other stage's gradients have a norm of 4.
     monkeypatch.setattr(optim.dist, "all_reduce", lambda squares, group: squares.add_(16))
-    norm = clip_gradients([weight], 1.0, stages=SimpleNamespace(size=lambda: 2))
+    norm = clip_gradients([weight], 1.0, stages=TWO)
     assert norm.item() == 5.0
     torch.testing.assert_close(weight.grad, torch.tensor([0.0, 0.6]))

@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -408,6 +410,17 @@ def test_a_live_run_keeps_others_out_until_it_closes(tmp_path, monkeypatch):
     open_folder(tmp_path).close()
 
 
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_and_taken(tmp_path, monkeypatch, notices, code):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(code, os.strerror(code))))
+    folder = open_folder(tmp_path)
+    folder.update(step=4)
+    folder.close()
+    assert status_on_file(tmp_path)["step"] == 4
+    (message,) = notices.messages
+    assert f'dump_folder = "{tmp_path}"' in message and "without locks (flock)" in message
+
+
 def test_the_lock_goes_with_its_process(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
@@ -447,7 +460,7 @@ def test_lock_returns_whether_the_attempt_before_can_be_repeated(tmp_path, monke
 @pytest.mark.parametrize("place", ["file", "file/run", "n" * 300])
 def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .* fix'):
+    with pytest.raises(ConfigError, match=r'\[job\] dump_folder = ".*" cannot be written: .*; '):
         open_folder(tmp_path / place)
 
 

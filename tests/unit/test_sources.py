@@ -1,6 +1,7 @@
 """Sources: which files are read and in which order, and how it is cut into chunks."""
 
 import gzip
+import json
 import os
 import sysconfig
 from dataclasses import replace
@@ -84,7 +85,7 @@ def test_parquet_is_read(tmp_path):
 
 
 NAMES = st.text("aB.-0/é", min_size=1, max_size=6).filter(
-    lambda name: set(name.split("/")).isdisjoint({"", ".", ".."})
+    lambda name: not any(part.startswith(".") or not part for part in name.split("/"))
 )
 
 
@@ -95,6 +96,53 @@ def test_files_come_in_the_order_of_their_paths(tmp_path_factory, names):
     paths = {f"{name}.txt" for name in names} | {f"{name}/x.txt" for name in names}
     write(folder, {path: path for path in paths})
     assert documents(str(folder)) == sorted(paths)
+
+
+def test_hidden_files_and_those_about_the_text_are_no_text(tmp_path):
+    about = ("README.md", "readme_zh.MD", "LICENSE-MIT.txt.gz", "Copying.rst", "dataset_infos.json")
+    hidden = (".a.txt", ".git/a.txt", ".ipynb_checkpoints/a-checkpoint.json")
+    write(tmp_path, dict.fromkeys((*about, *hidden, "en/LICENCE.txt"), "no"))
+    refused(tmp_path, "holds 0 files of .* README or LICENSE")
+    assert documents(str(tmp_path / "README.md")) == ["no"]
+    assert documents(str(tmp_path / ".git")) == ["no"]
+    write(tmp_path, {"en/a.json.gz": gzip.compress(b'{"text": "a"}')})
+    assert documents(str(tmp_path)) == ["a"]
+    write(tmp_path, {"licenses/MIT.txt": "mit", "license_texts.jsonl": '{"text": "b"}'})
+    (tmp_path / "en" / "a.json.gz").unlink()
+    assert documents(str(tmp_path)) == ["b", "mit"]
+
+
+def test_a_folder_whose_json_files_are_most_of_it_is_refused(tmp_path):
+    write(tmp_path, {"a.txt": "x" * 50, "b/c.json": '{"text": "%s"}' % ("x" * 20)})
+    assert documents(str(tmp_path)) == ["x" * 50]
+    write(tmp_path, {"b/d.JSON": '{"text": "%s"}' % ("x" * 20)})
+    refused(tmp_path, r" \.json files .* beside 50 bytes .* have 64 bytes; .* rename them to \.jso")
+
+
+@pytest.mark.parametrize("pretty", [None, 1])
+def test_a_file_that_is_one_list_is_one_bad_row_with_the_fix(tmp_path, monkeypatch, pretty):
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 30)
+    monkeypatch.setattr(row_module, "PART_BYTES", 16)
+    content = json.dumps([{"text": "a"}] * 9, indent=pretty)
+    write(tmp_path, {"a.json": content, "b.jsonl.gz": gzip.compress(content.encode())})
+    rows = [row for chunk in open_source(str(tmp_path / "a.json")).chunks() for row in chunk()]
+    assert len(rows) == 1
+    for name in ("a.json", "b.jsonl.gz"):
+        refused(tmp_path / name, rf"{name}, line 1: a JSON list, .* jq -c '\.\[\]' ")
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_folder_of_save_to_disk_is_refused_with_the_command(tmp_path, name):
+    write(tmp_path, {name: "{}", "dataset_info.json": "{}", "data-00000-of-00001.arrow": "x"})
+    refused(tmp_path, f"save_to_disk .* torchtitan-lite data make hf:{tmp_path} STORE")
+
+
+def test_the_longest_window_of_zstd_is_read(tmp_path):
+    """As `zstd --long=31` writes it, from a pipe."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=31)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    write(tmp_path, {"a.txt.zst": frame.compress(b"text") + frame.flush()})
+    assert documents(str(tmp_path)) == ["text"]
 
 
 def test_text_field(tmp_path):
@@ -185,19 +233,19 @@ def test_a_pipe_is_refused(tmp_path):
 def test_stray_files_are_bad_rows_and_other_endings_are_counted(tmp_path, notices):
     names = ("a.txt.gz", "b.md.ZST", "c.parquet")
     write(tmp_path, dict.fromkeys(names, b"no such format"))
-    write(tmp_path, {"d.json.gz": b"", "x/e.json.gz": b"", "f.tar.bz2": b"", "README": b""})
+    write(tmp_path, {"d.json.gz": b"", "x/e.json.gz": b"", "f.tar.bz2": b"", "README.md": b""})
     rows = [row for chunk in open_source(str(tmp_path)).chunks() for row in chunk()]
     problems = ("not a .gz file", "not a .ZST file", "not a .parquet file")
     expected = [(f"{tmp_path}/{name}", text) for name, text in zip(names, problems, strict=True)]
     assert [(row.file, row.problem) for row in rows] == expected
     (message,) = notices.messages
-    assert message.startswith(f"{tmp_path}: 4 files with other endings ")
-    assert message.endswith(": 2 .json.gz, 1 .tar.bz2, 1 without one")
+    assert message.startswith(f"{tmp_path}: 4 other files are not read: ")
+    assert message.endswith(": 2 .json.gz, 1 README and the like, 1 .tar.bz2")
 
 
 @pytest.mark.parametrize(("files", "name", "message"), [
     ({}, "none", r"/none: does not exist; name a folder, or a file of \.txt \.md \.rst"),
-    ({}, ".", r"^\.: holds 0 files of \.txt .* or \.parquet; name a file, or a folder"),
+    ({}, ".", r"^\.: holds 0 files of \.txt .* or \.parquet, apart .*; name a file, or a folder"),
     ({"data.bin": "x", "README": "y"}, ".", r"^\.: holds 0 files of "),
     ({"a.csv": "x"}, "a.csv", r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a fol"),
     ({"a.txt": "", "b.jsonl": "\n"}, ".", r"^\.: holds no text$"),

@@ -1,6 +1,7 @@
 """Token stores: any part of the stream, the cache made once, and the store's own tokenizer."""
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -8,6 +9,7 @@ import multiprocessing
 import os
 import time
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -139,11 +141,16 @@ def test_the_fingerprint_is_that_of_format_2(tmp_path, monkeypatch, chunk_tokens
 
 
 def test_few_shards_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_store, "OPEN_SHARDS", 3)
-    store = TokenStore(write_store(tmp_path / "many", [list(range(100, 500))], shard_tokens=4))
+    """Of all stores together."""
+    pool = lru_cache(3)(token_store._open_shard.__wrapped__)
+    monkeypatch.setattr(token_store, "_open_shard", pool)
     open_files = Path("/proc/self/fd")
     before = len(list(open_files.iterdir()))
-    assert contents(store) == [1, *range(100, 500), 2]
+    documents = [list(range(100, 500))]
+    stores = [
+        TokenStore(write_store(tmp_path / name, documents, shard_tokens=4)) for name in ("a", "b")
+    ]
+    assert [contents(store) for store in stores] == [[1, *range(100, 500), 2]] * 2
     assert len(list(open_files.iterdir())) - before <= 3
 
 
@@ -193,10 +200,26 @@ def test_a_shard_that_is_gone_is_read_on_where_it_is_open_and_else_named(own):
     check_damaged(own, r"tokens-00001\.bin: No such file or directory", place=10)
 
 
-def test_a_disk_that_cannot_be_read(own, monkeypatch):
-    error = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr(os, "preadv", Mock(side_effect=error))
-    check_damaged(own, r"tokens-00002\.bin: Input/output error")
+@pytest.mark.parametrize(("code", "fix"), [
+    (errno.EIO, "check the path and its disk"),
+    (errno.EMFILE, r"may open \d+ files .* \(ulimit -n"),
+    (errno.EACCES, "fix its permissions"),
+])  # fmt: skip
+def test_a_whole_store_that_cannot_be_read_is_not_called_damaged(source, monkeypatch, code, fix):
+    """At its manifest, at the sizes of its files and at a read. Nothing of it is removed."""
+    own = cached(source)
+    message = rf"^token store {own.folder}: (manifest|tokens).* {os.strerror(code)}; .*{fix}"
+    error = Mock(side_effect=OSError(code, os.strerror(code)))
+    for name, read in (
+        ("read_json_object", lambda: cached(source)),
+        ("regular_size", lambda: cached(source)),
+        ("_open_shard", lambda: own.read(0, 5)),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match=message) as raised:
+            patch.setattr(token_store, name, error)
+            read()
+        assert "remove" not in str(raised.value)
+    assert contents(own) == contents(cached(source)) == expected_ids()
 
 
 # ----- open_cached -----
@@ -260,15 +283,16 @@ def test_a_cache_of_another_format_is_not_removed(source):
 
 def test_cache_that_cannot_be_written(source, tmp_path):
     (tmp_path / "xdg").write_text("")
-    message = r"^token cache .*/xdg/.* cannot be written: Not a directory; set XDG_CACHE_HOME"
-    with pytest.raises(DataError, match=message):
+    message = r"^token cache .*/xdg/.* cannot be written: Not a directory; .* set XDG_CACHE_HOME"
+    with pytest.raises(StorageError, match=message):
         cached(source)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_under_the_cache(corpus, monkeypatch, code):
     error = OSError(code, os.strerror(code))
-    message = rf'^\[training\] dataset_path = ".*": token cache .*: {error.strerror}; set XDG_'
+    place = r'^\[training\] dataset_path = ".*": token cache .*: '
+    message = f"{place}{error.strerror}; make room, or set XDG_"
     with monkeypatch.context() as patch, pytest.raises(StorageError, match=message):
         patch.setattr(os, "fsync", Mock(side_effect=error))
         opened(corpus)
@@ -302,6 +326,19 @@ def test_one_process_makes_a_store_and_the_others_wait(source, cache):
     assert visible(cache) == sorted(["elsewhere", folder.name])
 
 
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_one_process_makes_a_store_and_a_run_none(
+    source, tmp_path, notices, monkeypatch, code
+):
+    error = OSError(code, os.strerror(code))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
+    made = prepare.make_store(tmp_path / "made", source, build_tokenizer(""))
+    assert contents(made) == expected_ids()
+    assert "without locks (flock)" in notices.messages[0]
+    with pytest.raises(StorageError, match=r"without locks \(flock\).* XDG_CACHE_HOME"):
+        cached(source)
+
+
 # ----- open_data -----
 
 
@@ -329,6 +366,23 @@ def test_a_store_of_another_tokenizer_or_number_of_ids_is_refused(tmp_path, fing
     )
     with pytest.raises(DataError, match=message):
         opened(folder)
+
+
+def test_a_store_in_which_one_id_is_bos_and_eos_twice_is_read_and_named(corpus, notices):
+    """Earlier versions made it; in the cache it is made again."""
+    tokenizer = build_tokenizer("")
+    tokenizer.eos_id = tokenizer.bos_id
+    old = open_data("[training]", str(corpus), tokenizer=tokenizer, text_field="text")
+    tokenizer.one_separator = True
+    notices.clear()
+    again = open_data("[training]", str(old.folder), tokenizer=tokenizer, text_field="text")
+    assert contents(again) == contents(old)
+    (message,) = notices.messages
+    assert all(part in message for part in (str(old.folder), "id 1,", "twice", "make it again"))
+
+    new = open_data("[training]", str(corpus), tokenizer=tokenizer, text_field="text")
+    assert new.documents == old.documents == contents(new).count(1) == 3
+    assert new.tokens == old.tokens - 3
 
 
 @pytest.mark.parametrize("dataset", ["c4", "c4_test", "c4_validation"])

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.metrics.flops import document_squares
+from torchtitan_lite.models.llama3 import document_starts
 
 ROOT = Path(__file__).parents[2]
 BYTES = {chr(i): i for i in range(256)}
@@ -65,6 +68,24 @@ def test_documents_are_framed():
     assert SHIPPED.encode_documents(texts) == [[1, *SHIPPED.encode(text), 2] for text in texts]
     assert SHIPPED.encode("") == []
     assert SHIPPED.decode([1, *SHIPPED.encode("a b"), 2]) == "a b"
+
+
+def test_where_bos_is_eos_documents_are_told_apart_by_one_id(tmp_path):
+    path = json_file(tmp_path / "tokenizer.json", "<x>")
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<x>", "eos_token": "<x>"}')
+    tokenizer = build_tokenizer(str(path))
+    texts = ["ab", "", "<x>"]
+    documents = tokenizer.encode_documents(texts)
+    assert documents == [[256, 97, 98], [256], [256, *b"<x>"]]
+    assert [tokenizer.decode(ids) for ids in documents] == ["a b", "", "< x >"]
+    assert tokenizer.encode("ab") == [97, 98]
+
+    # Masks and the count of documents see three documents.
+    stream = torch.tensor([[i for ids in documents for i in ids]])
+    starts = document_starts(stream, bos_id=tokenizer.bos_id)
+    assert starts.tolist() == [[0, 0, 0, 3, 4, 4, 4, 4]]
+    squares = document_squares(stream, bos_id=256, shard_sequence=lambda tensor, _: tensor)
+    assert squares == 3**2 + 1 + 4**2
 
 
 # ----- Tokenizer, fingerprint, FILES_OF_A_FOLDER -----

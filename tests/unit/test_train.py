@@ -68,7 +68,7 @@ def test_join_and_train_lets_nccl_write_traces_into_the_run_folder_by_default(
         monkeypatch.setattr(train, each, lambda *args, **kwargs: (0, 1))
     monkeypatch.setattr(train, "init_distributed", lambda comm: torch.device("cuda"))
     monkeypatch.setattr(train, "open_folder", lambda config, folder: None)
-    monkeypatch.setattr(train, "prepare_job", lambda config, device: 1 / 0)
+    monkeypatch.setattr(train, "prepare_job", lambda config, **_: 1 / 0)
     comm = CommConfig(save_traces_folder="nccl/traces", save_traces_file_prefix="of_")
     dog: Any = Watchdog()
     with pytest.raises(ZeroDivisionError):

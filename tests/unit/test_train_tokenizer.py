@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.data.tokenizer import build_tokenizer, train_tokenizer
+from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.data.train_tokenizer import train_tokenizer
 from torchtitan_lite.errors import DataError
 
 ROOT = Path(__file__).parents[2]

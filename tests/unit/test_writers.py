@@ -21,6 +21,7 @@ from torchtitan_lite.metrics.writers import (
     ConsoleWriter,
     JsonlWriter,
     build_writers,
+    has_validation,
     last_losses,
     wants_color,
 )
@@ -226,6 +227,7 @@ def test_jsonl_files_have_their_own_content_of_each_step_once(tmp_path):
     assert all(line.pop("time") > 1.6e9 for each in lines.values() for line in each)
     assert [line["validation_loss"] for line in lines["validation"]] == [None, 5.5, 5.5]
     assert lines["samples"][:2] == [{"step": 5, **text} for text in texts]
+    assert [step for step in range(12) if has_validation(tmp_path, step)] == [5, 10]
     w2, output = NUMERICS["feed_forward.w2"], NUMERICS["output"]
     lossy = w2["grad_output"] | {"sqnr_db": None, "amax": None}
     kinds = {"feed_forward.w2": w2 | {"grad_output": lossy}, "output": output}

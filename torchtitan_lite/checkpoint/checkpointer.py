@@ -310,7 +310,7 @@ def write_tensors(
     except CheckpointException as error:
         # torch does not always say that the disk is full.
         free_gib = shutil.disk_usage(folder.parent).free / 2**30
-        reason = f"{first_failure(error)}; {free_gib:,.2f} GiB are free there"
+        reason = f"{first_failure(error)}; {free_gib:,.2f} GiB are free there; make room if needed"
         raise folders.unwritable(folder, reason) from error
 
 

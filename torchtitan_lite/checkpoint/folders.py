@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torchtitan_lite.documents import parse_toml
 from torchtitan_lite.errors import CheckpointError, StorageError
-from torchtitan_lite.files import fsync_folder, remove_folder
+from torchtitan_lite.files import fsync_folder, remove_folder, storage_fix
 from torchtitan_lite.logger import logger
 from torchtitan_lite.tables import format_columns
 
@@ -34,7 +34,7 @@ ANY_STEP = "*/*/step-" + 8 * "[0-9]"
 KINDS = {
     "torchtitan_lite": (MANIFEST, "rank-*.json"),
     "torchtitan": (".metadata",),
-    "Hugging Face": ("config.json", "*.safetensors"),
+    "Hugging Face": ("config.json", "*.safetensors", "adapter_config.json"),
 }
 """Who wrote a folder of weights: the first kind with a pattern that the name of a file matches."""
 MOST_NAMED = 8
@@ -176,14 +176,15 @@ def storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unwritable(error.filename or folder, error.strerror) from error
+        path, fix = error.filename or folder, storage_fix(error)
+        raise unwritable(path, f"{error.strerror}; {fix}") from error
 
 
 def unwritable(path: Path | str, reason: object) -> StorageError:
     """Return the error for a folder or file that cannot be written."""
     return StorageError(
-        f"[checkpoint] {path} cannot be written: {reason}; make room or fix its permissions, or "
-        "write to another folder, in training another [job] dump_folder."
+        f"[checkpoint] {path} cannot be written: {reason}, or write to another folder, in training "
+        "another [job] dump_folder."
     )
 
 

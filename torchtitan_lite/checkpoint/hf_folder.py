@@ -20,6 +20,7 @@ from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.config import check_model_table, show_settings
 from torchtitan_lite.documents import read_json_object, regular_size
 from torchtitan_lite.errors import CheckpointError, ConfigError
+from torchtitan_lite.files import ABSENT, storage_fix
 from torchtitan_lite.logger import logger
 from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import (
@@ -42,6 +43,7 @@ from .state import entries
 PREFIX = "model."
 """Prefix of the names of weights in a checkpoint."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Name in safetensors files of each data type of weights."""
 ROPE_BUFFER = ".rotary_emb.inv_freq"
@@ -83,17 +85,27 @@ class HfReader:
         except ImportError as error:
             fix = 'pip install "torchtitan-lite[hf]"'
             raise ConfigError(f"the package safetensors is not installed; {fix}.") from error
+        refuse_other_weights(folder)
         with hf_errors(folder / "config.json"):
             self.args = model_args(read_json_object(folder / "config.json"))
 
         # Names, shapes and data types of the weights, from the headers of the files.
         self._open, self._files = partial(safe_open, framework="pt"), dict[str, Path]()
         found: dict[str, TensorEntry] = {}
-        for path in weight_files(folder):
+        paths, places = weight_files(folder)
+        for path in paths:
             with hf_errors(path):
                 regular_size(path)  # safe_open would wait for a pipe
                 with self._open(path) as file:
-                    headers = {name: file.get_tensor(name) for name in list(file.keys())}
+                    # Of a tensor in several files, the one in the file that the index names counts.
+                    here = [n for n in list(file.keys()) if places.get(n, path.name) == path.name]
+                    headers = {name: file.get_tensor(name) for name in here}
+            if twice := sorted(headers.keys() & self._files.keys()):
+                files = f"{self._files[twice[0]].name} and in {path.name}"
+                raise CheckpointError(
+                    f"{folder}: {twice[0]} is in {files}, and {INDEX} names neither; download the "
+                    "folder again, or remove the file that is not of this model."
+                )
             found |= entries({n: each for n, each in headers.items() if ROPE_BUFFER not in n})
             self._files |= dict.fromkeys(headers, path)
 
@@ -157,15 +169,37 @@ def open_weights(folder: Path, *, hashes: bool = False) -> tuple[SafeReader, Mod
     return reader, args
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a Hugging Face model: one, or those that its index names."""
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the safetensors files of a Hugging Face model, and the file of each tensor by name: a
+    single file and no names, or what its index says."""
     if (folder / SINGLE).exists():
-        return [folder / SINGLE]
+        return [folder / SINGLE], {}
     with hf_errors(folder / INDEX):
-        files = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
+        places = read_json_object(folder / INDEX)["weight_map"]
+        files = sorted(set(places.values()))
         if paths := [file for file in files if Path(file).name != file]:
             raise ValueError(f"{paths[0]} is not a file's name")
-    return [folder / file for file in files]
+    return [folder / file for file in files], places
+
+
+def refuse_other_weights(folder: Path) -> None:
+    """Raise CheckpointError, with a command, for a folder whose weights are no safetensors files of
+    a whole model: pickled ones, or a LoRA adapter."""
+    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        return
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder} is a LoRA adapter ({ADAPTER}) without the weights of its model; merge both: "
+            'python -c "from peft import AutoPeftModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED')\"."
+        )
+    if pickled := sorted(folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(
+            f"{folder} has its weights in {pickled[0].name}, which can run code as it is read, and "
+            "no safetensors files; convert it where you trust it, and copy the tokenizer's files: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('NEW_FOLDER')\"."
+        )
 
 
 def weight_shapes(args: ModelArgs, *, most_layers: int) -> dict[str, tuple[int, ...]]:
@@ -213,8 +247,12 @@ def hf_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}; name the folder of a complete"
-        raise CheckpointError(f"{path} {problem} Hugging Face model.") from error
+        fix = "name the folder of a complete Hugging Face model"
+        if error.errno and not isinstance(error, ABSENT):
+            fix = storage_fix(error)
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}; {fix}."
+        ) from error
     except Exception as error:  # a malformed file can raise any
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(

@@ -26,6 +26,7 @@ from torchtitan_lite.documents import (
     write_document,
 )
 from torchtitan_lite.errors import CheckpointError, StorageError
+from torchtitan_lite.files import ABSENT, storage_fix
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -36,7 +37,6 @@ SAVED_FILES = r"\.metadata|__\d+_\d+\.distcp|rank-\d{5}\.json"
 random state."""
 TENSORS_SUFFIX = ".distcp"
 """Suffix of the large files, which contain the tensors."""
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 BLOCK_BYTES = 1 << 20
 
 Size = Annotated[Count, Field(ge=1)]
@@ -81,6 +81,8 @@ class TrainingProgress:
     """Running mean of the losses in nats; None until there is one."""
     schedule_start: int = 0
     """Step after which the learning rate's schedule began. It is 0 unless `without` changed it."""
+    last_step: Count | None = None
+    """Last step of the run that saved it; 0.3 and earlier did not write it."""
 
     def without(self, excluded: Collection[str]) -> "TrainingProgress":
         """Return the progress with the `excluded` states at their start: "train_state" (steps and
@@ -183,7 +185,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error}") from error
     named = STEP.fullmatch(folder.name)
@@ -227,12 +229,12 @@ def broken_files(
         except ABSENT as error:
             problems.append(f"{name}: {error.strerror}")
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
     return problems
 
 
-def _unreadable(path: Path, error: OSError) -> StorageError:
-    # A failing disk does not mean that the checkpoint is broken.
+def unreadable(path: Path, error: OSError) -> StorageError:
+    """Return the error for a file that the system cannot read, whole or not."""
     return StorageError(
-        f"[checkpoint] {path} cannot be read: {error.strerror}; fix the disk or its permissions."
+        f"[checkpoint] {path} cannot be read: {error.strerror}; {storage_fix(error)}."
     )

@@ -38,9 +38,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.documents import read_regular
+from torchtitan_lite.files import ABSENT
 
 from .folders import find_problems
-from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, read_manifest
+from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, read_manifest, unreadable
 
 R = TypeVar("R", bound="TableReader")
 
@@ -145,8 +146,10 @@ def read_table(
         if (wanted := sum(lengths)) > (stored := sum(sizes.values())):
             raise BrokenCheckpoint(f"has tensors of {wanted} bytes, and the files have {stored}")
         return Metadata(tensors, storage_data=places)
-    except OSError as error:
+    except ABSENT as error:
         raise BrokenCheckpoint(f"{METADATA}: {error.strerror}") from error
+    except OSError as error:
+        raise unreadable(folder / METADATA, error) from error
     except BrokenCheckpoint as broken:
         raise BrokenCheckpoint(f"{METADATA}: {broken}") from broken
     except Exception as error:  # damaged bytes can raise any

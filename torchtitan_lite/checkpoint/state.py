@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.collectives import on_all_ranks
 from torchtitan_lite.documents import read_json_object
 from torchtitan_lite.errors import NumericError
+from torchtitan_lite.files import ABSENT
 from torchtitan_lite.models.init import all_finite, local_part
 from torchtitan_lite.torchao_types import is_gathered_in_float8
 
-from .manifest import BrokenCheckpoint, TensorEntry
+from .manifest import BrokenCheckpoint, TensorEntry, unreadable
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -163,7 +164,11 @@ def load_random_state(path: Path, *, device: torch.device) -> None:
         torch.set_rng_state(_decode(state["torch"]))
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-    except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+    except OSError as error:
+        if not isinstance(error, ABSENT):
+            raise unreadable(path, error) from error
+        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
 
 

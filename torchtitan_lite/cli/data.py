@@ -21,6 +21,7 @@ from torchtitan_lite.data.store_report import format_window, verify_store
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.files import storage_fix
 
 from .parser import path_text
 
@@ -120,6 +121,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         {"make": make, "verify": verify, "inspect": inspect}[args.command](args)
     except OSError as error:
-        fix = "; make room, or name another folder; the same command goes on where it was"
-        place = f"{args.store}: {error.filename or 'write'}: {error.strerror}"
-        raise StorageError(f"{place}{fix if args.command == 'make' else ''}") from error
+        problem = f"{args.store}: {error.filename or 'write'}: {error.strerror}"
+        fix = storage_fix(error)
+        if args.command == "make":
+            fix += ", or name another folder; the same command goes on where it was"
+        raise StorageError(f"{problem}; {fix}") from error

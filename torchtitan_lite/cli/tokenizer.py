@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.tokenizer import train_tokenizer
+from torchtitan_lite.data.train_tokenizer import train_tokenizer
 
 from .parser import path_text
 

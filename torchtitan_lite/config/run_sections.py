@@ -87,6 +87,10 @@ class ValidationConfig(Section):
     max_new_tokens: Count = 64
     """Tokens to continue each prompt by, at most."""
 
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether `step` ends with a validation."""
+        return self.enable and (last or step % self.freq == 0)
+
 
 class MetricsConfig(Section):
     log_freq: Count = 1

@@ -143,7 +143,7 @@ class TrainingConfig(Section):
     local_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: AllOrCount = -1
-    """Sequences per optimizer step over all ranks; -1: local_batch_size * data-parallel degree."""
+    """Sequences per step over all ranks; -1: local_batch_size * dp degree, or the checkpoint's."""
     seq_len: Count = 2048
     """Tokens in a sequence."""
     max_norm: Positive = 1.0

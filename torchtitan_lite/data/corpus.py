@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
 from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import DISK_FULL
+from torchtitan_lite.files import storage_fix
 from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches, count_windows
@@ -170,6 +170,12 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
             f"[model] tokenizer_path names {tokenizer.name} ({tokenizer.vocab_size} ids, "
             f"{tokenizer.fingerprint[:12]}); name the tokenizer that it was made with"
         )
+    if tokenizer.one_separator and not recipe.one_separator:
+        logger.warning(
+            f"token store {store.folder} is of an earlier version, and has id {tokenizer.bos_id}, "
+            "which is BOS and EOS, twice between documents: [training] document_mask and "
+            "mfu_documents count two for each; make it again in another folder"
+        )
     return store
 
 
@@ -177,18 +183,21 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME.
 
     The first process to ask makes them while the others wait, once per machine or shared file
-    system; a damaged store is made again. Raises StorageError if the disk is full, DataError if
-    the cache cannot be written otherwise."""
-    key = hashlib.sha256(f"{source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[:16]
+    system; a damaged store is made again. Raises DataError; StorageError if the cache cannot be
+    written or read; ConfigError if the home folder is not known."""
+    inputs = f"{source.fingerprint} {tokenizer.fingerprint}"
+    if tokenizer.one_separator:  # earlier versions made another store of the same inputs
+        inputs += " one separator"
+    key = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
     folder = Path(home) / "torchtitan_lite" / "tokens" / key
     try:
         return make_store(folder, source, tokenizer, replace_damaged=True)
     except OSError as error:
-        raise (StorageError if error.errno in DISK_FULL else DataError)(
-            f"token cache {folder.parent} cannot be written: {error.strerror}; "
-            "set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
+        raise StorageError(
+            f"token cache {folder.parent} cannot be written: {error.strerror}; {storage_fix(error)}"
+            ", or set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
         ) from error
 
 

@@ -15,10 +15,11 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, RunError
 
 from .rows import BadRow, Parser, TextRow
 from .tokenizer import Tokenizer, build_tokenizer
@@ -34,7 +35,7 @@ class EncodedBatch:
     ids: np.ndarray
     """Tokens of all documents, [sum of lengths]."""
     lengths: np.ndarray
-    """Tokens of each document with its BOS and EOS, int64 [documents]."""
+    """Tokens of each document with those that frame it, int64 [documents]."""
     bad_rows: list[BadRow]
 
 
@@ -43,12 +44,24 @@ def encode_rows(
 ) -> EncodedBatch:
     """Parse and tokenize rows, in order."""
     texts, bad_rows = [], []
+    places: list[tuple[str, int, int]] = []
     for row in rows:
         try:
             texts.append(parser(row))
+            places.append((row.file, row.begin, row.line))
         except BadRow as error:
             bad_rows.append(error)
-    documents = [np.asarray(ids, dtype) for ids in tokenizer.encode_documents(texts)]
+
+    # Masks find documents by BOS, so that no text may hold it; as an unknown token, it could.
+    documents = []
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    for place, encoded in zip(places, tokenizer.encode_documents(texts), strict=True):
+        document = np.asarray(encoded, dtype)
+        framing = np.count_nonzero((document == bos) | (document == eos))
+        if framing > (1 if tokenizer.one_separator else 2):
+            bad_rows.append(BadRow(*place, f"its text encodes to BOS id {bos} or EOS id {eos}"))
+        else:
+            documents.append(document)
     ids = np.concatenate([np.empty(0, dtype), *documents])
     return EncodedBatch(ids, np.array([len(ids) for ids in documents], np.int64), bad_rows)
 
@@ -63,7 +76,7 @@ def encode_batches(
 ) -> Generator[tuple[list[TextRow], EncodedBatch], None, None]:
     """Yield each batch and its tokens, in order, computed by `workers` processes.
 
-    Holds AHEAD batches per worker in memory. Raises DataError if a worker is killed."""
+    Holds AHEAD batches per worker in memory. Raises RunError if a worker is killed."""
     started: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 
@@ -96,14 +109,18 @@ def encode_batches(
 
 
 def _start_worker() -> subprocess.Popen[bytes]:
-    # The worker finds modules where this process does, and not in the current folder, which may
-    # hold anyone's files. In its own session, it does not receive Ctrl-C.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+    # The worker finds modules where this process does, but those of Python's library there only: a
+    # folder of PYTHONPATH may have a random.py, or a sitecustomize.py that prints, and the current
+    # folder anyone's files. In its own session, the worker does not receive Ctrl-C.
+    library = Path(os.__file__).parent
+    own = [str(library), str(library / "lib-dynload")]
+    code = f"import sys; sys.path[:] = {own + sys.path!r}; from {__name__} import serve; serve()"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
 
 
@@ -115,9 +132,10 @@ def _ask(worker: subprocess.Popen[bytes], batch: list[TextRow], *options: object
         answer = pickle.load(worker.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         place = f"rows from {batch[0].file}, line {batch[0].line} on" if batch else "no rows"
-        raise DataError(
-            f"a tokenizing process ended with exit code {worker.wait()}, on {place}; if it was "
-            "killed (-9), memory may have run out: use fewer workers"
+        worker.communicate()  # a process that lives ends with its standard input
+        raise RunError(
+            f"a tokenizing process ended with exit code {worker.returncode}, on {place}; if it was "
+            "killed (-9), memory may have run out: use fewer workers; else its error is above"
         ) from error
     if isinstance(answer, DataError):
         raise answer

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.files import fsync_folder, remove_folder, usable_cores
+from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.files import fsync_folder, lock_file, remove_folder, usable_cores
 from torchtitan_lite.logger import logger
 
 from .encoder import EncodedBatch, encode_batches
@@ -73,15 +73,16 @@ def make_store(
 
     Up to `skip_bad` rows that are not valid documents are skipped and counted. The store ends with
     the document that reaches `max_tokens`, or with the source. `workers` defaults to one per core.
-    With `replace_damaged` a damaged store is rebuilt. Raises DataError for more bad rows, text that
-    changes, no documents, or a folder that is no store; OSError."""
+    With `replace_damaged` a damaged store is rebuilt, and other processes may ask for the same one,
+    which takes a file system with locks. Raises DataError for more bad rows, text that changes, no
+    documents, or a folder that is no store; StorageError without locks; OSError."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
 
     # Only one process makes a store; the others wait and then find it.
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.with_name(f".{folder.name}.lock")):
+    with exclusive(folder.with_name(f".{folder.name}.lock"), needed=replace_damaged):
         if folder.exists():
             if not (replace_damaged or is_store(folder)):
                 raise DataError(f"{folder} exists and is no token store; name another folder")
@@ -122,19 +123,30 @@ def _recipe(source: Source, tokenizer: Tokenizer, max_tokens: int | None) -> Sto
         vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
+        one_separator=tokenizer.one_separator,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     )
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Lock the file `path`; other processes wait. The file is not deleted."""
+def exclusive(path: Path, *, needed: bool = False) -> Iterator[None]:
+    """Lock the file `path`; other processes wait. The file is not deleted.
+
+    Where the file system has no locks, raise StorageError if it is `needed`, otherwise warn."""
     with path.open("a") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_locks = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info(f"waiting for another process that holds {path}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            has_locks = lock_file(lock, fcntl.LOCK_EX)
+        if not has_locks:
+            problem = f"{path.parent} is on a file system without locks (flock)"
+            if needed:
+                raise StorageError(
+                    f"{problem}, and several processes may write there; set XDG_CACHE_HOME to a "
+                    "folder on another, or make a store first: torchtitan-lite data make"
+                )
+            logger.warning(f"{problem}; do not make the same store twice at a time")
         yield
 
 

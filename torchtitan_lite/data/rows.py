@@ -14,6 +14,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -26,11 +27,19 @@ JSONL_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MAX_ROW_BYTES = 2**24
 """Longer rows are bad."""
 TOO_LONG = "longer than {} bytes"
+NO_FIELD = 'no {} "{}" among {}; --text-field or [training] text_field names it'
+ONE_LIST = (
+    "a JSON list, and rows are objects, one a line; this makes a file of them: "
+    "jq -c '.[]' LIST.json > ROWS.jsonl"
+)
+MAX_ZSTD_WINDOW = 2**31
+"""Bytes: the longest window, of zstd --long=31. Its decoder takes as much memory."""
 PART_BYTES = 2**22
 """Files are read in parts: a part ends at the first line end after so many bytes. At most
 MAX_ROW_BYTES."""
 READ_BYTES = 2**20
 ZSTD_READ_BYTES = 2**10  # can be 32 MiB when decompressed
+LIST_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 NOT_BLANK_LINE = re.compile(rb"\S[^\n]*\n?")
 
 
@@ -99,7 +108,7 @@ def _string_field(row: str, name: str) -> str:
     if not isinstance(fields, dict):
         raise ValueError(f"a JSON {type(fields).__name__}, not an object")
     if name not in fields:
-        raise ValueError(f'no field "{name}" among {list(fields)!r:.100}')
+        raise ValueError(NO_FIELD.format("field", name, f"{list(fields)!r:.100}"))
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f'field "{name}" holds {type(text).__name__}, not a string')
@@ -149,12 +158,18 @@ def split_file(path: Path, span_bytes: int) -> list[Span]:
 def read_text_span(span: Span) -> Iterator[TextRow]:
     """Yield the rows of a span: parts of a text, or lines of a .jsonl file that are not blank.
 
-    Byte order marks at the start of a file and of .jsonl rows are dropped. Raises DataError."""
+    Byte order marks at the start of a file and of .jsonl rows are dropped. A .jsonl file that is
+    one list is a bad row. Raises DataError."""
     path, begin, line = span.path, span.begin, 1
     is_jsonl = path.name.lower().endswith(JSONL_ENDINGS + JSON_ENDINGS)
     form: RowFormat = "jsonl" if is_jsonl else "text"
     with reading(path, OSError, EOFError, zlib.error), path.open("rb") as file:
-        for part in _parts(_decompressed(file, span)):
+        blocks = iter(_decompressed(file, span))
+        first = next(blocks, b"")
+        if is_jsonl and begin == 0 and LIST_OF_OBJECTS.match(first.removeprefix(BOM_UTF8)):
+            yield TextRow(str(path), begin, line, form, b"", ONE_LIST)
+            return
+        for part in _parts(chain([first], blocks)):
             if not part:
                 problem = TOO_LONG.format(MAX_ROW_BYTES)
                 yield TextRow(str(path), begin, line, form, b"", problem)
@@ -227,7 +242,8 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
     frame = None
     while data := file.read(ZSTD_READ_BYTES):
         while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if frame is None:
+                frame = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
             try:
                 yield frame.decompress(data)
             except zstandard.ZstdError as error:

@@ -27,6 +27,7 @@ from .rows import (
     JSON_ENDINGS,
     JSONL_ENDINGS,
     MAX_ROW_BYTES,
+    NO_FIELD,
     TOO_LONG,
     BadRow,
     Parser,
@@ -48,6 +49,11 @@ BEGINNINGS = {
     PARQUET_ENDING: b"PAR1",
 }
 KINDS = ".txt .md .rst .py .jsonl .json (each also with .gz or .zst) or .parquet"
+ABOUT = re.compile(
+    r"(readme|licen[cs]e|copying|notice|changelog|contributing)([._-].*)?\.(txt|md|rst)(\.\w+)?"
+    r"|(config|dataset_(infos?|dict))\.json"
+)
+"""Names, in lower case, of files in a folder of text that are about it and not read."""
 HF_PREFIX = "hf:"
 CHUNK_BYTES = 2**26
 BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be long
@@ -103,23 +109,35 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
     if not root.is_dir() and not is_readable:
         raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
     if root.is_dir() and dataset.endings is None:
+        _refuse_saved_dataset(root)
         # Beside other text, .json files are settings; alone, they are the text.
         endings = ENDINGS if next(_files(root, dataset), None) else JSON_ENDINGS
         dataset = replace(dataset, endings=endings)
-        _report_others(root, endings)
+        _check_others(root, dataset)
     return Source(name, parser, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
-def _files(
+def _files(root: Path, dataset: NamedDataset) -> Iterator[Path]:
+    """Yield a file, or the files of a folder and its sub-folders that are read, in the order of
+    their paths."""
+    if not root.is_dir():
+        yield root
+        return
+    for path in _visible_files(root, dataset):
+        if _is_read(path.name.lower(), dataset.endings or ENDINGS):
+            if not path.is_file():
+                raise DataError(f"{path}: is a broken link, or no regular file; remove it")
+            yield path
+
+
+def _visible_files(
     folder: Path, dataset: NamedDataset, above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[Path]:
-    """Yield a file, or the files of a folder and its sub-folders in the order of their paths.
+    """Yield the files of a folder and its sub-folders that are not hidden, in the order of their
+    paths.
 
     Memory holds the names of one folder per level. Links are followed, but not back into one of
     the folders `above`, given by device and inode."""
-    if not folder.is_dir():
-        yield folder
-        return
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
@@ -130,26 +148,54 @@ def _files(
     if above[-1] in above[:-1]:
         raise DataError(f"{folder}: is a link back to a folder that it is in; remove it")
 
-    for name in names:
+    for name in (name for name in names if not name.startswith(".")):
         path = folder / name
         if name.endswith("/"):
             if path.name not in dataset.skipped_folders:
-                yield from _files(path, dataset, above)
-        elif name.lower().endswith(dataset.endings or ENDINGS):
-            if not path.is_file():
-                raise DataError(f"{path}: is a broken link, or no regular file; remove it")
+                yield from _visible_files(path, dataset, above)
+        else:
             yield path
 
 
-def _report_others(folder: Path, read: tuple[str, ...]) -> None:
-    """Log how many files of a folder are not read, by ending."""
-    names = (name for _, _, names in os.walk(folder) for name in names)
-    others = (name for name in names if not name.lower().endswith(read))
-    endings = Counter(match[0] for name in others if (match := ENDING.search(name)))
+def _is_read(name: str, endings: tuple[str, ...]) -> bool:
+    return name.endswith(endings) and not ABOUT.fullmatch(name)
+
+
+def _refuse_saved_dataset(folder: Path) -> None:
+    """Raise DataError for a folder that `save_to_disk` of Hugging Face's datasets has written."""
+    is_saved = (folder / "state.json").is_file() and any(folder.glob("*.arrow"))
+    if is_saved or (folder / "dataset_dict.json").is_file():
+        raise DataError(
+            f"{folder}: is a dataset in Arrow files, as save_to_disk writes it; make a token store "
+            f"of it: torchtitan-lite data make hf:{folder} STORE (--hf-split NAME if it has splits)"
+        )
+
+
+def _check_others(folder: Path, dataset: NamedDataset) -> None:
+    """Log how many files of a folder are not read, by ending. Raises DataError if its .json files,
+    not read beside other text, hold more than that text."""
+    read, sizes = dataset.endings or ENDINGS, Counter[bool]()
+    endings = Counter[str]()
+    for path in _visible_files(folder, dataset):
+        name = path.name.lower()
+        is_read = _is_read(name, read)
+        if (is_read or _is_read(name, JSON_ENDINGS)) and path.is_file():
+            sizes[is_read] += path.stat().st_size
+        if ABOUT.fullmatch(name):
+            endings["README and the like"] += 1
+        elif not is_read and (match := ENDING.search(path.name)):
+            endings[match[0]] += 1
+
+    if sizes[False] > sizes[True]:
+        raise DataError(
+            f"{folder}: its .json files would not be read beside {sizes[True]:,} bytes of other "
+            f"text, and have {sizes[False]:,} bytes; if they are the text, name a folder with only "
+            "them, or rename them to .jsonl; if they are not, move them elsewhere"
+        )
     counts = ", ".join(f"{count:,} {end or 'without one'}" for end, count in endings.most_common(9))
     if counts:
         total = endings.total()
-        logger.warning(f"{folder}: {total:,} files with other endings are not read: {counts}")
+        logger.warning(f"{folder}: {total:,} other files are not read: {counts}")
 
 
 def _hash(root: Path, dataset: NamedDataset) -> str:
@@ -163,7 +209,10 @@ def _hash(root: Path, dataset: NamedDataset) -> str:
             relative = path.relative_to(folder).as_posix()
             digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
     if path is None:
-        raise DataError(f"{root}: holds 0 files of {KINDS}; name a file, or a folder with some")
+        raise DataError(
+            f"{root}: holds 0 files of {KINDS}, apart from hidden ones and a README or LICENSE; "
+            "name a file, or a folder with some"
+        )
     return digest.hexdigest()
 
 
@@ -209,7 +258,8 @@ def read_parquet(path: Path, text_field: str) -> Iterator[TextRow]:
     ):
         columns = file.schema_arrow.names
         if text_field not in columns:
-            raise DataError(f'{path}: has no column "{text_field}" among {columns!r:.100}')
+            problem = NO_FIELD.format("column", text_field, f"{columns!r:.100}")
+            raise DataError(f"{path}: has {problem}")
         batches = file.iter_batches(BATCH_ROWS, columns=[text_field])
         binary = pyarrow.large_binary()
         values = (value for batch in batches for value in batch.column(0).cast(binary).to_pylist())
@@ -243,6 +293,10 @@ def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
             state = f"{builder.hash} {builder.config_id}"
 
         # One chunk for each part of the dataset.
+        columns = dataset.column_names
+        if columns is not None and row.text_field not in columns:
+            problem = NO_FIELD.format("column", row.text_field, f"{columns!r:.100}")
+            raise DataError(f"{row.path}: has {problem}")
         dataset = dataset.select_columns([row.text_field])
         count = dataset.num_shards
         names = [row.path] if count == 1 else [f"{row.path} part {i + 1}" for i in range(count)]

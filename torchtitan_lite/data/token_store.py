@@ -1,8 +1,8 @@
 """Token stores: their format on disk, their manifest, and reading of their ids.
 
 A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of token
-ids: BOS, text, EOS of every document. `documents-00000.bin`, ... hold the places in their shard at
-which documents begin. All numbers are little endian.
+ids: BOS, text, EOS of every document; if BOS is EOS, only BOS and text. `documents-00000.bin`, ...
+hold the places in their shard at which documents begin. All numbers are little endian.
 
 In format 3 a shard is a chunk of the source. In format 2, which is still read, it is 2^29 ids, cut
 regardless of documents.
@@ -17,6 +17,7 @@ from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,8 @@ from torchtitan_lite.documents import (
     validate_document,
     write_document,
 )
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.errors import DataError, StorageError
+from torchtitan_lite.files import ABSENT, storage_fix
 
 FORMAT = 3
 START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
@@ -41,7 +43,7 @@ MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 """Enough for a million shards, or 64 TiB of text."""
 OPEN_SHARDS = 256
-"""Shards that are open at a time; each takes a file descriptor."""
+"""Shards of all stores that are open at a time; each takes a file descriptor."""
 CHUNK_TOKENS = 2**20
 COUNTED_CHUNKS = 64
 HASHED_TOKENS = 2**29
@@ -67,6 +69,8 @@ class StoreRecipe:
     dtype: Literal["<u2", "<u4"]
     shard_tokens: Count | None = field(default=None, compare=False)
     """Ids of each shard but the last one; only in format 2."""
+    one_separator: bool = False
+    """BOS is EOS, and stands once between documents; in earlier stores such an id stands twice."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,10 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
             manifest = validate_document(fields, _SCHEMA, drop=set())
             _check_counts(manifest)
             return manifest
-    except (OSError, ValueError) as error:
+    except (*ABSENT, ValueError) as error:
         raise DamagedStoreError(f"token store {folder} is damaged: {name}: {error}") from error
+    except OSError as error:
+        raise unreadable(folder / name, error) from error
     raise DataError(
         f"token store {folder}: {name}: its format is {version}, this version reads "
         f"{' and '.join(map(str, START_DTYPES))}; make the store again in another folder"
@@ -170,7 +176,8 @@ def _check_counts(manifest: StoreManifest) -> None:
 
 
 def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
-    """Return what is wrong with the sizes of a store's files, by name."""
+    """Return what is wrong with the sizes of a store's files, by name. Raises StorageError for a
+    file that the system cannot read, whole or not."""
     problems = {}
     for name, (size, _) in manifest.files().items():
         try:
@@ -178,9 +185,23 @@ def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
                 problems[name] = f"{name} has {found} bytes, not {size}"
         except ValueError as error:
             problems[name] = f"{name} {error}"
-        except OSError as error:
+        except ABSENT as error:
             problems[name] = f"{name}: {error.strerror}"
+        except OSError as error:
+            raise unreadable(folder / name, error) from error
     return problems
+
+
+def unreadable(path: Path, error: OSError) -> StorageError:
+    """Return the error for a file that the system cannot read, whole or not."""
+    reason = f"{error.strerror}; {storage_fix(error)}"
+    return StorageError(f"token store {path.parent}: {path.name} cannot be read: {reason}")
+
+
+@lru_cache(OPEN_SHARDS)
+def _open_shard(store: "TokenStore", shard: int) -> FileIO:
+    # A file is closed with its last reference: a thread may still read one that was dropped.
+    return FileIO(store.folder / tokens_file(shard))
 
 
 class TokenStore:
@@ -188,8 +209,8 @@ class TokenStore:
 
     The cost of opening and holding it grows with the number of shards only. Raises DataError for a
     folder that is no store, one of another format, and files of wrong sizes. Reading raises
-    DataError for a file that was cut off or cannot be read, and for an id above the manifest's
-    highest."""
+    DataError for a file that was cut off, and for an id above the manifest's highest; StorageError
+    for a file that the system cannot read."""
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""
@@ -204,10 +225,6 @@ class TokenStore:
         self.dtype = np.dtype(manifest.recipe.dtype)
         self.shard_starts = [0, *accumulate(shard.tokens for shard in manifest.shards)]
         """Place in the stream of each shard's first id, and of the end."""
-        # A file is closed with its last reference: a thread may still read one that was dropped.
-        self._shard_file = lru_cache(OPEN_SHARDS)(
-            lambda shard: (folder / tokens_file(shard)).open("rb", buffering=0)
-        )
 
     def _damaged(self, reason: str) -> DamagedStoreError:
         return DamagedStoreError(
@@ -239,11 +256,13 @@ class TokenStore:
         name = tokens_file(shard)
         left, offset = ids.data.cast("B"), place * ids.itemsize
         try:
-            file = self._shard_file(shard)
+            file = _open_shard(self, shard)
             while count := os.preadv(file.fileno(), [left], offset) if left else 0:
                 left, offset = left[count:], offset + count
-        except OSError as error:
+        except ABSENT as error:
             raise self._damaged(f"{name}: {error.strerror}") from error
+        except OSError as error:
+            raise unreadable(self.folder / name, error) from error
         if left:
             raise self._damaged(f"{name} ends at byte {offset}; it was cut off while in use")
         if (highest := ids.max()) > self.max_token_id:

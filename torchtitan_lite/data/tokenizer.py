@@ -1,4 +1,4 @@
-"""Text to token ids and back, and training of a sentencepiece tokenizer.
+"""Text to token ids and back.
 
 A vocabulary is a sentencepiece model, a tiktoken file, or Hugging Face's tokenizer.json. The
 packages of the last two are optional, so they are imported where they are used.
@@ -6,7 +6,6 @@ packages of the last two are optional, so they are imported where they are used.
 
 import base64
 import hashlib
-import io
 import json
 import os
 import re
@@ -24,6 +23,8 @@ from torchtitan_lite.config import expand_user
 from torchtitan_lite.documents import read_json_object, read_regular
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.job import TokenizerValues
+
+from .normalizer import check_growth, check_normalized
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -87,8 +88,10 @@ class Tokenizer:
             raise DataError(
                 f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; "
                 "documents need both, so train the tokenizer with both, or name them in a "
-                "tokenizer_config.json beside a tokenizer.json"
+                "tokenizer_config.json beside a tokenizer.json: one token can be both"
             )
+        # Where one id is both, as in SmolLM2 and GPT-2, it stands between documents once.
+        self.one_separator = self.bos_id == self.eos_id
         frame = b" %d %d" % (self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(content + frame).hexdigest()
 
@@ -99,18 +102,22 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without BOS and EOS. Special tokens in a text are text."""
-        return self.encode_documents([text])[0][1:-1]
+        return self._encode([text])[0]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
         """Return BOS, the ids and EOS of each text, computed on one core.
 
-        Raises DataError for a broken vocabulary, which may show only now."""
+        If BOS is EOS, a document only begins with it, which ends the document before. Raises
+        DataError for a broken vocabulary, which may show only now."""
+        end = [] if self.one_separator else [self.eos_id]
+        return [[self.bos_id, *ids, *end] for ids in self._encode(texts)]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         try:
             with _panics_as_errors():
-                encoded = self._vocabulary.encode(texts)
+                return self._vocabulary.encode(texts)
         except Exception as error:
             raise DataError(f"tokenizer {self.path} fails: {error}; get the file again") from error
-        return [[self.bos_id, *ids, self.eos_id] for ids in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; BOS and EOS have none.
@@ -138,51 +145,6 @@ def _panics_as_errors() -> Iterator[None]:
 def build_tokenizer(tokenizer_path: str) -> Tokenizer:
     """Open the tokenizer in a file or folder; for "" the one shipped with the package."""
     return Tokenizer(Path(expand_user(tokenizer_path)) if tokenizer_path else SHIPPED_MODEL)
-
-
-def train_tokenizer(
-    documents: Iterable[str], *, vocab_size: int, output: Path, overwrite: bool = False
-) -> None:
-    """Write a sentencepiece BPE model of `vocab_size` ids: UNK 0, BOS 1, EOS 2, 256 bytes, pieces.
-
-    It is lossless: whitespace is kept, and characters outside the vocabulary (newlines and tabs
-    too) are spelled in bytes. The same documents make the same file; all of them are held in
-    memory. Raises DataError for an output that cannot be written, or exists without `overwrite`,
-    and for a vocabulary that the text cannot fill or fit in."""
-    if output.exists() and not overwrite:
-        raise DataError(
-            f"--output = {output} exists; choose another name, or overwrite it with --force"
-        )
-    # A list: sentencepiece would turn an error that the documents raise into its own RuntimeError.
-    lines = [line for text in documents for line in text.splitlines()]
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=False,
-            max_sentence_length=2**30,  # bytes; longer lines would be left out silently
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2] or error
-        raise DataError(f"--vocab-size = {vocab_size} does not suit this text: {reason}") from error
-
-    try:
-        output.write_bytes(model.getvalue())
-    except OSError as error:
-        raise DataError(f"--output = {output} cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -313,6 +275,8 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.encode_special_tokens = True  # a special token within a text is text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    growth = check_growth(tokenizer.normalizer)
+    check_growth(tokenizer.decoder)
 
     def special_id(named: str | dict[str, str] | None, usual: list[str]) -> int:
         token = named["content"] if isinstance(named, dict) else named
@@ -333,6 +297,8 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.add_special_tokens(special)
 
     def encode(texts: list[str]) -> list[list[int]]:
+        if growth > 1:
+            check_normalized(texts, tokenizer.normalizer, growth=growth)
         encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

@@ -83,9 +83,9 @@ class Skips:
             return None
         return NumericError(
             f"[training] max_consecutive_skips = {limit}: the {self.consecutive} steps up to "
-            f"{self.step} had no update, as their loss or gradient was not finite, or their loss a "
-            f"spike; step {self.step}: loss = {self.loss}, grad_norm = {self.grad_norm}. Lower "
-            "[optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
+            f"{self.step} had no update, as the loss or gradient of a rank was not finite, or the "
+            f"loss a spike; step {self.step}: loss = {self.loss}, grad_norm = {self.grad_norm}. "
+            "Lower [optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
         )
 
 

@@ -261,6 +261,12 @@ def last_losses(dump_folder: Path) -> list[float]:
     return [math.nan if loss is None else loss for loss in losses]
 
 
+def has_validation(dump_folder: Path, step: int) -> bool:
+    """Return whether a run's validation.jsonl, which a writer has opened, has a step's loss."""
+    lines = read_lines(dump_folder / "validation.jsonl")
+    return any(_step_of(line, _Line) == step for line in lines)
+
+
 def _step_of(line: bytes, kind: type[_Line]) -> float:
     """Return the step of a line, or infinity if it is not a valid line of its `kind`."""
     try:

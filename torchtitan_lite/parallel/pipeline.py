@@ -138,6 +138,10 @@ class PipelinedMicrobatches:
         loss = self._run(self._schedule.eval, [*batches, *spare], scale=scale)
         for stage in self._stages:  # which would keep all results until the next step
             stage.clear_runtime_states()
+        if not hasattr(self._schedule, "_initialize_pp_stages"):
+            # torch before 2.13 prepares stages for what runs first, which may be a validation.
+            for name in ("_stage_forward_initialized", "_stages_forward_initialized"):
+                setattr(self._schedule, name, False)
         return loss
 
     def _run(self, run: Any, batches: Sequence[Microbatch], *, scale: float) -> Tensor:

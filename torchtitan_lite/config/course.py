@@ -1,0 +1,109 @@
+"""The course of a run: its batches, its last step and its learning rates, and how a resume keeps or
+changes them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.logger import logger
+from torchtitan_lite.lr_schedule import lr_factor
+
+from .arithmetic import multiples_near, resolve_batch, resolve_degrees
+from .sections import Config, LRSchedulerConfig
+
+DECISIVE = {
+    "optimizer": ("lr",),
+    "lr_scheduler": tuple(LRSchedulerConfig.model_fields),
+    "training": ("local_batch_size", "global_batch_size", "steps", "epochs"),
+    "parallelism": (
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "pipeline_parallel_degree",
+        "pipeline_parallel_microbatch_size",
+    ),
+}
+"""Keys that decide on the course of a run."""
+
+
+def read_decisive(text: str, *, world_size: int) -> Config:
+    """Return the DECISIVE keys of a config in TOML, which may be of another version, and the global
+    batch size of its run, of `world_size` processes, where it is -1."""
+    tables = parse_toml(text.encode())
+    config = Config.model_validate(
+        {
+            name: {key: value for key, value in tables.get(name, {}).items() if key in keys}
+            for name, keys in DECISIVE.items()
+        }
+    )
+    dp = resolve_degrees(config.parallelism, world_size=world_size).dp
+    batch = resolve_batch(config.training, config.parallelism, dp_degree=dp)
+    return _with_batch(config, batch.global_batch_size)
+
+
+def keep_batch(config: Config, *, saved: int, world_size: int) -> Config:
+    """Return the config with the global batch size that a checkpoint was `saved` with, if it has
+    none and the processes would make another one. Raises ConfigError if they cannot make that."""
+    training = config.training
+    dp = resolve_degrees(config.parallelism, world_size=world_size).dp
+    one_pass = training.local_batch_size * dp
+    if training.global_batch_size != -1 or one_pass == saved:
+        return config
+    kept = f"[training] global_batch_size = -1 keeps the checkpoint's, {saved}"
+    product = f"local_batch_size * dp_degree = {training.local_batch_size} * {dp} = {one_pass}"
+    if saved % one_pass:
+        raise ConfigError(
+            f"{kept}, which is not a multiple of {product}; lower local_batch_size or the number "
+            f"of processes, or set global_batch_size = {multiples_near(saved, one_pass)}"
+        )
+    logger.info(f"{kept}, in {saved // one_pass} passes: {product}")
+    return _with_batch(config, saved)
+
+
+def _with_batch(config: Config, global_batch_size: int) -> Config:
+    training = config.training.model_copy(update={"global_batch_size": global_batch_size})
+    return config.model_copy(update={"training": training})
+
+
+@dataclass(frozen=True)
+class Course:
+    """What decides on the samples and on the learning rate of each step."""
+
+    config: Config
+    global_batch_size: int
+    last_step: int
+    schedule_start: int
+    """Step after which the schedule of the learning rate began."""
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 1."""
+        schedule, at = self.config.lr_scheduler.model_dump(), step - self.schedule_start
+        return self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
+
+    def schedule(self) -> tuple[object, ...]:
+        """Return what decides on all learning rates."""
+        table = self.config.lr_scheduler
+        steps = table.total_steps or self.last_step
+        table = table.model_copy(update={"total_steps": steps})
+        return self.config.optimizer.lr, self.schedule_start, table
+
+    def changes(self, before: "Course", *, step: int) -> Iterator[str]:
+        """Yield the differences from the course of a run that saved `step`."""
+        if before.global_batch_size != self.global_batch_size:
+            yield f"global batch: {before.global_batch_size} -> {self.global_batch_size} sequences"
+        if before.last_step != self.last_step:
+            yield f"last step: {before.last_step} -> {self.last_step}"
+
+        if before.schedule() != self.schedule():
+            hint = ""
+            if self.config.lr_scheduler.total_steps is None and before.last_step != self.last_step:
+                hint = (
+                    "; the schedule is as long as the run: [lr_scheduler] total_steps, set from "
+                    "step 1 on, plans for a longer one"
+                )
+            yield (
+                f"learning rate: {before.learning_rate(step):.3g} in step {step} -> "
+                f"{self.learning_rate(step + 1):.3g} in step {step + 1}{hint}"
+            )

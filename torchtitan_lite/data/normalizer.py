@@ -1,0 +1,69 @@
+"""Bounds on what the normalizer of a tokenizer.json makes of a text.
+
+Anyone may have written the file, and a rule of a few bytes can replace each character by megabytes.
+The package tokenizers has no limit, and takes about 30 bytes of memory for each byte that it makes.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+MAX_GROWTH = 2**16
+"""Bytes that a byte of text may become."""
+MAX_NORMALIZED = 2**26
+"""Bytes that may be made of the texts of one call: four times the longest row."""
+PIECE_BYTES = 2**24
+"""Texts that can become longer than MAX_NORMALIZED are tried in pieces that become at most this."""
+GROWTH = {"Strip": 1, "StripAccents": 1, "Nmt": 1, "Fuse": 1, "Lowercase": 2, "NFC": 3, "NFD": 3}
+OTHER_GROWTH = 11
+"""Of other steps: that of NFKC and NFKD (https://unicode.org/faq/normalization.html), or less."""
+
+
+def find_growth(step: dict[str, Any]) -> int:
+    """Return how many bytes a step of a normalizer or a decoder makes at most of one byte. `step`
+    is its description in a tokenizer.json."""
+    kind = step["type"]
+    if kind == "Sequence":
+        return math.prod(map(find_growth, step.get("normalizers") or step.get("decoders") or []))
+    if kind == "Replace":
+        new = len(step["content"].encode())
+        old = len(step["pattern"].get("String", "").encode())
+        # A regular expression can match nothing, in front of every byte.
+        return max(1, math.ceil(new / old)) if old else 1 + new
+    if kind == "Prepend":
+        return 1 + len(step["prepend"].encode())
+    if kind == "Precompiled":
+        # The size of a trie, the trie, and the replacements, each with a zero at its end.
+        content = base64.b64decode(step["precompiled_charsmap"] or "")
+        replacements = content[4 + int.from_bytes(content[:4], "little") :]
+        return max(1, *map(len, replacements.split(b"\0")))
+    return GROWTH.get(kind, OTHER_GROWTH)
+
+
+def check_growth(part: Any) -> int:
+    """Return the growth of a normalizer or decoder of the package tokenizers, or of None. Raises
+    ValueError if it is above MAX_GROWTH."""
+    growth = 1 if part is None else find_growth(json.loads(part.__getstate__()))
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"has rules that make up to {growth:,} bytes of one, above the limit of "
+            f"{MAX_GROWTH:,}; use another tokenizer"
+        )
+    return growth
+
+
+def check_normalized(texts: Sequence[str], normalizer: Any, *, growth: int) -> None:
+    """Raise ValueError if the normalizer makes more than MAX_NORMALIZED bytes of all `texts`."""
+    size = sum(len(text.encode()) for text in texts)
+    if size * growth <= MAX_NORMALIZED:
+        return
+    made, length = 0, PIECE_BYTES // (4 * growth)  # characters, of at most 4 bytes
+    for text in texts:
+        for start in range(0, len(text), length):
+            made += len(normalizer.normalize_str(text[start : start + length]).encode())
+            if made > MAX_NORMALIZED:
+                raise ValueError(
+                    f"its normalizer makes more than {MAX_NORMALIZED:,} bytes of {size:,}"
+                )
