@@ -17,11 +17,6 @@ DUPLICATE_SECONDS = {
 signal every process, and the agent passes on the signals that it gets."""
 
 
-def stop_signals() -> set[signal.Signals]:
-    """Return the signals that stop a run. What was ignored at the start, as by nohup, stays so."""
-    return {each for each in DUPLICATE_SECONDS if signal.getsignal(each) is not signal.SIG_IGN}
-
-
 class StopSignal:
     """The request of a signal to stop the run before its next forward pass.
 
@@ -39,8 +34,10 @@ class StopSignal:
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in stop_signals():
-            signal.signal(number, lambda number, frame: None)
+        for number in DUPLICATE_SECONDS:
+            # nohup has its effect. What shells ignore in the background came from somebody else.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._read, name="signals", daemon=True).start()
 
     def _read(self) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.signals import stop_signals
+from torchtitan_lite.signals import DUPLICATE_SECONDS
 from torchtitan_lite.terminal import clean
 
 AGENT = (sys.executable, "-m", "torchtitan_lite.agent")
-DUPLICATE_SECONDS = 3.0
+REPEATED_SECONDS = 3.0
 """A second signal but SIGINT this soon counts as the first: schedulers signal every process."""
 
 
@@ -66,8 +66,9 @@ def run_agent(
 ) -> AgentEnd:
     """Run the agent with `env`, `words` and `spec` in its own session, so that Ctrl-C reaches only
     this process, and wait for its end. It takes over `listener`."""
-    # Blocked signals stay pending until `wait` takes them, so none is missed.
-    signals = stop_signals()
+    # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that nohup,
+    # or a shell in the background, ignores stays ignored.
+    signals = {each for each in DUPLICATE_SECONDS if signal.getsignal(each) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
     terminal = os.dup(2)
@@ -111,7 +112,7 @@ def wait(
             continue
         if first is None:
             first = signal.Signals(received.si_signo)
-            duplicates_until = time.monotonic() + DUPLICATE_SECONDS
+            duplicates_until = time.monotonic() + REPEATED_SECONDS
             say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
             with suppress(OSError):  # the agent may end just now
                 os.write(alive, b"s")

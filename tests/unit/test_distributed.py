@@ -82,7 +82,8 @@ def test_a_gpus_allocator_and_trace_buffer(variable, monkeypatch):
 def test_connect_store_separates_the_keys_of_starts_and_attempts(monkeypatch):
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served.port), "RANK": "0"}
-    env |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     first, also_first = connect_store(5), connect_store(5)
@@ -95,8 +96,9 @@ def test_connect_store_separates_the_keys_of_starts_and_attempts(monkeypatch):
 
 
 def test_connect_store_of_a_single_rank_needs_no_network(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     connect_store(5).set("alone", "yes")
     assert connect_store(5).get("alone") == b"yes"
 

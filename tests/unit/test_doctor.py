@@ -35,9 +35,10 @@ def no_compiler_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_on_which_all_works(tmp_path: Path) -> None:
     findings = {each.check: each for each in examine(folder=tmp_path, quick=True)}
     broken = {name for name, each in findings.items() if not each.works}
-    assert broken <= doctor.EXTRAS.keys()
-    assert findings["packages"].text.startswith(f"torch {torch.__version__}, torchao ")
-    for name in RECIPES:
+    unsupported = {"float8 mxfp8"} if metadata.version("torchao") < "0.18" else set()
+    assert broken <= doctor.EXTRAS.keys() | unsupported
+    assert findings["packages"].text.startswith(f"torch {metadata.version('torch')}, torchao ")
+    for name in RECIPES.keys() - {each.removeprefix("float8 ") for each in unsupported}:
         sqnr_db = re.fullmatch(r".*SQNR ([\d.]+) dB .*, emulated", findings[f"float8 {name}"].text)
         assert sqnr_db and 20 < float(sqnr_db[1]) < 40
     bf16 = re.match(r"multiplied: SQNR ([\d.]+)", findings["bf16"].text)

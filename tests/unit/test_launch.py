@@ -485,7 +485,7 @@ SUPERVISED = """
 import sys
 from torchtitan_lite import launch, supervise
 supervise.AGENT = [sys.executable, "-c", sys.argv[1]]
-supervise.DUPLICATE_SECONDS = float(sys.argv[2])
+supervise.REPEATED_SECONDS = float(sys.argv[2])
 launch.run_script(lambda argv: launch.main(sys.argv[3:]))
 """
 STANDIN = """
@@ -525,7 +525,7 @@ class Supervised:
         self, agent: str, *overrides: str, duplicate_seconds: float = 1000.0, ignore: int = 0
     ) -> subprocess.Popen[str]:
         def set_signals() -> None:  # what runs in the background is started to ignore SIGINT
-            for number in (SIGINT, SIGTERM, SIGHUP):
+            for number in (SIGINT, SIGTERM, SIGHUP, SIGQUIT):
                 signal.signal(number, signal.SIG_IGN if number == ignore else signal.SIG_DFL)
 
         code = [SUPERVISED, STANDIN + agent, str(duplicate_seconds)]

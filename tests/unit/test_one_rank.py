@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from typing import Any
 
@@ -144,7 +145,10 @@ def check_as_fsdp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     (compiled, values), (_, expected) = graphs
     assert compiled == (2 if case.compiled else 0)  # with and without gradients
     for value, right in zip(values, expected, strict=True):
-        torch.testing.assert_close(value, right, rtol=0, atol=0)
+        # Collectives of fake ranks leave NaN before torch 2.13.
+        torch.testing.assert_close(
+            value, right, rtol=0, atol=0, equal_nan=version("torch") < "2.13"
+        )
 
 
 @pytest.mark.parametrize(

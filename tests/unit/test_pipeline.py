@@ -3,6 +3,8 @@ backward passes in two parts of zero-bubble schedules are right."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from torchtitan_lite.config import ActivationCheckpointConfig
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
+from torchtitan_lite.parallel import pipeline
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallel.microbatches import ModelLoss
 from torchtitan_lite.parallel.parallelize import compile_blocks
-from torchtitan_lite.parallel.pipeline import cut_stage, join_stages
+from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, cut_stage, join_stages
 
 # ----- cut_stage, join_stages -----
 
@@ -130,6 +134,12 @@ def matmuls(*, in_two_parts: bool, **stage: bool) -> int:
     return observer.matmuls.total()
 
 
+OLD_TORCH = pytest.mark.skipif(
+    version("torch") < "2.13", reason="zero-bubble schedules need torch 2.13"
+)
+
+
+@OLD_TORCH
 def test_eager_stages_have_the_same_gradients_in_two_parts_for_the_same_matmuls() -> None:
     assert not differs(last_stage)
     assert matmuls(in_two_parts=True) == matmuls(in_two_parts=False)
@@ -141,7 +151,18 @@ def test_compiled_stages_are_still_refused_for_a_reason() -> None:
         assert differs(lambda: last_stage(compiled=True))
 
 
+@OLD_TORCH
 @pytest.mark.parametrize("stage", [{"float8": True}, {"full": True}])
 def test_float8_and_checkpointing_still_repeat_matmuls(stage: dict[str, bool]) -> None:
     """pytorch/pytorch#164756"""
     assert matmuls(in_two_parts=True, **stage) > matmuls(in_two_parts=False, **stage)
+
+
+# ----- PipelinedMicrobatches -----
+
+
+def test_a_zero_bubble_schedule_is_refused_where_torch_cannot_run_it(monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "version", lambda _: "2.12.1")
+    given: Any = dict.fromkeys(("losses", "indices", "hidden", "group", "device", "timed"))
+    with pytest.raises(ConfigError, match='"ZBVZeroBubble" .* torch 2.12.1; install torch 2.13'):
+        PipelinedMicrobatches(schedule="ZBVZeroBubble", n_stages=4, n_microbatches=4, **given)

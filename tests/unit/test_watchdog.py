@@ -41,7 +41,8 @@ def served(monkeypatch):
     """The store, alone in a list, of a job of two ranks whose rank 0 is this process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
-    env |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 30)  # on a busy machine two are too few
