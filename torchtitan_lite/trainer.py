@@ -149,10 +149,9 @@ class Trainer:
             ) as profiler,
         ):
             try:
-                step, last = self.step, self.step == self.last_step
-                due = step > 0 and self.config.validation.due(step, last=last)
+                due = self.config.validation.due(self.step, last=self.step == self.last_step)
                 if due and on_rank0(lambda: not has_validation(self.job.folder, self.step)):
-                    self.validate(step)  # the run was stopped in it
+                    self.validate(self.step)  # the run was stopped in it
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
                     profiler.end_step(step)

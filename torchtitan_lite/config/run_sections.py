@@ -89,7 +89,7 @@ class ValidationConfig(Section):
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether `step` ends with a validation."""
-        return self.enable and (last or step % self.freq == 0)
+        return self.enable and step > 0 and (last or step % self.freq == 0)
 
 
 class MetricsConfig(Section):
