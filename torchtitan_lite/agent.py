@@ -21,7 +21,7 @@ import json
 import secrets
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
@@ -85,8 +85,8 @@ def open_store(
 
     # A server that accepts connections and does not answer would block this thread for ever.
     try:
-        store, name, started = ThreadPoolExecutor(1).submit(join).result(timeout_s)
-    except (TimeoutError, dist.DistError) as error:
+        store, name, started = futures.ThreadPoolExecutor(1).submit(join).result(timeout_s)
+    except (futures.TimeoutError, dist.DistError) as error:
         raise RankLostError(
             f"RDZV_ENDPOINT={host}:{port}: no node 0 answers there within [comm] "
             f"init_timeout_seconds = {timeout_s:g}; start it with NODE_RANK=0 and the same "
@@ -132,7 +132,7 @@ def run_workers(spec: dict[str, Any], words: list[str]) -> None:
     except dist.DistError as error:
         raise RankLostError(
             f"not all of NNODES={at['nnodes']} nodes have come within [comm] init_timeout_seconds "
-            f"= {at['timeout_s']:g}, or one has gone: {error}"
+            f"= {at['timeout_s']:g}, or one has gone: {str(error).splitlines()[0]}"
         ) from error
 
 
