@@ -135,14 +135,8 @@ def init_distributed(comm: CommConfig) -> torch.device:
     CUDA tensors use NCCL, CPU tensors gloo. Raises ConfigError outside torchrun, on a host with
     more processes than GPUs, and on a host whose GPUs PyTorch cannot use."""
     rank, world_size = read_rank()
-    if torch.cuda.is_available():
+    if has_gpus():
         backend, device = "cpu:gloo,cuda:nccl", _set_up_gpu(comm)
-    elif Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        raise ConfigError(
-            f"this host has NVIDIA GPUs that PyTorch {torch.__version__} cannot use: its build or "
-            "the driver does not match; install one that does, or set "
-            'CUDA_VISIBLE_DEVICES="" to train on CPU.'
-        )
     else:
         backend, device = "gloo", torch.device("cpu")
 
@@ -155,6 +149,18 @@ def init_distributed(comm: CommConfig) -> torch.device:
     )
     set_timeouts(timeout)
     return device
+
+
+def has_gpus() -> bool:
+    """Return whether there are GPUs. Raises ConfigError for some that PyTorch cannot use."""
+    there = Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if there and not torch.cuda.is_available():
+        raise ConfigError(
+            f"this host has NVIDIA GPUs that PyTorch {torch.__version__} cannot use: its build or "
+            "the driver does not match; install one that does, or set "
+            'CUDA_VISIBLE_DEVICES="" to compute on the CPU.'
+        )
+    return torch.cuda.is_available()
 
 
 def stay_on_loopback() -> None:
