@@ -19,9 +19,10 @@ parallel=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 if (($# == 0)); then exit; fi
 
 "$python" -m pytest -m "slow and not timed" "${parallel[@]}"
-"$python" -m pytest -m "slow and timed" "${parallel[@]}"
+each=("${parallel[@]}" --dist load) # their files are few
+"$python" -m pytest -m "slow and timed" "${each[@]}"
 if [[ -n ${TORCHTITAN_LITE_CUDA_PYTHON:-} ]]; then
-    PYTHONPATH=$PWD "$TORCHTITAN_LITE_CUDA_PYTHON" -m pytest tests/deviceless "${parallel[@]}"
+    PYTHONPATH=$PWD "$TORCHTITAN_LITE_CUDA_PYTHON" -m pytest tests/deviceless "${each[@]}"
 else
     echo "tests/deviceless did not run: TORCHTITAN_LITE_CUDA_PYTHON is not set; CONTRIBUTING.md says how to make one."
 fi
