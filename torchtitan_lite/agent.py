@@ -140,6 +140,7 @@ def main() -> None:
     """Run the workers until they are done. Exit code 1, with a traceback, if they are not."""
     spec, words = json.loads(sys.argv[1]), sys.argv[2:]
     threading.Thread(target=end_with_launcher, args=(spec["launcher"],), daemon=True).start()
+    os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss
     allow_long_saves()
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.

@@ -8,7 +8,8 @@ import os
 import sys
 
 if __name__ == "__main__":
-    parent = os.getppid()  # it may end during the imports
+    # The agent, or torchrun. It may end during the imports, and before them.
+    parent = int(os.environ.get("TORCHTITAN_LITE_AGENT") or os.getppid())
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
