@@ -134,8 +134,7 @@ class Trainer:
         stopped_by: str | None = None
         self.report_progress()
         if self.step >= self.last_step:
-            left = f"resumed at step {self.step}, the last is {self.last_step}"
-            logger.info(f"nothing left to train: {left}")
+            logger.info(f"nothing left to train: step {self.step} of {self.last_step} is done")
 
         with (
             contextlib.closing(self.prefetched),

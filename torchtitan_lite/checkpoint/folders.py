@@ -176,8 +176,8 @@ def storage_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        path, fix = error.filename or folder, storage_fix(error)
-        raise unwritable(path, f"{error.strerror}; {fix}") from error
+        reason = f"{error.strerror}; {storage_fix(error)}"
+        raise unwritable(error.filename or folder, reason) from error
 
 
 def unwritable(path: Path | str, reason: object) -> StorageError:
