@@ -258,7 +258,9 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
         begun, names = begin_with_bos(content, tokenizer)
         (folder / "tokenizer.json").write_bytes(begun)
         given = read_json_object(beside) if beside.exists() else {}
-        write_json(folder / beside.name, given | names | FRAME)
+        # Other classes of transformers 5.20 and earlier split text by rules of their own.
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        write_json(folder / beside.name, given | names | FRAME | kind)
     elif TIKTOKEN_LINE.match(content):
         logger.warning(f"{missing}transformers finds no special tokens in a tiktoken file, {path}")
     else:
