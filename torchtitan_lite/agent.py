@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
@@ -46,11 +46,11 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     Unlike c10d's rendezvous it unpickles nothing: whoever reaches c10d's store runs code here."""
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        host, port, rank = (parameters.config[key] for key in ("host", "port", "rank"))
-        nodes, timeout = parameters.max_nodes, parameters.config["timeout"]
-        super().__init__(host, port, rank, nodes, parameters.run_id, timeout)
-        self._store = parameters.config["store"]
+    def __init__(self, store: dist.Store, name: str, at: dict[str, Any]) -> None:
+        """`at` has the arguments of the `open_store` that returned the first two."""
+        nodes, timeout = at["nnodes"], at["timeout_s"]
+        super().__init__(at["host"], at["port"], at["node_rank"], nodes, name, timeout)
+        self._store = store
 
     def get_backend(self) -> str:
         """Return the name under which torch knows this class."""
@@ -110,19 +110,17 @@ def end_with_launcher(descriptor: int) -> None:
 def run_workers(spec: dict[str, Any], words: list[str]) -> None:
     """Run the workers until they are done. Raises ChildFailedError if a worker of this node failed,
     RankLostError if other nodes do not come."""
-    rendezvous_handler_registry.register(BACKEND, NodeRendezvous)
+    # torch makes a rendezvous by the name of its kind.
     at = spec["store"]
     store, name = open_store(**at)
+    nodes = NodeRendezvous(store, name, at)
+    rendezvous_handler_registry.register(BACKEND, lambda _: nodes)
+
+    # Start the workers, and wait for them.
     config = LaunchConfig(
         **spec["launch"],
         run_id=name,
         rdzv_backend=BACKEND,
-        rdzv_configs={
-            **{key: at[key] for key in ("host", "port")},
-            "rank": at["node_rank"],
-            "timeout": at["timeout_s"],
-            "store": store,
-        },
         logs_specs=DefaultLogsSpecs(log_dir=spec["log_dir"], tee=Std.ALL),
         signals_to_handle=SIGNALS,
     )

@@ -78,7 +78,7 @@ class Launch:
     ConfigError."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, columns: int) -> None:
-        gpus = count_cuda_devices(env)
+        self.gpus = gpus = count_cuda_devices(env)
         self.config_file = env.get("CONFIG_FILE") or DEFAULT_CONFIG
         self.overrides = overrides
         self.words = ["--job.config_file", self.config_file, *overrides]
@@ -264,9 +264,10 @@ def main(argv: list[str]) -> NoReturn:
         hint = did_you_mean(Path(launch.config_file).stem, shipped_configs())
         raise ConfigError(f"CONFIG_FILE={launch.config_file} is not a file{hint or '; name one.'}")
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
-    on_gpu = config.compile.enable and count_cuda_devices(os.environ) > 0
-    check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
+    check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
     listener = launch.listen()
+
+    # Run, with the logs in the run folder.
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)
     since = time.time()

@@ -164,10 +164,10 @@ def load_random_state(path: Path, *, device: torch.device) -> None:
         torch.set_rng_state(_decode(state["torch"]))
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-    except OSError as error:
-        if not isinstance(error, ABSENT):
-            raise unreadable(path, error) from error
+    except ABSENT as error:
         raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
 
